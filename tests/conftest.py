@@ -23,7 +23,7 @@ from duetto.model.tree import init
 from duetto.model.weights.compress import quantize_params
 from duetto.serve.engine.speculation.controller import Controller, Times
 from duetto.serve.engine.startup import dtype, start
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 
 pytest_plugins = ["suite.costs", "suite.groups"]
@@ -100,11 +100,11 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start cold, whatever earlier starts have kept, serve before all of their programs are there,
     and compile all of them under any load."""
     monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
-    monkeypatch.setattr(kept, "load", lambda *_: None)
+    monkeypatch.setattr(executable_cache, "load", lambda *_: None)
     monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
     # nothing is kept: what a program was compiled to before may have come from jax's cache
-    monkeypatch.setattr(kept, "compile", lambda _, lowered: lowered.compile())
-    monkeypatch.setattr(kept.Spent, "mean", 0.0)
+    monkeypatch.setattr(executable_cache, "compile", lambda _, lowered: lowered.compile())
+    monkeypatch.setattr(executable_cache.Spent, "mean", 0.0)
 
 
 @pytest.fixture

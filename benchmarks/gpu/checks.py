@@ -13,7 +13,7 @@ from benchmarks.gpu.attention import attention_inputs, by_blocks, by_kernels
 from benchmarks.gpu.run import Row, Run
 from duetto import LLM, SamplingParams
 from duetto.kvcache.kernels import attention as kernels
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled import executable_cache
 
 
 def bench_checks(run: Run) -> Iterator[Row]:
@@ -67,6 +67,6 @@ def reference_only() -> Iterator[None]:
     """While this is entered, programs are made without the kernels, and none is taken from disk."""
     with (
         patch.object(kernels, "compiles_for_gpus", lambda: False),
-        patch.object(kept, "folder", lambda: None),
+        patch.object(executable_cache, "folder", lambda: None),
     ):
         yield

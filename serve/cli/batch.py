@@ -15,7 +15,7 @@ from ..engine.startup.dtype import compute_dtype
 from ..engine.startup.folder import checked_defaults
 from ..host.devices import default_device, memory_limit
 from ..jobs.batch.fingerprint import fingerprint
-from ..jobs.batch.options import BatchOptions
+from ..jobs.batch.job import BatchOptions
 from ..jobs.batch.run import JobFiles, run_batch
 from ..options.engine import EngineOptions
 from ..options.flags import given, json_object, positive

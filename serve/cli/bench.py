@@ -34,9 +34,8 @@ from ..engine.startup.dtype import compute_dtype
 from ..engine.startup.folder import read_folder
 from ..engine.startup.mesh import layout_of, places, spread
 from ..engine.startup.origin import Origin
-from ..host import clock
-from ..host.devices import default_device
-from ..host.memory import keep_freed
+from ..host.devices import default_device, time_calls
+from ..host.process import keep_freed
 from ..host.signals import raise_on_interrupt
 from ..llm.llm import LLM
 from ..options.engine import EngineOptions
@@ -117,7 +116,7 @@ def group_seconds(call: Callable[[], Any], repeats: int) -> float:
             call()
         return call()
 
-    return clock.seconds(group, 1)[0] / repeats
+    return time_calls(group, 1)[0] / repeats
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:

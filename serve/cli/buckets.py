@@ -151,8 +151,8 @@ def rehearsal(work: Sequence[tuple[int, int]], options: EngineOptions, shapes: I
 def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     """Prompt and output tokens of the lines of a batch. Raises ValueError for one that is not allowed,
     OSError."""
+    from ..jobs.batch.job import BatchOptions
     from ..jobs.batch.lines import decode, task_of
-    from ..jobs.batch.options import BatchOptions
     from ..jobs.batch.source import JobInput
     from ..text.tokenizer.chat import apply_chat
     from ..text.tokenizer.tokenizer import Tokenizer

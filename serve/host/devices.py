@@ -1,10 +1,11 @@
-"""Which device an engine runs on, on machines that can compile for accelerators which they do not have, and
-what a host's processor can do; and what XLA is told before it looks for one."""
+"""Devices of this machine: the one that an engine runs on, XLA's settings before it is chosen, the host's
+processor, and the time of a device's work."""
 
 import os
 import platform
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,26 +14,25 @@ from typing import Any
 
 import jax
 
-# Where a kernel shows the accelerators that jax's plugins drive: NVIDIA (also under WSL), TPU, AMD.
+# Files in /dev of the accelerators that jax's plugins drive: NVIDIA (also under WSL), TPU, AMD.
 NVIDIA_FILES = ("nvidia[0-9]*", "dxg")
 DEVICE_FILES = (*NVIDIA_FILES, "accel[0-9]*", "vfio/[0-9]*", "kfd")
-# XLA's flags for NVIDIA GPUs that are not its defaults: what is captured in command buffers (CUDA graphs). A
-# loop that is not makes the host wait at each turn, and so does every conditional around it.
+# XLA's flags for NVIDIA GPUs that are not its defaults. A loop that is not captured in a command buffer (CUDA
+# graph) makes the host wait at each turn, and so does every conditional around it.
 GPU_FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE"}
 
-# Of a GPU's memory that jax takes at the start, unless the user has said; jax's own default is 0.75. The rest
-# is the CUDA context's and its libraries'.
+# Fraction of a GPU's memory that jax takes at the start; its own default is 0.75. The rest is for the CUDA
+# context and its libraries.
 MEMORY_FRACTION = 0.95
 MEMORY_SETTINGS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # one of the two at most
 
 
 def default_device() -> Any:
-    """The device that jax chooses; the CPU, without looking further, where only the plugins of
-    `duetto[targets]` are. With an NVIDIA GPU, XLA is told GPU_FLAGS first.
+    """Return the device that jax chooses; the CPU at once if there are only the plugins of `duetto[targets]`.
 
-    Those plugins compile for an accelerator that is not there (`duetto plan --target`), and complain at
-    length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays. Where nobody has
-    asked jax for a device before, a GPU's memory is taken as duetto asks.
+    Those plugins compile for an accelerator that is not there (`duetto plan --target`), and log errors at
+    length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays. With an NVIDIA GPU,
+    GPU_FLAGS and MEMORY_FRACTION are set first, unless jax has started.
     """
     if not jax.config.values["jax_platforms"] and has_plugin() and not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
@@ -56,8 +56,7 @@ def exists(files: Iterable[str]) -> bool:
 
 
 def set_gpu_flags() -> None:
-    """Add GPU_FLAGS to XLA_FLAGS, but none that the user has set; nothing once XLA has read them, which it
-    does when jax first looks for devices."""
+    """Add GPU_FLAGS to XLA_FLAGS, except those that the user has set, unless jax has started."""
     given = os.environ.get("XLA_FLAGS", "")
     names_a_file = bool(given) and not given.lstrip().startswith("-")
     if is_started() or names_a_file:
@@ -67,28 +66,44 @@ def set_gpu_flags() -> None:
 
 
 def set_memory_fraction() -> None:
-    """Let jax take MEMORY_FRACTION of a GPU's memory, unless the user has said, or jax has taken it."""
+    """Let jax take MEMORY_FRACTION of a GPU's memory, unless the user has set a fraction or jax has
+    started."""
     if not is_started() and not any(name in os.environ for name in MEMORY_SETTINGS):
         os.environ[MEMORY_SETTINGS[0]] = str(MEMORY_FRACTION)
 
 
 def is_started() -> bool:
-    """Whether jax has looked for devices."""
-    bridge: Any = import_module("jax._src.xla_bridge")  # nothing public says so
+    """Return whether jax has looked for devices."""
+    bridge: Any = import_module("jax._src.xla_bridge")  # jax has no public name for it
     return bridge.backends_are_initialized()
 
 
 @cache
 def processor() -> str:
-    """The host's processor, with its instruction sets where the system reports them."""
+    """Return the host's processor, with its instruction sets if the system reports them."""
+    flags = (line for line in cpuinfo() if line.startswith(("flags", "Features")))
+    return next(flags, platform.processor())
+
+
+def cpuinfo() -> list[str]:
+    """Return the lines in which the system describes its processors, if it does."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text().splitlines()
     except (FileNotFoundError, PermissionError):  # another system, or a container that hides it
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+        return []
 
 
 def memory_limit(device: Any) -> int | None:
-    """Bytes of an accelerator's memory; None for a host, and where the device does not say."""
+    """Return the bytes of an accelerator's memory; None for a host, and for a device that reports none."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return stats.get("bytes_limit") if stats else None
+
+
+def time_calls(call: Callable[[], Any], times: int) -> list[float]:
+    """Return the seconds of each of `times` calls in turn, each until what it returns is computed."""
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        found.append(time.perf_counter() - begin)
+    return found

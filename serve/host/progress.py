@@ -1,7 +1,7 @@
-"""What a start is doing, on standard error: one line that is rewritten on a terminal or in a notebook, a few
+"""Progress of a start on standard error: one line that is rewritten on a terminal or in a notebook, a few
 plain lines elsewhere.
 
-`telling(False)` silences it for whatever runs inside. A standard error that is closed is no error.
+`telling(False)` silences the block that it manages. A standard error that is closed is no error.
 """
 
 import sys
@@ -12,37 +12,39 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TypeVar
 
+from .streams import Messages
+
 T = TypeVar("T")
 EVERY = 10.0  # seconds between two plain lines
-PATIENCE = 2.0  # seconds that reading may take without a word
-TOLD = ContextVar("told", default=True)
+PATIENCE = 2.0  # seconds for which reading shows nothing
+SHOWN = ContextVar("shown", default=True)
 
 
 @contextmanager
 def telling(yes: bool) -> Iterator[None]:
-    """Whether stages that begin inside are told of."""
-    before = TOLD.set(yes)
+    """Show, or do not show, the stages that begin in the block."""
+    before = SHOWN.set(yes)
     try:
         yield
     finally:
-        TOLD.reset(before)
+        SHOWN.reset(before)
 
 
 def say(text: str) -> None:
-    """Tell one line."""
-    if TOLD.get():
+    """Write one line."""
+    if SHOWN.get():
         write(f"duetto: {text}\n")
 
 
 @contextmanager
 def stage(what: str, total: int, patience: float = 0.0) -> Iterator[Callable[[T], T]]:
-    """Tells `what: done/total` while something is done: each call of what is yielded, from any thread, counts
-    one more as done, and returns what it is given.
+    """Show `what: done/total` during the block. It gets a function that counts one more as done and returns
+    its argument; any thread may call it.
 
-    Nothing is told of a stage that is over within `patience` seconds, or that has nothing to do.
+    Nothing is shown of a stage that ends within `patience` seconds, or that has nothing to do.
     """
-    line = ProgressLine(what, total, patience, TOLD.get() and total > 0)
-    line.tell()
+    line = ProgressLine(what, total, patience, SHOWN.get() and total > 0)
+    line.show()
     try:
         yield line.advance
     finally:
@@ -50,7 +52,7 @@ def stage(what: str, total: int, patience: float = 0.0) -> Iterator[Callable[[T]
 
 
 def over(items: Collection[T], what: str, patience: float = 0.0) -> Iterator[T]:
-    """The items, as a stage in which each counts as done when the next is asked for."""
+    """Yield the items, as a stage in which each is done when the next is taken."""
     with stage(what, len(items), patience) as done:
         for item in items:
             yield item
@@ -58,34 +60,34 @@ def over(items: Collection[T], what: str, patience: float = 0.0) -> Iterator[T]:
 
 
 class ProgressLine:
-    """One stage's line."""
+    """The line of one stage."""
 
     def __init__(self, what: str, total: int, patience: float, shown: bool):
         self.what, self.total, self.done, self.shown = what, total, 0, shown
-        self.due = time.monotonic() + patience  # when to tell next
-        self.told = -1  # how many were done then
+        self.due = time.monotonic() + patience  # when it is written next
+        self.written = -1  # `done` when it was written last
         self.rewritten = is_rewritable()
         self.lock = threading.Lock()
 
     def advance(self, result: T) -> T:
         with self.lock:
             self.done += 1
-        self.tell()
+        self.show()
         return result
 
-    def tell(self, last: bool = False) -> None:
-        """Write the line where that is due."""
+    def show(self, last: bool = False) -> None:
+        """Write the line if it is due."""
         with self.lock:
-            now, due = time.monotonic(), last and self.told >= 0
-            if not self.shown or self.told == self.done or not (due or now >= self.due):
+            now, due = time.monotonic(), last and self.written >= 0
+            if not self.shown or self.written == self.done or not (due or now >= self.due):
                 return
-            self.told, self.due = self.done, now + (0 if self.rewritten else EVERY)
+            self.written, self.due = self.done, now + (0 if self.rewritten else EVERY)
             text = f"duetto: {self.what}: {self.done}/{self.total}"
             write(f"\r{text}" if self.rewritten else f"{text}\n")
 
     def end(self) -> None:
-        self.tell(last=True)
-        if self.told >= 0 and self.rewritten:
+        self.show(last=True)
+        if self.written >= 0 and self.rewritten:
             write("\n")
 
 
@@ -96,6 +98,6 @@ def is_rewritable() -> bool:
 
 
 def write(text: str) -> None:
-    with suppress(AttributeError, ValueError, OSError):
-        sys.stderr.write(text)
-        sys.stderr.flush()
+    messages = Messages()
+    messages.write(text)
+    messages.flush()

@@ -1,5 +1,5 @@
 """Ctrl-C ends the process at once while there is nothing to lose; later Ctrl-C and SIGTERM raise one
-exception, which waits until a step is done."""
+exception at the end of a step."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """The process was asked to end. `code` is its exit code by the shell's convention, `hint` what the user
-    may do then."""
+    """A signal to end the process. `code` is the exit code by the shell's convention, `hint` may say what the
+    user can do next."""
 
     hint = ""
 
@@ -24,31 +24,29 @@ class Interrupted(BaseException):
 
 
 def leave(signum: int, frame: FrameType | None) -> NoReturn:
-    """A handler that ends the process without an exception, which a module that is being imported might
-    swallow."""
+    """End the process without an exception, which a module that is being imported might swallow."""
     with contextlib.suppress(OSError):
         os.write(2, b"duetto: interrupted\n")
     os._exit(128 + signum)
 
 
 def leave_on_interrupt() -> None:
-    """From here on Ctrl-C ends the process with one line and 130, unless the caller has it ignored."""
+    """Let Ctrl-C end the process with one line and exit code 130, unless the caller ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
 
 
 def raise_on_interrupt() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt: what is begun now must be put away. Other handlers
+    """Let Ctrl-C raise KeyboardInterrupt again, so that what begins now can be cleaned up. Other handlers
     stay."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Interrupts:
-    """While it is entered, the signals raise Interrupted: at once, or after `deferred` work; a second one at
-    once.
+    """Context in which SIGNALS raise Interrupted: at once, or after `deferred` work; a second one at once.
 
-    Outside the main thread, where Python allows no handlers, it does nothing.
+    It does nothing outside the main thread, where Python allows no handlers.
     """
 
     def __init__(self):
@@ -67,7 +65,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Work that a first signal lets finish. Raises Interrupted afterwards."""
+        """Let the block finish after a first signal. Raises Interrupted afterwards."""
         self._deferring = True
         try:
             yield
@@ -76,7 +74,7 @@ class Interrupts:
         self.check()
 
     def check(self) -> None:
-        """Raises Interrupted if a signal came and what it interrupted went on all the same."""
+        """Raise Interrupted if a signal came and the interrupted work continued regardless."""
         if self._pending is not None:
             raise Interrupted(self._pending)
 
@@ -89,27 +87,27 @@ class Interrupts:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[list[int]]:
-    """Hold Ctrl-C back until the block is done, which is given what has been heard by then; a second one
-    comes through at once.
+    """Defer a first Ctrl-C to the end of the block, which gets the list of deferred signals; a second one is
+    raised at once.
 
-    Only where Python itself would raise KeyboardInterrupt: in the main thread, unless the program handles the
-    signal.
+    It does so only if Python would raise KeyboardInterrupt: in the main thread, without a handler of the
+    program's.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield []
         return
-    heard: list[int] = []
+    deferred: list[int] = []
 
     def hold(signum, frame):
-        if heard:
+        if deferred:
             signal.default_int_handler(signum, frame)
-        heard.append(signum)
+        deferred.append(signum)
 
     signal.signal(signal.SIGINT, hold)
     try:
-        yield heard
+        yield deferred
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if heard:
+        if deferred:
             raise KeyboardInterrupt

@@ -1,17 +1,18 @@
-"""Standard streams that may be closed, or whose reader may be gone."""
+"""Messages to the user, and standard streams that may be closed or whose reader may be gone."""
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 
 def keep_numbers() -> None:
-    """For the start of a process: no file that is opened later gets the number of a standard stream that is
-    closed.
+    """Open the null device under the number of each standard stream that is closed, at a process's start.
 
-    Else what a library writes to number 2 would land in it. Messages then go nowhere; the other two stay
-    closed.
+    Otherwise a file that is opened later would get the number, and what a library writes to standard error
+    would land in it. Python's standard input and output stay closed.
     """
     for number in range(3):
         try:
@@ -23,7 +24,7 @@ def keep_numbers() -> None:
 
 
 class Messages:
-    """Standard error; errors of writing to it are ignored."""
+    """Standard error, without errors of writing to it."""
 
     @property
     def encoding(self) -> str:
@@ -42,13 +43,19 @@ class Messages:
 
 
 def tell(text: str) -> None:
-    """Tells the user on standard error."""
+    """Write a line to standard error."""
     print(text, file=Messages(), flush=True)
+
+
+@cache
+def warn(text: str) -> None:
+    """Log a warning once per process; logging writes it to standard error if the user has no handler."""
+    logging.getLogger("duetto").warning("duetto: %s", text)
 
 
 @contextlib.contextmanager
 def silent_stdout() -> Iterator[None]:
-    """What libraries write to standard output by its number is dropped: it is not what a command answers."""
+    """Drop what libraries write to standard output by its number: it is not a command's result."""
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:

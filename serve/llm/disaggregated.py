@@ -13,7 +13,7 @@ from ...sampling.params import SamplingParams
 from ..engine.core.request import Request
 from ..engine.startup.mesh import apart
 from ..engine.startup.start import start_engine
-from ..host.store import warn
+from ..host.streams import warn
 from ..kv.disagg.client import RemotePrefillClient
 from ..kv.disagg.peer import RemoteKVPool, RemoteKVTier
 from ..kv.disagg.server import PrefillServer

@@ -17,7 +17,7 @@ from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, t
 from ...sampling.state import check_choice
 from ..engine.core.request import Request, ScoreLog
 from ..engine.lora.registry import Registry
-from ..host.memory import give_back
+from ..host.process import give_back
 from ..options.engine import EngineOptions
 from ..text.grammar.constraint import Constraint
 from ..text.grammar.gauge import CompileLimits

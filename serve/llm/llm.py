@@ -17,8 +17,7 @@ from ...sampling.params import BeamSearchParams, SamplingParams
 from ..engine.core.engine import Engine
 from ..engine.startup.origin import ending
 from ..engine.weights.sleep import TAGS
-from ..host.forks import is_inherited
-from ..host.memory import give_back
+from ..host.process import give_back, is_inherited
 from ..planner.roofline.explain import explain
 from ..runtime.multihost.rendezvous import together
 from ..text.outputs import Delta, EmbeddingRequestOutput, RequestOutput

@@ -19,7 +19,7 @@ from ..engine.lora.registry import registry_of
 from ..engine.startup.folder import load_folder
 from ..engine.startup.origin import NONE, Origin
 from ..engine.startup.start import on_devices, require_finite
-from ..host.forks import require_own_threads
+from ..host.process import require_own_threads
 from ..host.progress import telling
 from ..options.engine import EngineOptions
 from ..options.keywords import engine_options

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from ..engine.core.engine import Engine
 from ..engine.core.request import Request
-from ..host.forks import is_inherited, require_own_threads
+from ..host.process import is_inherited, require_own_threads
 from ..host.signals import uninterrupted
 from ..runtime.equal_bits.warmup import Warmup
 from ..text.outputs import Delta

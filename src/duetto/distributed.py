@@ -2,7 +2,7 @@
 
 import gc
 
-from .serve.host.memory import give_back
+from .serve.host.process import give_back
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:

@@ -176,31 +176,31 @@ class RayBackend:
         self._make = partial(self._ray.remote(Worker).options(**own).remote, **arguments)
         self._workers: list[Any] = []
 
-    def hire(self) -> Any:
+    def start_worker(self) -> Any:
         self._workers.append(self._make())
         return self._workers[-1]
 
     def facts(self, worker: Any) -> WorkerInfo:
-        return self.got(worker.facts.remote())
+        return self.result(worker.facts.remote())
 
     def take(self, worker: Any, new: Sequence[WorkerRequest]) -> Any:
         return worker.take.remote(list(new))
 
-    def first(self, promises: Sequence[Any]) -> Any:
-        (found,), _ = self._ray.wait(list(promises), num_returns=1)
+    def wait_any(self, futures: Sequence[Any]) -> Any:
+        (found,), _ = self._ray.wait(list(futures), num_returns=1)
         return found
 
-    def got(self, promise: Any) -> Any:
+    def result(self, future: Any) -> Any:
         """Raises WorkerLost where the actor has died, and RuntimeError for what its engine raised."""
         try:
-            return self._ray.get(promise)
+            return self._ray.get(future)
         except self._ray.exceptions.RayActorError as error:
             raise WorkerLost(str(error).strip().splitlines()[0]) from None
         except self._ray.exceptions.RayTaskError as error:
             raise RuntimeError(str(error)) from None
 
     def report(self, worker: Any, explained: bool) -> dict[str, Any]:
-        return self.got(worker.report.remote(explained))
+        return self.result(worker.report.remote(explained))
 
     def close(self) -> None:
         for worker in self._workers:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -18,8 +19,8 @@ from duetto.model.transformer import Decoder, forward, unembed
 from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
-from duetto.serve.host import store
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.host.blob_store import BlobStore
+from duetto.serve.runtime.compiled import executable_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(jax.config.values["jax_compilation_cache_dir"]) / "oracle"
@@ -38,15 +39,17 @@ class Model:
 
 def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
     """The tokens after a prompt; found on disk where the same sources have computed them before."""
-    key = kept.combined(
-        [weights_hash(model)], sources(), prompt, params, kept.environment(jax.devices()[0])[1:]
+    key = executable_cache.combined(
+        [weights_hash(model)], sources(), prompt, params, executable_cache.environment(jax.devices()[0])[1:]
     )
-    content = store.read(KEPT, key) if key and KEPT.is_dir() else None
-    if content:
-        return json.loads(content)
+    blobs = BlobStore(KEPT, executable_cache.PROGRAMS, 1 << 32) if key and KEPT.is_dir() else None
+    if key and blobs:
+        with suppress(OSError):  # most often there is none
+            if content := blobs.read(key):
+                return json.loads(content)
     tokens = computed(model, prompt, params)
-    if key and KEPT.is_dir():
-        store.write(KEPT, key, json.dumps(tokens).encode())
+    if key and blobs:
+        blobs.write(key, json.dumps(tokens).encode())
     return tokens
 
 
@@ -54,7 +57,7 @@ def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) ->
 def sources() -> str:
     """A hash of the code that the oracle's tokens follow from."""
     folders = [ROOT / name for name in ("model", "sampling", "kvcache")]
-    return kept.sources_hash([*folders, Path(__file__).parent])
+    return executable_cache.sources_hash([*folders, Path(__file__).parent])
 
 
 HASHES: dict[int, tuple[Decoder, str]] = {}

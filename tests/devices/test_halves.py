@@ -13,7 +13,7 @@ from duetto import LLM, SamplingParams
 from duetto.kvcache.stages import attending, devices, feeding
 from duetto.serve.engine.startup.folder import DEMO, load_folder
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.runtime.compiled.promise import arrived
+from duetto.serve.runtime.compiled.futures import arrived
 from duetto.serve.runtime.pipeline.ring import ATTENTION, FFN, Ring
 
 APART = {"experimental_ffn_devices": 1, "max_prefill_tokens": 64, "page_size": 16}

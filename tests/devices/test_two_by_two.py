@@ -11,7 +11,7 @@ from duetto import LLM, SamplingParams
 from duetto.kvcache.stages import stages
 from duetto.model.sharding import device_bytes
 from duetto.model.tree import nbytes
-from duetto.serve.runtime.compiled.promise import StepFuture, arrived
+from duetto.serve.runtime.compiled.futures import StepFuture, arrived
 from duetto.serve.runtime.pipeline.relay import StageThreads
 
 DEVICES = 4

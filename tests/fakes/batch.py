@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from duetto.serve.jobs.batch.options import BatchOptions
+from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
 from duetto.serve.llm.input_processor import InputProcessor
 from duetto.serve.options.engine import EngineOptions

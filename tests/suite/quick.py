@@ -41,9 +41,8 @@ install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
 from duetto.serve.engine.startup import start
-from duetto.serve.host import store
 from duetto.serve.llm import llm
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -70,7 +69,7 @@ MAY_SERVE_EARLY = start.may_serve_early
 start.may_serve_early = lambda *_: False
 llm.give_back = lambda: None  # memory that the next engine takes again
 
-store.usable(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "oracle")  # made for this user alone
+executable_cache.usable(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "oracle")  # made for this user alone
 
 
 def of_subprocesses() -> None:
@@ -117,7 +116,7 @@ def shared(make: type[Programs]) -> Callable[..., Programs]:
         where = {str(leaf.sharding) for leaf in leaves}
         key = repr((phases, structure, [(x.shape, x.dtype) for x in leaves], where, sizes, tuple(shapes)))
         (device, *_) = leaves[0].sharding.device_set
-        key = key, repr(kept.environment(device)), kept.folder()
+        key = key, repr(executable_cache.environment(device)), executable_cache.folder()
         if key in MADE:
             MADE[key].loaded = True  # the classes that were found for it are those of the copies
             MADE.move_to_end(key)

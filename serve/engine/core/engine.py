@@ -18,7 +18,7 @@ from ...kv.offload.mover import PageMover
 from ...kv.offload.tiering import KVOffloader, PageFinder
 from ...options.checks import round_up
 from ...runtime.compiled.compile import StepArguments
-from ...runtime.compiled.promise import arrived
+from ...runtime.compiled.futures import arrived
 from ...runtime.compiled.shapes import Shape, least_row
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup

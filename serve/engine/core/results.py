@@ -8,7 +8,7 @@ import numpy as np
 
 from ....sampling.params import NO_TOKEN
 from ....sampling.sample import Sampled, Scores
-from ...runtime.compiled.promise import PendingSample, arrived
+from ...runtime.compiled.futures import PendingSample, arrived
 from ...runtime.compiled.shapes import Shape
 from ...runtime.steps.step import Output
 from ...text.outputs import Pass

@@ -12,7 +12,7 @@ from ....kvcache.tables import PageTables
 from ....sampling.params import knobs_row
 from ....sampling.state import dense_bias, needs_history, words_of
 from ...runtime.compiled.compile import MASKED_AT_ONCE, StepArguments
-from ...runtime.compiled.promise import PendingSample
+from ...runtime.compiled.futures import PendingSample
 from ...runtime.compiled.shapes import Sizes
 from ...runtime.programs import StepPrograms
 from ...runtime.steps.scoring import NEVER

@@ -18,13 +18,13 @@ from ....model.weights.compress import in_form
 from ....model.weights.prepared import prepared
 from ...host import progress
 from ...host.devices import memory_limit
-from ...host.memory import keep_freed
-from ...host.store import warn
+from ...host.process import keep_freed
+from ...host.streams import warn
 from ...kv.offload.opening import Told, check, mover_of
 from ...kv.offload.peer import RemoteKV
 from ...options.checks import round_up
 from ...options.engine import EngineOptions
-from ...runtime.compiled import jaxcache, kept
+from ...runtime.compiled import executable_cache, jaxcache
 from ...runtime.compiled.compile import Programs
 from ...runtime.compiled.shapes import Canonical, Shape, Sizes, can_share, least_row, table
 from ...runtime.compiled.sizing import choose_sizes
@@ -173,7 +173,7 @@ def are_known(programs: Programs, params: Params, aim: WarmupGoal) -> bool:
     """Return True if all programs were read from disk, and their classes with them."""
     if not programs.loaded or not aim.reproducible:
         return programs.loaded
-    return kept.read(record(programs, params, aim.canonical), ShapeClasses) is not None
+    return executable_cache.read(record(programs, params, aim.canonical), ShapeClasses) is not None
 
 
 def speculation_of(

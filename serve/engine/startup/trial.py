@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from ....model.config import ModelConfig
 from ....model.layers import einsum
 from ....model.weights.transposed import transpose
-from ...runtime.compiled import kept
+from ...runtime.compiled import executable_cache
 from ...runtime.compiled.shapes import SMALLEST_WIDTH
 
 ROWS = SMALLEST_WIDTH, 64  # of a decode of few requests, and of a prefill
@@ -50,12 +50,14 @@ def bfloat16_gain(device: Any, config: ModelConfig) -> float:
 def known_gain(device: Any, layers: Layers) -> float:
     """Return the gain kept on disk, or else measure it. A process keeps to one value, even if it cannot be
     stored."""
-    key = kept.combined([], "bfloat16 gain", kept.environment(device), tuple(layers), ROWS)
-    if (found := kept.read(key, float)) is not None:
+    key = executable_cache.combined(
+        [], "bfloat16 gain", executable_cache.environment(device), tuple(layers), ROWS
+    )
+    if (found := executable_cache.read(key, float)) is not None:
         return found
     gain = measured(device, layers)
-    kept.write(key, gain)
-    return kept.read(key, float) or gain
+    executable_cache.write(key, gain)
+    return executable_cache.read(key, float) or gain
 
 
 def measured(device: Any, layers: Layers) -> float:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from ipaddress import ip_address
 from typing import Generic, TypeVar
 
-from ..store import warn
+from ..streams import warn
 from .secret import Refusal, Secret
 
 PAUSE = 0.1  # seconds after a connection that could not be accepted

@@ -1,9 +1,8 @@
-"""Answers of a batch: one line of JSON for each line asked, in its format.
+"""Answers of a batch job: one line of JSON for each input line, in its format.
 
-Nothing in an answer depends on when, how fast or beside whom it was computed: no clock (`created` is 0), no
-latencies, and no count of cached tokens, which is 0 where OpenAI's format has one. So a job that was
-interrupted ends with the same bytes as one that was not. Errors are in the answer's body, as OpenAI's servers
-send them, and in `error`, where vLLM has them.
+An answer does not depend on time, speed or other requests: `created` is 0, there are no latencies, and the
+count of cached tokens in OpenAI's format is 0. So an interrupted job ends with the same bytes as any other.
+Errors are in the answer's body, as OpenAI's servers send them, and in `error`, as in vLLM's output.
 """
 
 import hashlib
@@ -26,8 +25,8 @@ LINE_ENDS = {c.encode(): b"\\u%04x" % ord(c) for c in ("\u0085", "\u2028", "\u20
 
 @dataclass(frozen=True)
 class Answers:
-    """Writes the answers of one job: `salt` (the input's hash) and a line's number name an answer, `model`
-    the model for lines that do not, `parser` the notation of calls."""
+    """Writer of one job's answers. An answer's id is a hash of `salt` (the input's hash) and its line's
+    number. `model` is the name for lines without one, `parser` the notation of tool calls."""
 
     salt: str
     model: str
@@ -39,7 +38,7 @@ class Answers:
         return Replies(self.model, self.tokenizer, self.parser)
 
     def result(self, number: int, task: Task, output: RequestOutput) -> bytes:
-        """The answer to a task that was run."""
+        """Return the answer to a finished task."""
         if task.form == "plain":
             return encoded(self._plain(number, task, output))
         body = self.replies.body(self._name("", number), task, output)
@@ -47,20 +46,20 @@ class Answers:
         return encoded(self._envelope(number, task.id, response, None))
 
     def error(self, number: int, address: Address, error: RequestError) -> bytes:
-        """The answer to a line that cannot be run."""
-        told = {"code": error.code, "message": encodable(str(error))}
+        """Return the answer to a line that cannot be run."""
+        fields = {"code": error.code, "message": encodable(str(error))}
         if not address.openai:
             name = {} if address.id is None else {"id": address.id}
-            return encoded({**name, "line": number, "error": told})
+            return encoded({**name, "line": number, "error": fields})
         internal = error.code == INTERNAL
         kind = "server_error" if internal else "invalid_request_error"
-        body = {"error": {**told, "type": kind, "param": None}}
+        body = {"error": {**fields, "type": kind, "param": None}}
         response = {
             "status_code": 500 if internal else 400,
             "request_id": self._name("req_", number),
             "body": body,
         }
-        return encoded(self._envelope(number, address.id, response, {**told, "line": number}))
+        return encoded(self._envelope(number, address.id, response, {**fields, "line": number}))
 
     def _envelope(self, number: int, custom_id: Any, response: dict, error: dict | None) -> dict[str, Any]:
         name = self._name("batch_req_", number)
@@ -72,10 +71,10 @@ class Answers:
     def _plain(self, number: int, task: Task, output: RequestOutput) -> dict[str, Any]:
         name = {} if task.id is None else {"id": task.id}
         choices = [self._plain_choice(o, task) for o in output.outputs]
-        said = choices[0] if len(choices) == 1 else {"choices": choices}
+        content = choices[0] if len(choices) == 1 else {"choices": choices}
         prompt = output.prompt_logprobs
         scores = {} if prompt is None else {"prompt_logprobs": [p and alternatives(p) for p in prompt]}
-        return {**name, "line": number, **without(said, "index"), "usage": usage(output), **scores}
+        return {**name, "line": number, **without(content, "index"), "usage": usage(output), **scores}
 
     def _plain_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
         choice = {"index": output.index, "text": output.text, **self.replies.ending(output, task)}
@@ -93,7 +92,7 @@ def without(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def encoded(record: dict[str, Any]) -> bytes:
-    """Compact JSON without anything that could be taken for the end of the line."""
+    """Return compact JSON without characters that some readers take for the end of a line."""
     data = msgspec.json.encode(record)
     for character, escape in LINE_ENDS.items():
         data = data.replace(character, escape)

@@ -1,5 +1,4 @@
-"""What decides a batch's answers beside its input and its own flags: a job with another fingerprint is
-another job."""
+"""The fingerprint of a batch job: all that decides its answers besides its input and its own flags."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from .source import file_hash
 
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".txt")
 
-# Options that decide no answer, or are known by more than their values.
+# Options that decide no answer, and those that are known by more than their values.
 ELSEWHERE = (
     "seed", "audit_log", "use_tqdm_on_load", "lora_modules", "prompt_hold", "serve_while_compiling",
     "speculative_config", "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address",
@@ -27,7 +26,8 @@ ELSEWHERE = (
 
 
 def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: EngineOptions) -> dict[str, str]:
-    """The content of the folders, the engine's flags, the device, versions and settings. Raises OSError."""
+    """Return hashes of the folders' contents, the engine's flags, the device, versions and settings. Raises
+    OSError."""
     words = {} if tokenizer is None else {"tokenizer": contents(tokenizer)}
     flags = {k: str(v) for k, v in asdict(options).items() if k not in ELSEWHERE}
     return {
@@ -42,7 +42,7 @@ def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: Engine
 
 
 def contents(folder: Path) -> str:
-    """A hash of the files that make a model or a tokenizer. Raises OSError."""
+    """Return a hash of the files of a model or a tokenizer. Raises OSError."""
     files = [f for f in folder.iterdir() if f.suffix in MODEL_FILES]
     if orbax.is_orbax(folder):
         files += [f for f in (folder / orbax.PARAMS).rglob("*") if f.is_file()]
@@ -54,7 +54,7 @@ def contents(folder: Path) -> str:
 
 
 def adapters(options: EngineOptions) -> dict[str, str]:
-    """The content of the adapters that lines may name, by their names."""
+    """Return the hashes of the adapters that lines may name, by their names."""
     return {
         f"adapter {request.lora_name}": contents(Path(request.lora_path))
         for request in modules_of(options.lora_modules)
@@ -62,8 +62,8 @@ def adapters(options: EngineOptions) -> dict[str, str]:
 
 
 def speculation(options: EngineOptions) -> dict[str, str]:
-    """How tokens are guessed, and the content of the draft model's or the heads' folder instead of its
-    name."""
+    """Return the speculative configuration, with a hash of the draft model's or the heads' folder in place of
+    its name."""
     given = dict(options.speculative_config or {})
     folder = given.pop("model", None)
     flags = {"--speculative-config": json.dumps(given, sort_keys=True, default=str)}

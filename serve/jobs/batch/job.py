@@ -1,9 +1,9 @@
-"""One pass over a batch's lines: those that lack an answer go through the engine, and each answer to where it
-is kept."""
+"""A pass over a batch's lines: lines without an answer go through the engine, answers to a sink."""
 
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b, sha256
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -23,20 +23,36 @@ from ...text.tokenizer.chat import ChatTemplateError
 from ...text.tokenizer.tokenizer import Tokenizer
 from .answers import Answers
 from .lines import INTERNAL, Address, RawLine, address_of, decode, task_of
-from .options import BatchOptions
 from .source import JobInput
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 T = TypeVar("T")
-HELD = 4096  # answers that may wait in memory for an earlier one
-MESSAGE = 500  # characters of its message
+WAITING = 4096  # answers that may wait in memory for an earlier one
+MESSAGE = 500  # characters of an internal error's message
 TRACE = 8  # entries of a traceback that the report keeps
 
 
+@dataclass(frozen=True)
+class BatchOptions:
+    """Settings of a job."""
+
+    in_flight: int = 128  # lines in the engine at once; four times max_num_seqs keeps it busy
+    seed: int = 0  # from which, and its number, each line without a seed gets one
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # parameters of lines that do not give them
+    model_name: str = "duetto"  # in answers to lines that name no model
+    max_line_bytes: int = 8 << 20  # a longer line is answered with an error
+    progress: bool = True  # show a progress bar
+    explain: bool = False  # add a table of the compiled programs to the report
+    save_cache: str | None = None  # folder for what the engine's cache holds at the end
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # by the model name that selects each
+    tool_call_parser: str | None = None  # name of the notation of tool calls
+
+
 class BatchEngine(Protocol):
-    """What a job needs of an LLM. `add_request` raises ValueError or TypeError for what it cannot run."""
+    """The part of an LLM that a job uses. `add_request` raises ValueError or TypeError for a wrong
+    request."""
 
     @property
     def tokenizer(self) -> Tokenizer | None: ...
@@ -53,9 +69,9 @@ class BatchEngine(Protocol):
 
 
 class Sink(Protocol):
-    """Where answers go. Lines are known by their index among those that are not blank, and their digest.
+    """Destination of answers. A line is identified by its index and its digest.
 
-    `count` lines have an answer from an earlier run, of engines with these `products` (`report` names them).
+    `count` lines have an answer from an earlier run, of engines with these `products` (see `LLM.report`).
     """
 
     @property
@@ -70,8 +86,7 @@ class Sink(Protocol):
 
 
 class OrderedStream:
-    """Answers to a stream, given by its descriptor, in the order of their lines; those that are early wait in
-    memory."""
+    """Writes answers to a descriptor in the order of their lines; early ones wait in memory."""
 
     count = 0
     products: Collection[str] = ()
@@ -85,7 +100,7 @@ class OrderedStream:
         return False
 
     def has_room(self) -> bool:
-        return len(self._waiting) < HELD
+        return len(self._waiting) < WAITING
 
     def append(self, index: int, digest: int, answer: bytes, about: Mapping[str, Any]) -> None:
         self._waiting[index] = answer
@@ -104,10 +119,9 @@ class OrderedStream:
 
 
 class BatchJob:
-    """Runs the lines of `source` that `sink` has no answer for. The engine is started when the first of them
-    needs it.
+    """Runs the lines of `source` that `sink` has no answer for. The first line to run starts the engine.
 
-    `engine_report` is the engine's, once the pass is done; None if no line needed an engine.
+    `engine_report` is the engine's report after the pass; None if no line needed an engine.
     """
 
     def __init__(
@@ -135,7 +149,7 @@ class BatchJob:
         self.engine_report: dict[str, Any] | None = None
 
     def run(self) -> None:
-        """Answers all lines. Raises JobError or Interrupted; answers taken until then are with the sink."""
+        """Answer all lines. Raises JobError or Interrupted; answers until then are in the sink."""
         lines = self._source.lines()
         try:
             while self._fill(lines) or self._running:
@@ -154,7 +168,7 @@ class BatchJob:
                     self._engine.close()
 
     def _fill(self, lines: Iterator[RawLine]) -> bool:
-        """Takes lines up to the number that may be in flight; whether there may be more."""
+        """Take lines up to the number that may be in flight; return whether there may be more."""
         while len(self._running) < self._options.in_flight and self._sink.has_room():
             line = next(lines, None)
             if line is None:
@@ -172,15 +186,14 @@ class BatchJob:
             self._sink.sync()
 
     def _outputs(self) -> list[RequestOutput]:
-        """What a step brings of the lines in the engine, which is told how many are still to come."""
+        """Run a step and return its finished outputs; the engine is given the number of lines to come."""
         if self._engine is None or not self._running:
             return []
-        self._engine.expect(self._progress.left - len(self._running))
+        self._engine.expect(self._progress.unanswered - len(self._running))
         return self._engine.step()
 
     def _take(self, line: RawLine) -> None:
-        """Puts a line into the engine, or answers what is wrong with it. Lines answered before are only
-        read."""
+        """Add a line to the engine, or answer with its error. Lines with an answer are only read."""
         self._address = Address(self._openai)
         task = self._tried(line, self._read)
         if task is not None:
@@ -188,8 +201,7 @@ class BatchJob:
             self._tried(line, lambda line: self._submit(line, task, engine))
 
     def _tried(self, line: RawLine, work: Callable[[RawLine], T]) -> T | None:
-        """What `work` makes of a line; None where it raises, which is that line's error, whatever it is,
-        never the job's end."""
+        """Return what `work` makes of a line; None if it raises: any exception is the line's error."""
         with self._interrupts.deferred():
             try:
                 return work(line)
@@ -202,16 +214,16 @@ class BatchJob:
     def _refuse(self, line: RawLine, error: Exception) -> None:
         if self._sink.has(line.index, line.digest):
             return
-        told = line_error(error)
-        about: dict[str, Any] = {"line": line.number, "error": told.code}
-        if told.code == INTERNAL:
+        refusal = line_error(error)
+        about: dict[str, Any] = {"line": line.number, "error": refusal.code}
+        if refusal.code == INTERNAL:
             about["trace"] = [encodable(entry) for entry in traceback.format_exception(error)[-TRACE:]]
-        answer = self._answers.error(line.number, self._address, told)
+        answer = self._answers.error(line.number, self._address, refusal)
         self._sink.append(line.index, line.digest, answer, about)
         self._progress.answered()
 
     def _read(self, line: RawLine) -> Task | None:
-        """What a line asks for; None if it was answered before."""
+        """Return a line's task; None if it has an answer."""
         value = decode(line, self._options.max_line_bytes)
         self._address = address_of(value)
         self._openai = self._address.openai
@@ -235,7 +247,7 @@ class BatchJob:
     def _load(self) -> BatchEngine:
         try:
             self._engine = self._start_engine()
-            self._engine.expect(self._progress.left)
+            self._engine.expect(self._progress.unanswered)
         except (OSError, ValueError, RuntimeError) as error:  # jax's own are RuntimeErrors
             raise JobError(f"the model cannot be loaded: {error}") from error
         self._interrupts.check()
@@ -246,8 +258,8 @@ class BatchJob:
         return self._engine
 
     def _check_products(self, engine: BatchEngine) -> None:
-        """Raises JobError where earlier answers come of products that an accelerator's compiler configured
-        otherwise: their bits may be others."""
+        """Raise JobError if an accelerator's compiler had configured products otherwise for earlier answers:
+        their bits may differ."""
         self._products = engine.report().get("products")
         others = {name for name in self._sink.products if name != self._products}
         if others:
@@ -259,7 +271,7 @@ class BatchJob:
             )
 
     def _seed(self, line: RawLine) -> int:
-        """64 bits for a line without a seed of its own."""
+        """Return 64 bits for a line without a seed of its own."""
         return int.from_bytes(sha256(f"{self._options.seed} {line.number}".encode()).digest()[:8], "big")
 
     def _check_unused(self, name: str | int | None) -> None:
@@ -274,7 +286,7 @@ class BatchJob:
 class JobProgress:
     """A bar on standard error: lines answered, and tokens per second of prompts and outputs together.
 
-    It appears, and its clock starts, when the engine is ready; `before` lines were answered earlier.
+    It appears, and its clock starts, when the engine is ready; `before` lines have an earlier answer.
     """
 
     def __init__(self, total: int, before: int, shown: bool):
@@ -297,7 +309,7 @@ class JobProgress:
         )
 
     @property
-    def left(self) -> int:
+    def unanswered(self) -> int:
         """Lines without an answer."""
         return self._total - self._done
 
@@ -317,7 +329,7 @@ class JobProgress:
 
 
 def line_error(error: Exception) -> RequestError:
-    """What a line is told of an exception. One that nobody foresaw says so by its code, and by its type."""
+    """Return a line's error for an exception; an unexpected one has the code INTERNAL and its type's name."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, RecursionError):
@@ -326,8 +338,8 @@ def line_error(error: Exception) -> RequestError:
 
 
 def about(line: RawLine, output: RequestOutput, products: str | None) -> dict[str, Any]:
-    """What is known of a line's run, for the report: tokens, seconds where the engine measured them, and how
-    an accelerator's products were configured."""
+    """Return a line's entry in the report: tokens, seconds if the engine measured them, and how an
+    accelerator's products were configured."""
     named = {} if products is None else {"products": products}
     counts = {"line": line.number, **usage(output), "cached_tokens": output.num_cached_tokens, **named}
     if output.metrics is None:

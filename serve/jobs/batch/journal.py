@@ -1,13 +1,11 @@
-"""The journal of a batch: answers on disk as they come, and the finished file made of them.
+"""The journal of a batch job: answers on disk as they come, from which the finished file is made.
 
-A journal is text: a header line that says which job it is of, then a line for each answer, `checksum {about}
-TAB answer`. A line counts once it is whole and its checksum is right, so a process may be killed at any
-instant: what was torn is cut off at the next start, what was damaged is skipped and counted. The finished
-file appears by renaming, never half written.
+A journal is text: a header line that identifies the job, then a line for each answer, `checksum {about} TAB
+answer`. A line counts if it is whole and its checksum is right, so that a process may be killed at any
+instant: the next start cuts off a torn last line, and skips and counts damaged ones.
 """
 
 import itertools
-import os
 import re
 import secrets
 import zlib
@@ -20,7 +18,8 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
-from ...host.files import PRIVATE, JobError, disk, is_named, lock, sync_folder, write_all
+from ...host.append_log import AppendLog
+from ...host.files import PRIVATE, JobError, disk, sync_folder
 
 MAGIC = b"duetto-journal-1 "
 BUFFER = 1 << 20  # bytes of answers that may wait for the disk between two steps
@@ -33,61 +32,58 @@ Record = tuple[dict[str, Any], bytes]
 
 @dataclass(frozen=True)
 class Header:
-    """Which job a journal is of: what decides its answers, when it was begun (ISO 8601), and a word that no
-    other job has."""
+    """Identity of a journal's job; no other job has its `token`."""
 
-    fingerprint: dict[str, str]
-    started: str
+    fingerprint: dict[str, str]  # all that decides its answers
+    started: str  # time of its first start, ISO 8601
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class Journal:
     """The answers of one job that are on disk; one process at a time may have it open.
 
-    Memory is 16 bytes for each line answered. Attributes: header (the one on disk), count (lines answered),
-    damaged (records that cannot be read; their lines are not answered), products (of the engines that
-    answered).
+    `count` lines are answered, by engines with these `products`, at 16 bytes of memory each. The lines of
+    `damaged` records are not answered.
     """
 
     def __init__(self, path: Path, header: Header, lines: int = 1 << 24, mode: int = PRIVATE):
-        """Opens the journal, or creates it with `mode`, and takes up what it holds of a job of `lines` lines.
+        """Open the journal, or create it with `mode`, and read its answers to a job of `lines` lines.
 
-        Raises JobError if another process has it, it is of another job, it is no journal, or the disk
-        refuses; it is left as it is then.
+        Raises JobError, and leaves the file as it is, if another process has it, it is of another job, it is
+        no journal, or it cannot be read.
         """
-        self.path, self._lines = path, lines
+        self._lines = lines
         self._offsets, self._digests = array("q"), array("Q")
         self._waiting: list[tuple[int, int, bytes]] = []
         self._waiting_bytes = 0
         self.count = self.damaged = 0
         self.products: set[str] = set()
         with disk(path):
-            self._descriptor = lock(path, mode)
+            self._log = AppendLog(path, mode)
         try:
             with disk(path):
-                self.header, self._end = self._take_up(header)
+                self.header = self._take_up(header)
         except BaseException:
-            os.close(self._descriptor)
+            self._log.close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        self._log.close()
 
     def has(self, index: int, digest: int) -> bool:
-        """Whether the line with this index is answered; `digest` tells whether it is still the line that was
-        answered."""
+        """Return whether the line with this index and this `digest` of its text is answered."""
         known = index < len(self._offsets) and self._offsets[index] != MISSING
         return known and self._digests[index] == digest
 
     def has_room(self) -> bool:
-        """Whether another line may be begun: always, since answers do not stay in memory."""
+        """Return True: answers do not stay in memory."""
         return True
 
     def append(self, index: int, digest: int, answer: bytes, about: Mapping[str, Any]) -> None:
-        """Takes an answer, a line without its end; it is safe after the next `sync`."""
+        """Add an answer, a line without its end; it is on the disk after the next `sync`."""
         record = record_of({"index": index, "digest": digest, **about}, answer)
         self._waiting.append((index, digest, record))
         self._waiting_bytes += len(record)
@@ -95,60 +91,53 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Puts what was appended on the disk. Raises JobError; the journal then ends with its last whole
+        """Write the added answers to the disk. Raises JobError; the journal then ends with its last whole
         record."""
         if not self._waiting:
             return
-        with disk(self.path):
-            self._write(b"".join(record for _, _, record in self._waiting))
+        offset = self._log.end
+        with disk(self._log.path):
+            self._log.append(b"".join(record for _, _, record in self._waiting), durable=True)
         for index, digest, record in self._waiting:
-            self._note(index, digest, self._end)
-            self._end += len(record)
+            self._note(index, digest, offset)
+            offset += len(record)
         self._waiting, self._waiting_bytes = [], 0
 
     def answers(self, count: int) -> Iterator[Record]:
-        """What is known about each of the `count` lines, and its answer, in their order."""
+        """Yield the facts about each of `count` lines, and its answer, in their order. Raises JobError."""
         assert self.count == count and not self._waiting, "the job is not finished"
-        with disk(self.path), self._reader() as file:
+        path = self._log.path
+        with disk(path), self._log.reader() as file:
             for index in range(count):
                 file.seek(self._offsets[index])
                 found = self._record(file.readline())
                 if found is None or found[0]["index"] != index:
-                    raise JobError(f"{self.path} was damaged while the job ran; run the same command again")
+                    raise JobError(f"{path} was damaged while the job ran; run the same command again")
                 yield found
 
     def remove(self) -> None:
-        """Deletes the journal: its answers are elsewhere now, or it has none. What else has its name
-        meanwhile stays."""
-        if is_named(self._descriptor, self.path):
-            self.path.unlink()
-            sync_folder(self.path.parent)
+        """Delete the journal: its answers are elsewhere now, or it has none."""
+        self._log.remove()
 
-    def _reader(self) -> BinaryIO:
-        """The file itself, whatever has its name by now; one reader at a time."""
-        file = open(os.dup(self._descriptor), "rb")  # noqa: SIM115 (it belongs to the caller)
-        file.seek(0)
-        return file
-
-    def _take_up(self, header: Header) -> tuple[Header, int]:
-        with self._reader() as file:
+    def _take_up(self, header: Header) -> Header:
+        with self._log.reader() as file:
             begin = file.read(len(MAGIC))
             first = begin + (file.readline() if begin == MAGIC else b"")
             found = header_of(first)
             if found is None:
                 self._check_torn(first, file)
-                return header, self._begin(header)
+                return self._begin(header)
             end = self._take_up_answers(file, len(first))
         differences = differing(found.fingerprint, header.fingerprint)
         if differences and (self.count or self.damaged):
-            raise JobError(f"{self.path} holds answers of another job:\n{differences}\n{REMEDY}")
+            raise JobError(f"{self._log.path} holds answers of another job:\n{differences}\n{REMEDY}")
         if differences:
-            return header, self._begin(header)
-        os.ftruncate(self._descriptor, end)
-        return found, end
+            return self._begin(header)
+        self._log.cut(end)
+        return found
 
     def _take_up_answers(self, lines: Iterator[bytes], end: int) -> int:
-        """Notes the whole records, counts the others but a torn last one; returns where the last whole one
+        """Index the whole records, and count the others but a torn last one; return where the last whole one
         ends."""
         bad, line, offset = 0, b"\n", end
         for line in lines:
@@ -165,7 +154,7 @@ class Journal:
         return end
 
     def _record(self, line: bytes) -> Record | None:
-        """A record of this job; None if it is damaged, or says what no journal of it says."""
+        """Return a record of this job; None if it is damaged, or no journal of the job can hold it."""
         found = about_and_answer(line)
         if found is None or not isinstance(found[0], dict):
             return None
@@ -175,36 +164,25 @@ class Journal:
         return found if 0 <= digest < 1 << 64 and 0 <= index < self._lines else None
 
     def _check_torn(self, first: bytes, rest: BinaryIO) -> None:
-        """Only the beginning of a header may be overwritten: it is what a kill at the first instant
-        leaves."""
+        """Raise JobError unless the file is empty or the beginning of a header, as a kill at the first
+        instant leaves it."""
         torn = MAGIC.startswith(first) or (first.startswith(MAGIC) and b"\n" not in first)
         content = itertools.chain([first], iter(lambda: rest.read(BUFFER), b""))
         if torn or all(not piece.strip(b"\0") for piece in content):
             return
         if not first.startswith(MAGIC):
-            raise JobError(f"{self.path} exists and is not a journal; {REMEDY}")
+            raise JobError(f"{self._log.path} exists and is not a journal; {REMEDY}")
         whole = sum(self._record(line) is not None for line in rest)
         raise JobError(
-            f"{self.path}: the first line, which says whose answers these are ({whole} whole ones), "
+            f"{self._log.path}: the first line, which says whose answers these are ({whole} whole ones), "
             f"is damaged; {REMEDY}"
         )
 
-    def _begin(self, header: Header) -> int:
-        os.ftruncate(self._descriptor, 0)
-        self._end = 0
-        line = MAGIC + record_of(msgspec.to_builtins(header), b"")
-        self._write(line)
-        sync_folder(self.path.parent)
-        return len(line)
-
-    def _write(self, data: bytes) -> None:
-        try:
-            os.lseek(self._descriptor, self._end, os.SEEK_SET)
-            write_all(self._descriptor, data)
-            os.fsync(self._descriptor)
-        except BaseException:
-            os.ftruncate(self._descriptor, self._end)
-            raise
+    def _begin(self, header: Header) -> Header:
+        self._log.cut(0)
+        self._log.append(MAGIC + record_of(msgspec.to_builtins(header), b""), durable=True)
+        sync_folder(self._log.path.parent)
+        return header
 
     def _note(self, index: int, digest: int, offset: int) -> None:
         missing = index + 1 - len(self._offsets)
@@ -222,7 +200,7 @@ def record_of(about: Any, answer: bytes) -> bytes:
 
 
 def about_and_answer(line: bytes) -> Record | None:
-    """A record's two parts; None if it is torn or damaged."""
+    """Return a record's two parts; None if it is torn or damaged."""
     checksum, _, content = line[:-1].partition(b" ")
     if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(content):
         return None
@@ -245,6 +223,6 @@ def header_of(line: bytes) -> Header | None:
 
 
 def differing(was: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """A line for each field in which two fingerprints differ; empty if they are equal."""
+    """Return a line for each field in which two fingerprints differ; "" if they are equal."""
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     return "\n".join(f"  {n}: was {was.get(n, 'not set')}, is {now.get(n, 'not set')}" for n in names)

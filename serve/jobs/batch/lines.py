@@ -1,7 +1,7 @@
-"""Lines of a batch: bytes become tasks, or errors that say what is wrong with the line.
+"""Lines of a batch's input, read as tasks or as errors.
 
-Two formats: OpenAI's batch API (`custom_id`, `method`, `url`, `body`) and plain objects with `prompt` or
-`messages`, an optional `id`, and sampling parameters beside them under vLLM's names.
+A line has one of two formats: that of OpenAI's batch API (`custom_id`, `method`, `url`, `body`), or a plain
+object with `prompt` or `messages`, an optional `id`, and sampling parameters under vLLM's names.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from ...text.openai.tasks import (
 
 URLS: dict[str, Form] = {"/v1/completions": "completion", "/v1/chat/completions": "chat"}
 BOM = b"\xef\xbb\xbf"
-INTERNAL = "internal_error"  # the code of what nobody foresaw
+INTERNAL = "internal_error"  # code of an unexpected exception
 
 ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
 PLAIN = frozenset({"id", "model", "prompt", "prompt_token_ids", "messages", "chat_template_kwargs"})
@@ -31,30 +31,26 @@ PLAIN = frozenset({"id", "model", "prompt", "prompt_token_ids", "messages", "cha
 
 @dataclass(frozen=True)
 class RawLine:
-    """A line that is not blank: its number in the file (from 1) and its index among such lines (from 0).
+    """A line that is not blank."""
 
-    `text` is None for a line above the limit, of which only `size` and `digest` (64 bits of BLAKE2b) are
-    known.
-    """
-
-    number: int
-    index: int
-    text: bytes | None
-    size: int
-    digest: int
+    number: int  # in the file, from 1
+    index: int  # among lines that are not blank, from 0
+    text: bytes | None  # None for a line above the limit
+    size: int  # bytes
+    digest: int  # 64 bits of BLAKE2b
 
 
 @dataclass(frozen=True)
 class Address:
-    """To whom a line's answer goes: the format it was asked in, and its id."""
+    """A line's format and id, which its answer repeats."""
 
     openai: bool
     id: str | int | None = None
 
 
 class LineReader:
-    """The first `size` bytes of a file by lines, hashed on the way; memory is bounded by `limit`, whatever a
-    line's length."""
+    """Iterator over the lines in the first `size` bytes of a file, which it hashes. It holds at most `limit`
+    bytes of a line in memory."""
 
     def __init__(self, file: BinaryIO, size: int, limit: int):
         self._file, self._left, self._limit = file, size, limit
@@ -78,7 +74,7 @@ class LineReader:
         return piece
 
     def _line(self, piece: bytes) -> tuple[bytes | None, int, int]:
-        """A line's text, if it is short enough, its size and its digest; reads on to its end."""
+        """Read to a line's end; return its text if it is short enough, its size and its digest."""
         text, size = piece.removesuffix(b"\n"), len(piece)
         digest = hashlib.blake2b(piece, digest_size=8)
         while not piece.endswith(b"\n") and (piece := self._read(1 << 20)):
@@ -88,24 +84,23 @@ class LineReader:
 
 
 def decode(line: RawLine, limit: int) -> dict[str, Any]:
-    """A line's JSON object. Raises RequestError."""
+    """Return a line's JSON object. Raises RequestError."""
     if line.text is None:
         raise RequestError("line_too_long", f"the line has {line.size} bytes, at most {limit} are allowed")
     return object_of(line.text, "line")
 
 
 def address_of(value: dict[str, Any]) -> Address:
-    """To whom to answer, if only that anything is wrong."""
+    """Return the address of a line's answer, also for a line that is wrong."""
     openai = not ENVELOPE.isdisjoint(value)
     name = value.get("custom_id" if openai else "id")
     return Address(openai, name if type(name) in (str, int) else None)
 
 
 def task_of(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Task:
-    """What a line asks for. `defaults` are sampling parameters of lines that do not give them, `seed` theirs
-    likewise.
+    """Return a line's task, with sampling parameters from `defaults` and `seed` where it gives none.
 
-    Raises RequestError naming the field, its value and what is allowed.
+    Raises RequestError with the field, its value and the allowed values.
     """
     if address_of(value).openai:
         return _openai(value, defaults, seed)
@@ -115,21 +110,21 @@ def task_of(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Ta
 def _plain(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Task:
     name = value.get("id")
     require(name is None or type(name) in (str, int), "id", name, "a string or an integer")
-    asked = [k for k in ("prompt", "prompt_token_ids", "messages") if value.get(k) is not None]
-    if len(asked) != 1:
-        given = " and ".join(asked) or "none"
+    prompts = [k for k in ("prompt", "prompt_token_ids", "messages") if value.get(k) is not None]
+    if len(prompts) != 1:
+        given = " and ".join(prompts) or "none"
         raise RequestError(
             "invalid_line", f"a line needs one of prompt, prompt_token_ids and messages; it has {given}"
         )
     params, model = sampling_of(with_effect(value, SAMPLING, PLAIN), defaults, seed), value.get("model")
     require(model is None or isinstance(model, str), "model", model, "a string")
-    if asked == ["messages"]:
+    if prompts == ["messages"]:
         return replace(chat_of("plain", name, params, value), model=model)
     require("chat_template_kwargs" not in value, "chat_template_kwargs", {}, "only beside messages")
-    prompt = value[asked[0]]
-    ids = asked[0] == "prompt_token_ids"
+    prompt = value[prompts[0]]
+    ids = prompts[0] == "prompt_token_ids"
     require(not (ids and isinstance(prompt, str)), "prompt_token_ids", prompt, "a list of token ids")
-    return Task("plain", name, params, prompt=prompt_of(asked[0], prompt), model=model)
+    return Task("plain", name, params, prompt=prompt_of(prompts[0], prompt), model=model)
 
 
 def _openai(value: dict[str, Any], defaults: Mapping[str, Any], seed: int) -> Task:

@@ -1,7 +1,7 @@
-"""The batch command: JSON lines in, JSON lines out, and no finished work is ever lost.
+"""The batch command: JSON lines in, JSON lines out.
 
-Answers go through a journal (see `journal`), so that the same command goes on where a killed one stopped, and
-the finished file is the same, byte for byte, as that of a run without interruption.
+Answers go through a journal (see `journal`), so that the same command resumes a killed one, and the finished
+file is byte for byte that of a run without interruption.
 """
 
 import filecmp
@@ -22,14 +22,14 @@ from ....sampling.params import SamplingParams
 from ...host.files import PRIVATE, JobError, disk, status, write_whole
 from ...host.signals import Interrupted, Interrupts
 from ...host.streams import tell
-from .job import BatchEngine, BatchJob, OrderedStream
+from .job import BatchEngine, BatchJob, BatchOptions, OrderedStream, Sink
 from .journal import Header, Journal, differing
 from .lines import INTERNAL
-from .options import BatchOptions
 from .source import JobInput, file_hash
 
 Report = dict[str, Any]
-DECIDING = "seed", "model_name", "max_line_bytes", "tool_call_parser"  # answers, of a job's options
+# A job's options that decide its answers.
+DECIDING = "seed", "model_name", "max_line_bytes", "tool_call_parser"
 
 
 def run_batch(
@@ -41,17 +41,16 @@ def run_batch(
     summary: Callable[[Report], None] | None = None,
     summary_file: str | None = None,
 ) -> int:
-    """Answers every line of `input` in `output`; `-` is standard input and output. Returns the process's exit
-    code.
+    """Answer every line of `input` in `output`; `-` is standard input and output.
 
-    `fingerprint` says what decides the answers beside the input and `options`: the model, the device, the
+    `fingerprint` is all that decides the answers besides the input and `options`: the model, the device, the
     libraries' versions, the engine's flags. A journal or an output with another one is refused. The engine is
-    started when a line needs it; `summary` is given its report at the end, and writes it to `summary_file`,
-    if anywhere.
+    started when a line needs it; `summary` gets its report at the end, and writes it to `summary_file`, if
+    that is given.
 
-    0 is success (a line that is wrong has an answer that says so), 1 a refusal or a failure that standard
-    error explains, 130 (Ctrl-C) and 143 (SIGTERM) a job that the same command resumes. Raises BrokenPipeError
-    where standard output has lost its reader.
+    Returns the process's exit code: 0 is success (a wrong line has an error as its answer), 1 a refusal or a
+    failure that standard error explains, 130 (Ctrl-C) and 143 (SIGTERM) a job that the same command resumes.
+    Raises BrokenPipeError if standard output has lost its reader.
     """
     try:
         check_defaults(options.sampling)
@@ -73,7 +72,7 @@ def run_batch(
 
 @dataclass(frozen=True)
 class JobFiles:
-    """The files of a job: the output, and what stands beside it."""
+    """The files of a job: the output, and those in its folder that belong to it."""
 
     output: Path
 
@@ -86,13 +85,13 @@ class JobFiles:
         return self.output.with_name(self.output.name + ".report.json")
 
     def partial(self, token: str) -> Path:
-        """Where a job with this token writes what is to appear complete; nobody else has the name."""
+        """Return the file that a job with this token writes before it takes its final name."""
         return self.output.with_name(f".duetto-{token}.partial")
 
 
 @dataclass(frozen=True)
 class BatchRun:
-    """One call of the command, with its input at hand."""
+    """A call of the command with an open input."""
 
     start_engine: Callable[[], BatchEngine]
     source: JobInput
@@ -101,7 +100,7 @@ class BatchRun:
     summary: Callable[[Report], None] | None
 
     def to_stdout(self) -> int:
-        """Answers in order as they come; nothing is kept of an interrupted run."""
+        """Write the answers in order as they come; an interrupted run leaves nothing to resume."""
         if sys.stdout is None:
             raise JobError("standard output is closed")
         with disk("standard output"):
@@ -109,14 +108,11 @@ class BatchRun:
         if onto_input:
             raise JobError("standard output is the input: answers would be read as lines")
         sys.stdout.flush()
-        job = BatchJob(
-            self.start_engine, self.source, OrderedStream(1), self.options, self.interrupts, datetime.now()
-        )
-        self._run(job)
+        self._run(OrderedStream(1), datetime.now())
         return 0
 
     def to_file(self, place: JobFiles, fingerprint: dict[str, str]) -> int:
-        """Resumes or begins a job, and makes the finished file of its journal. Raises JobError or
+        """Resume or begin a job, and make the finished file from its journal. Raises JobError or
         Interrupted."""
         if finished(place, fingerprint) and not place.journal.exists():
             return self._nothing_to_do(place)
@@ -148,30 +144,27 @@ class BatchRun:
         return 0
 
     def _check_free(self, place: JobFiles, journal: Journal, fingerprint: dict[str, str]) -> None:
-        """Raises JobError, leaving no empty journal behind, if something stands where the output is to be."""
+        """Raise JobError, and remove an empty journal, if another file has the output's name."""
         reason = obstacle(place, fingerprint) or foreign(place.report)
         if reason and not journal.count and not journal.damaged:
             journal.remove()
-        if reason:
-            raise JobError(reason)
+        refuse(reason)
 
     def _answer(self, journal: Journal) -> Report | None:
         if journal.count:
             say(f"{journal.count} of {self.source.count} lines are answered already")
-        now = datetime.fromisoformat(journal.header.started)
-        return self._run(
-            BatchJob(self.start_engine, self.source, journal, self.options, self.interrupts, now)
-        )
+        return self._run(journal, datetime.fromisoformat(journal.header.started))
 
-    def _run(self, job: BatchJob) -> Report | None:
+    def _run(self, sink: Sink, now: datetime) -> Report | None:
+        job = BatchJob(self.start_engine, self.source, sink, self.options, self.interrupts, now)
         job.run()
         if job.engine_report is not None and self.summary is not None:
             self.summary(job.engine_report)
         return job.engine_report
 
     def _finish(self, place: JobFiles, journal: Journal, ran: Report | None) -> None:
-        """First the output, then the report that vouches for it, then away with the journal: any kill between
-        is repaired."""
+        """Write the output, then the report with its hash, then remove the journal: the next run completes
+        what a kill leaves."""
         count, result = self.source.count, Result()
         partial, like = place.partial(journal.header.token), status(place.output)
         write_whole(
@@ -191,7 +184,7 @@ class BatchRun:
             place.report,
             report_pieces(about, (about for about, _ in journal.answers(count))),
             partial,
-            check=lambda _: check_ours(place.report),
+            check=lambda _: refuse(foreign(place.report)),
             like=status(place.report) or like,
         )
         with disk(place.journal):
@@ -200,7 +193,7 @@ class BatchRun:
 
 
 class Result:
-    """What is told of a finished output: its hash, its lines, and the errors among them by code."""
+    """A finished output's hash, its number of lines, and their errors by code."""
 
     def __init__(self):
         self._sha256 = hashlib.sha256()
@@ -208,7 +201,7 @@ class Result:
         self._errors = Counter[str]()
 
     def lines(self, answers: Iterator[tuple[dict[str, Any], bytes]]) -> Iterator[bytes]:
-        """The output's lines, which are counted on the way."""
+        """Yield the output's lines, and count them."""
         for about, answer in answers:
             line = answer + b"\n"
             self._sha256.update(line)
@@ -222,14 +215,19 @@ class Result:
 
     @property
     def remark(self) -> str:
-        """The end of a sentence."""
+        """The end of the final message: the number of errors, if there are any."""
         wrong, internal = self._errors.total(), self._errors[INTERNAL]
-        said = f", {wrong} of them with an error" if wrong else ""
-        return said + (f" ({internal} internal: the report says where)" if internal else "")
+        text = f", {wrong} of them with an error" if wrong else ""
+        return text + (f" ({internal} internal: the report says where)" if internal else "")
+
+
+def refuse(reason: str) -> None:
+    if reason:
+        raise JobError(reason)
 
 
 def finished(place: JobFiles, fingerprint: Mapping[str, str]) -> bool:
-    """Whether the output is this very job's, complete and unchanged."""
+    """Return whether the output is this job's, complete and unchanged."""
     with disk(place.output):
         report = read_report(place.report)
         return bool(
@@ -241,8 +239,8 @@ def finished(place: JobFiles, fingerprint: Mapping[str, str]) -> bool:
 
 
 def obstacle(place: JobFiles, fingerprint: Mapping[str, str]) -> str:
-    """Why the output cannot be written: something is there that would be lost. Empty if nothing is (or an
-    empty file)."""
+    """Return why the output cannot be written: a file there would be lost. "" if there is none, or an empty
+    one."""
     output = place.output
     with disk(output):
         if not output.exists() or (output.is_file() and not output.stat().st_size):
@@ -259,7 +257,7 @@ def obstacle(place: JobFiles, fingerprint: Mapping[str, str]) -> str:
 
 
 def foreign(report: Path) -> str:
-    """Why a report cannot be written: something else has its name. Empty if nothing has, or a report of this
+    """Return why a report cannot be written: another file has its name. "" if none has, or a report of this
     command."""
     with disk(report):
         if not os.path.lexists(report) or (not report.is_symlink() and read_report(report) is not None):
@@ -267,13 +265,8 @@ def foreign(report: Path) -> str:
     return f"{report} exists and is not a report of this command; remove it, or choose another output"
 
 
-def check_ours(report: Path) -> None:
-    if reason := foreign(report):
-        raise JobError(reason)
-
-
 def check_distinct(source: JobInput, place: JobFiles, summary_file: str | None) -> None:
-    """No file is written that is read, and none twice, by whatever name. Raises JobError."""
+    """Raise JobError if two of the input, the output and its files are one, by whatever names."""
     named = {"the output": place.output, "the job's journal": place.journal, "the job's report": place.report}
     summary = None if summary_file is None else Path(os.path.realpath(summary_file))
     for what, path in {**named, "--report": summary}.items():
@@ -293,8 +286,7 @@ def check_folder(place: JobFiles) -> None:
 
 
 def check_replaceable(output: Path, partial: Path) -> None:
-    """What stands at the output's place may be replaced if nothing is lost: it is empty, or the same
-    already."""
+    """Raise JobError if a file at the output's place has content that is not the same."""
     if output.exists() and output.stat().st_size and not filecmp.cmp(output, partial, shallow=False):
         raise JobError(f"{output} appeared or was changed while the job ran; move it away")
 
@@ -307,7 +299,7 @@ def check_defaults(sampling: Mapping[str, Any]) -> None:
 
 
 def own_fingerprint(options: BatchOptions) -> dict[str, str]:
-    """What decides answers among the options, and this program's version."""
+    """Return the options that decide answers, and this program's version."""
     return {
         "duetto": version("duetto"),
         "sampling": msgspec.json.encode(dict(options.sampling), order="sorted").decode(),
@@ -316,7 +308,7 @@ def own_fingerprint(options: BatchOptions) -> dict[str, str]:
 
 
 def read_report(path: Path) -> Report | None:
-    """A finished job's report; None if there is none, or something else has its name."""
+    """Return a finished job's report; None if there is none, or another file has its name."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         msgspec.convert(found, ReportHead)
@@ -326,7 +318,7 @@ def read_report(path: Path) -> Report | None:
 
 
 class ReportHead(msgspec.Struct):
-    """What every report of this command has, and hardly another file."""
+    """Fields that every report of this command has, and hardly another file."""
 
     fingerprint: dict[str, str]
     started: str
@@ -339,7 +331,7 @@ class ReportHead(msgspec.Struct):
 
 
 def report_pieces(report: Report, requests: Iterator[dict[str, Any]]) -> Iterator[bytes]:
-    """The report as JSON, with an entry for each line, never all of them in memory."""
+    """Yield the report as JSON, with an entry for each line, without having all of them in memory."""
     yield msgspec.json.encode(report)[:-1] + b',"requests":['
     for i, about in enumerate(requests):
         known = {k: v for k, v in about.items() if k not in ("index", "digest")}
@@ -348,5 +340,5 @@ def report_pieces(report: Report, requests: Iterator[dict[str, Any]]) -> Iterato
 
 
 def say(text: str, hint: str = "") -> None:
-    """Tells the user on standard error."""
+    """Write a message of the command to standard error."""
     tell("\n".join(["duetto batch: " + text, *([hint] if hint else [])]))

@@ -16,24 +16,20 @@ from .lines import LineReader, RawLine
 
 @dataclass(frozen=True)
 class JobInput:
-    """A job's input as it was at the start: later additions are not read, later changes are refused.
-
-    `count` is its number of lines that are not blank; `limit` the bytes that a line may have; `origin` tells
-    which file it was read from, None where nobody knows.
-    """
+    """A job's input as it was at the start: later additions are not read, later changes are refused."""
 
     file: BinaryIO
-    size: int
-    limit: int
+    size: int  # bytes
+    limit: int  # most bytes of a line
     sha256: str
-    count: int
-    origin: os.stat_result | None
+    count: int  # lines that are not blank
+    origin: os.stat_result | None  # of the file that it was read from, if that is known
 
     @classmethod
     def open(cls, name: str, limit: int) -> Self:
-        """Reads a file once, to hash it and to count its lines. `-` is standard input.
+        """Read a file once, to hash it and to count its lines. `-` is standard input.
 
-        What cannot be read twice (standard input, pipes) is copied to a temporary file. Raises JobError.
+        Standard input and pipes, which cannot be read twice, are copied to a temporary file. Raises JobError.
         """
         with disk("standard input" if name == "-" else name):
             file, size, origin = rereadable(name)
@@ -42,7 +38,7 @@ class JobInput:
         return cls(file, size, limit, reader.sha256.hexdigest(), count, origin)
 
     def lines(self) -> Iterator[RawLine]:
-        """The lines once more. Raises JobError at the end if they are not those of the first reading."""
+        """Yield the lines. Raises JobError at the end if the file has changed since it was opened."""
         self.file.seek(0)
         reader = LineReader(self.file, self.size, self.limit)
         yield from reader
@@ -52,7 +48,7 @@ class JobInput:
             )
 
     def is_file(self, other: os.stat_result) -> bool:
-        """Whether a regular file is the one that the input was read from."""
+        """Return whether a regular file is the one that the input was read from."""
         return (
             stat.S_ISREG(other.st_mode) and self.origin is not None and os.path.samestat(self.origin, other)
         )
@@ -65,7 +61,7 @@ class JobInput:
 
 
 def rereadable(name: str) -> tuple[BinaryIO, int, os.stat_result | None]:
-    """A file open for reading, its size, and what it was before it was copied, if it was."""
+    """Return a file open for reading, its size, and the status of the original."""
     if name == "-":
         if sys.stdin is None:
             raise JobError("standard input is closed")

@@ -1,4 +1,4 @@
-"""What an audit log claims: of every request its tokens, its scores, and what made them."""
+"""Claims of an audit log: each request's tokens, scores, and all that they were computed from."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from ...llm.audit.chain import START, ChainLine, read
 from ...llm.audit.facts import NEEDED
 
 
-class Named(msgspec.Struct, frozen=True):
-    """An adapter's name, and the hash of its terms."""
+class AdapterName(msgspec.Struct, frozen=True):
+    """An adapter's name, and the hash of its weights."""
 
     name: str
     digest: str
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
-    """A request's line (`audit.entry` says what its fields are)."""
+    """A request's line; `entry_of` describes its fields."""
 
     id: str
     index: int
@@ -38,10 +38,10 @@ class AuditEntry(msgspec.Struct, frozen=True):
     stop_reason: int | str | None
     scores: dict[str, list[Any]] | None
     prompt_scores: dict[str, list[Any]] | None
-    adapter: Named | None = None
+    adapter: AdapterName | None = None
 
     def impossible(self) -> Iterator[str]:
-        """What no engine of any model can have written."""
+        """Yield the contradictions in a line, which no engine of any model can have written."""
         if not 0 < len(self.prompt) < self.end or not 0 <= self.score_from <= len(self.prompt):
             yield f"lengths: {len(self.prompt)} prompt tokens of {self.end}, scored from {self.score_from} on"
         if not 0 <= self.known <= len(self.tokens) <= self.end - len(self.prompt):
@@ -57,7 +57,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct):
-    """The line of a process's start; `versions` are the hashes of its weights, those that came later too."""
+    """The line of a process's start; `versions` are the hashes of its weights, including later ones."""
 
     model: str | None
     options: dict[str, Any]
@@ -83,15 +83,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A request's line by its number, and the start that it refers to, if that is in the log."""
+    """A request's line, and the start that it refers to, if that is in the log."""
 
-    line: int
+    line: int  # its number, from 1
     entry: AuditEntry
     start: Start | None
 
     @property
     def spans(self) -> list[Span]:
-        """Its tokens by who made them, without those that were given."""
+        """The generated tokens by version of the weights, without those that came with the request."""
         made, count = self.entry.weights, len(self.entry.tokens)
         ends = [*(first for first, _ in made[1:]), count]
         return [Span(a, end, version) for (a, version), end in zip(made, ends, strict=False) if a < end]
@@ -99,19 +99,18 @@ class Claim:
 
 @dataclass
 class Claims:
-    """All of a log; `broken` are lines by their numbers and what is wrong with them, `cut_off` those that a
-    killed process has left, `head` is the last line's hash."""
+    """All claims of a log."""
 
     requests: list[Claim] = field(default_factory=list)
-    broken: dict[int, str] = field(default_factory=dict)
-    cut_off: list[int] = field(default_factory=list)
-    starts: dict[str, Start] = field(default_factory=dict)
-    hashes: set[str] = field(default_factory=set)
-    head: str = ""
+    broken: dict[int, str] = field(default_factory=dict)  # errors by line number
+    cut_off: list[int] = field(default_factory=list)  # numbers of lines that killed processes have left
+    starts: dict[str, Start] = field(default_factory=dict)  # by hash
+    hashes: set[str] = field(default_factory=set)  # of all lines
+    head: str = ""  # hash of the last line
 
     @classmethod
     def of(cls, path: Path) -> "Claims":
-        """Raises OSError, and ValueError for a file that has no line of a log."""
+        """Read a log. Raises OSError, and ValueError for a file without a line of a log."""
         found = cls()
         for line in read(path):
             found._take(line)
@@ -146,9 +145,5 @@ class Claims:
 
     @property
     def last_start(self) -> Start | None:
-        """The latest, whose options an engine can be started with."""
+        """The latest start; an engine can be started with its options."""
         return next(reversed(self.starts.values()), None)
-
-    def unread(self) -> Iterator[str]:
-        """What is wrong with the log itself."""
-        yield from (f"line {number}: {wrong}" for number, wrong in self.broken.items())

@@ -1,38 +1,39 @@
-"""Requests of a log run again in another order and other company: neighbours decide nothing, so bits must be
-the same."""
+"""Replay of a log's requests in another order and in other batches: batch invariance makes the bits the
+same."""
 
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ....checkpoints.adapters.adapter import Adapter
 from ....sampling.params import SamplingParams, knobs_row
 from ....sampling.state import check_choice
 from ...engine.core.request import Request
+from ...llm.audit.entry import scores_of
 from ...llm.audit.facts import facts_of, weights_hash, words_hash
 from ...llm.llm import LLM
 from ...llm.request_group import RequestGroup
 from .claims import AuditEntry, Claim, Claims, Span
-from .compare import difference, is_last
 from .verdict import Verdict, VerificationReport
 
-TOGETHER = 512  # requests that are run at the same time
-SEED = 20240817  # of the order in which they are
+TOGETHER = 512  # requests in the engine at a time
+Scores = Mapping[str, Sequence[Any]]
+SEED = 20240817  # of their order
 
 
 class Replay(NamedTuple):
-    """A span of a claim, to be made again."""
+    """A span of a claim to be computed again."""
 
     claim: Claim
     span: Span
 
 
 class Prover:
-    """Says of claims what can be proved with an engine: those of its facts and its weights."""
+    """Verifies claims with an engine: those made with its facts and its weights."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
@@ -44,10 +45,9 @@ class Prover:
         claims: Claims,
         sample: int | None = None,
         anyway: bool = False,
-        told: Callable[[int], None] = lambda n: None,
     ) -> VerificationReport:
-        """A verdict on each request, or on a random `sample` of them; `anyway` tries those too that other
-        facts have made. `told` hears how many more are done."""
+        """Return a verdict on each request, or on a random `sample` of them. `anyway` also replays those made
+        with other facts."""
         chosen = claims.requests
         if sample is not None and sample < len(chosen):
             picked = set(random.SystemRandom().sample(range(len(chosen)), sample))
@@ -59,11 +59,10 @@ class Prover:
             found = self._run(jobs[i : i + TOGETHER])
             for line, wrongs in found.items():
                 verdicts[line].differences.extend(wrongs)
-            told(len(found))
         return VerificationReport(list(verdicts.values()), claims)
 
     def _before(self, claim: Claim, anyway: bool) -> Verdict:
-        """What is known of a claim before anything is run, and which of its spans are to be."""
+        """Return a claim's verdict before any replay, with the spans to replay."""
         foreign = self._foreign(claim)
         reasons = list(self._against(claim)) + ([foreign] if foreign and not anyway else [])
         spans = [] if reasons else self._spans(claim)
@@ -77,7 +76,7 @@ class Prover:
         return verdict
 
     def _against(self, claim: Claim) -> Iterator[str]:
-        """Why nobody can prove a claim."""
+        """Yield the reasons why this engine cannot verify a claim."""
         if claim.start is None:
             yield "the line of its start is missing"
             return
@@ -92,7 +91,7 @@ class Prover:
             yield "the tokenizer, in whose text stop strings and grammars are read, is another"
 
     def _foreign(self, claim: Claim) -> str:
-        """The facts in which the start of a claim differs from this engine."""
+        """Return the names of the facts in which a claim's start differs from this engine, as a reason."""
         if claim.start is None:
             return ""
         theirs = claim.start.facts
@@ -100,26 +99,26 @@ class Prover:
         return f"made with other {', '.join(names)}" if names else ""
 
     def _spans(self, claim: Claim) -> list[Span]:
-        """Those that the weights have made which are here."""
+        """Return the spans that this engine's weights have generated."""
         made_by = {} if claim.start is None else claim.start.versions
         return [span for span in claim.spans if made_by.get(span.version) == self.weights]
 
     def _impossible(self, entry: AuditEntry) -> Iterator[str]:
-        """What no engine can have written."""
+        """Yield the contradictions in a line, which no engine of this model can have written."""
         words = range(self.llm.config.vocab_size)
         if wrong := [t for t in (*entry.prompt, *entry.tokens) if t not in words]:
             yield f"token id {wrong[0]}, which the vocabulary lacks"
         yield from entry.impossible()
 
     def _adapter(self, entry: AuditEntry) -> Adapter | None:
-        """The one whose terms a request had, whatever its name is here."""
+        """Return the adapter with the weights of a request's, whatever its name is here."""
         served = self.llm.input_processor.adapters
         return None if served is None or entry.adapter is None else served.equal_to(entry.adapter.digest)
 
     # ------------------------------------------------------------ run again
 
     def _run(self, jobs: Sequence[Replay]) -> dict[int, list[str]]:
-        """What differs, by the lines of claims."""
+        """Return the differences by the line numbers of claims."""
         found: dict[int, list[str]] = defaultdict(list)
         made: list[tuple[Replay, Request]] = []
         for i, job in enumerate(jobs):
@@ -134,7 +133,8 @@ class Prover:
         return found
 
     def _request(self, job: Replay, place: int) -> Request:
-        """A span's request: what came before is given, and one that is not the last ends with it."""
+        """Return a span's request: earlier tokens are given, and it ends with the span unless that is the
+        last."""
         entry, span = job.claim.entry, job.span
         params = SamplingParams.from_dict(entry.params)
         if span.first > entry.known:
@@ -164,7 +164,7 @@ class Prover:
         return request
 
     def _check(self, params: SamplingParams, entry: AuditEntry) -> None:
-        """Raises ValueError for what no row of the engine can have."""
+        """Raise ValueError for parameters that no row of the engine can have."""
         V = self.llm.config.vocab_size
         params.check_vocabulary(V)
         stops, words = entry.stop_ids, entry.bad_words
@@ -175,3 +175,62 @@ class Prover:
 def group_of(request: Request, id: str) -> RequestGroup:
     request.id = id
     return RequestGroup(id, None, [request])
+
+
+def difference(entry: AuditEntry, span: Span, request: Request) -> str:
+    """Return the first place in which a span differs from its replay; "" if none does."""
+    found = first_of(entry.tokens[span.first : span.end], request.outputs[span.first :])
+    if found is not None:
+        return f"token {span.first + found}"
+    top = request.params.logprobs
+    wrong = differing_scores(entry.scores, scores_of(request.scores, top), "log-probability", span)
+    if not wrong and span.first == entry.known:
+        own = scores_of(request.prompt_scores, request.params.prompt_logprobs)
+        most = len(entry.prompt_scores["logprobs"]) if entry.prompt_scores else 0
+        whole = Span(0, most if entry.finish_reason == "abort" else len(request.prompt), 0)
+        wrong = differing_scores(entry.prompt_scores, own, "prompt log-probability", whole)
+    if not wrong and is_last(entry, span) and entry.finish_reason != "abort":
+        reasons = (entry.finish_reason, entry.stop_reason), (request.finish_reason, request.stop_reason)
+        wrong = "" if reasons[0] == reasons[1] else "finish_reason"
+    return wrong
+
+
+def is_last(entry: AuditEntry, span: Span) -> bool:
+    return span.end == len(entry.tokens)
+
+
+def differing_scores(claimed: Scores | None, found: Scores | None, what: str, span: Span) -> str:
+    """Return the first place in a span where scores differ; "" if none does."""
+    plural = what.removesuffix("y") + "ies"
+    if (claimed is None) != (found is None):
+        return f"{plural}: {'none' if claimed is None else 'not asked for'}"
+    if claimed is None or found is None:
+        return ""
+    if claimed.keys() != found.keys():
+        return f"{plural}: {sorted(claimed)}"
+    places = [
+        place
+        for name in claimed
+        if (place := first_of(within(claimed[name], span), within(found[name], span))) is not None
+    ]
+    return f"{what} {span.first + min(places)}" if places else ""
+
+
+def within(values: Sequence[Any], span: Span) -> list[Any]:
+    return [finite(x) for x in values[span.first : span.end]]
+
+
+def finite(value: Any) -> Any:
+    """Return a number as the log has it: null if it is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return [finite(x) for x in value] if isinstance(value, list) else value
+
+
+def first_of(claimed: Sequence[Any], found: Sequence[Any]) -> int | None:
+    """Return the first place in which two lists differ; None if they are equal."""
+    pairs = enumerate(zip(claimed, found, strict=False))
+    place = next((i for i, (a, b) in pairs if a != b), None)
+    if place is None and len(claimed) != len(found):
+        return min(len(claimed), len(found))
+    return place

@@ -1,4 +1,4 @@
-"""What was found of a log: of each request, and of the log itself."""
+"""Verdicts on a log's requests and on the log itself."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -6,23 +6,21 @@ from typing import Any
 
 from .claims import Claims, Span
 
-PROVED, DIFFERS, OPEN = 0, 1, 2  # exit codes: all, something is otherwise, something cannot be told here
+PROVED, DIFFERS, OPEN = 0, 1, 2  # exit codes: all proved, some differ, some cannot be verified here
 
 
 @dataclass
 class Verdict:
-    """On a request, by its line: `reasons` why it, or a part of it, cannot be proved here, the `spans` of its
-    tokens that are run again, and `differences` from them, each with its place. Where `foreign` facts have
-    made it, a difference proves nothing. The first `given` tokens of its output came with the request."""
+    """The verdict on a request."""
 
-    line: int
+    line: int  # its number, from 1
     id: str
-    index: int
-    reasons: list[str]
-    spans: list[Span] = field(default_factory=list)
-    foreign: str = ""
-    given: int = 0
-    differences: list[str] = field(default_factory=list)
+    index: int  # of the completion
+    reasons: list[str]  # why it, or a part of it, cannot be verified here
+    spans: list[Span] = field(default_factory=list)  # of its tokens that are replayed
+    foreign: str = ""  # facts that differ from this engine's: then a difference proves nothing
+    given: int = 0  # leading tokens of the output that came with the request
+    differences: list[str] = field(default_factory=list)  # from the replay, each with its place
 
     @property
     def differs(self) -> bool:
@@ -33,10 +31,10 @@ class Verdict:
         return not self.differences and not self.reasons
 
     def __str__(self) -> str:
-        told = self.differences if self.differs else [*self.reasons, *self.differences]
+        found = self.differences if self.differs else [*self.reasons, *self.differences]
         if self.differences and self.foreign:
-            told = [self.foreign, *told]
-        return f"line {self.line}, request {self.id}, completion {self.index}: {'; '.join(told)}"
+            found = [self.foreign, *found]
+        return f"line {self.line}, request {self.id}, completion {self.index}: {'; '.join(found)}"
 
 
 @dataclass(frozen=True)
@@ -66,12 +64,12 @@ class VerificationReport:
         return OPEN if self.unproved or not self.verdicts else PROVED
 
     def lines(self) -> Iterator[str]:
-        """For people: what is wrong first."""
+        """Yield the report as text, errors first."""
         yield from map(printable, self._lines())
 
     def _lines(self) -> Iterator[str]:
         claims = self.claims
-        yield from (f"altered: {wrong}" for wrong in claims.unread())
+        yield from (f"altered: line {number}: {wrong}" for number, wrong in claims.broken.items())
         yield from (f"altered: {v}" for v in self.altered)
         yield from (f"not provable here: {v}" for v in self.unproved)
         yield from (f"line {n} was cut off when its process was killed" for n in claims.cut_off)
@@ -86,7 +84,7 @@ class VerificationReport:
         yield f"the chain {'is broken' if claims.broken else 'is whole'} and ends with {claims.head}"
 
     def record(self) -> dict[str, Any]:
-        """The same as JSON."""
+        """Return the report for JSON."""
 
         def summary(verdict: Verdict) -> dict[str, Any]:
             own = vars(verdict)
@@ -106,5 +104,5 @@ class VerificationReport:
 
 
 def printable(text: str) -> str:
-    """A text without characters that a terminal would obey."""
+    """Return a text with control characters escaped for a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,7 +1,6 @@
-"""Engines in processes of their own, on whatever runs processes, as one engine for a batch job.
+"""Engines in worker processes behind one `BatchEngine`, whatever system runs the processes.
 
-A job knows them by the protocol of its engine. What a process that is lost had under way is given to another:
-the tokens of a request do not depend on who computes them.
+Requests of a worker that is lost go to another: a request's tokens do not depend on the worker.
 """
 
 from collections.abc import Sequence
@@ -17,42 +16,42 @@ from ...text.outputs import RequestOutput
 from ...text.tokenizer.tokenizer import Tokenizer
 from .worker import WorkerInfo, WorkerLost, WorkerRequest
 
-LOSSES = 5  # workers that may be lost in a row, nothing having ended between
+LOSSES = 5  # workers that may be lost in a row, without a finished request between them
 
 
 class WorkerBackend(Protocol):
-    """Who runs workers. A worker and a promise are whatever it makes of them; where a worker is lost, `got`
-    and `facts` raise WorkerLost."""
+    """System that runs workers. Workers and futures are opaque objects of its own. `got` and `facts` raise
+    WorkerLost if a worker is lost."""
 
-    def hire(self) -> Any: ...
+    def start_worker(self) -> Any: ...
 
     def facts(self, worker: Any) -> WorkerInfo: ...
 
     def take(self, worker: Any, new: Sequence[WorkerRequest]) -> Any:
-        """A promise of what `Worker.take` gives."""
+        """Return a future of the result of `Worker.take`."""
         ...
 
-    def first(self, promises: Sequence[Any]) -> Any:
-        """One that is kept, or broken."""
+    def wait_any(self, futures: Sequence[Any]) -> Any:
+        """Wait until one of the futures is done or has failed; return it."""
         ...
 
-    def got(self, promise: Any) -> list[RequestOutput]: ...
+    def result(self, future: Any) -> list[RequestOutput]: ...
 
     def report(self, worker: Any, explained: bool) -> dict[str, Any]: ...
 
     def close(self) -> None:
-        """Let all workers go."""
+        """End all workers."""
         ...
 
 
 @dataclass
 class WorkerHandle:
-    """A worker, the requests that it has, those that it has yet to be given, and what it has promised."""
+    """A worker and its requests."""
 
     worker: Any
-    has: dict[str, WorkerRequest] = field(default_factory=dict)
-    new: list[WorkerRequest] = field(default_factory=list)
-    promise: Any = None
+    has: dict[str, WorkerRequest] = field(default_factory=dict)  # that were sent, by id
+    new: list[WorkerRequest] = field(default_factory=list)  # to be sent
+    future: Any = None  # of its current `take`
     is_known: bool = False  # its products and its realm are those of the first
 
     @property
@@ -61,16 +60,18 @@ class WorkerHandle:
 
 
 class WorkerPool:
-    """Several workers as one engine: `add_request` deals to whoever has least, `step` waits for the first
-    that has something to tell.
+    """Several workers as one engine: `add_request` assigns to the worker with the fewest requests, `step`
+    waits for the first result.
 
-    Raises RuntimeError where workers are lost again and again, and where one has another realm than the
-    first, or multiplies otherwise.
+    Raises RuntimeError if LOSSES workers are lost in a row, or if a worker's realm or products differ from
+    those of the first.
     """
 
-    def __init__(self, crew: WorkerBackend, count: int, tokenizer: Tokenizer | None, options: EngineOptions):
-        self._crew, self.tokenizer = crew, tokenizer
-        self._hands = [WorkerHandle(crew.hire()) for _ in range(count)]
+    def __init__(
+        self, backend: WorkerBackend, count: int, tokenizer: Tokenizer | None, options: EngineOptions
+    ):
+        self._backend, self.tokenizer = backend, tokenizer
+        self._handles = [WorkerHandle(backend.start_worker()) for _ in range(count)]
         self._facts = self._first_facts()
         facts = self._facts
         self._processor = InputProcessor(
@@ -80,7 +81,7 @@ class WorkerPool:
 
     def _first_facts(self) -> WorkerInfo:
         try:
-            return self._crew.facts(self._hands[0].worker)
+            return self._backend.facts(self._handles[0].worker)
         except WorkerLost as gone:
             raise RuntimeError(f"no worker could be started: {gone}") from None
 
@@ -101,65 +102,65 @@ class WorkerPool:
         self._deal(WorkerRequest(request_id, prompt, params, lora_request))
         return request_id
 
-    def _deal(self, asked: WorkerRequest) -> None:
-        min(self._hands, key=lambda hand: hand.load).new.append(asked)
+    def _deal(self, request: WorkerRequest) -> None:
+        min(self._handles, key=lambda handle: handle.load).new.append(request)
 
     def expect(self, requests: int) -> None:
-        """Nothing: how many of them a worker will have is not known."""
+        """Do nothing: a worker's share of the requests is not known."""
 
     def step(self) -> list[RequestOutput]:
-        """What has ended since the last time; nothing where a worker was lost, or needs longer."""
-        for hand in self._hands:
-            if hand.promise is None and hand.load:
-                hand.promise = self._crew.take(hand.worker, hand.new)
-                hand.has |= {asked.id: asked for asked in hand.new}
-                hand.new = []
-        promises = [hand.promise for hand in self._hands if hand.promise is not None]
-        if not promises:
+        """Return the outputs that have finished; none if a worker was lost, or its requests take longer."""
+        for handle in self._handles:
+            if handle.future is None and handle.load:
+                handle.future = self._backend.take(handle.worker, handle.new)
+                handle.has |= {request.id: request for request in handle.new}
+                handle.new = []
+        futures = [handle.future for handle in self._handles if handle.future is not None]
+        if not futures:
             return []
-        first = self._crew.first(promises)
-        hand = next(hand for hand in self._hands if hand.promise is first)
-        hand.promise = None
+        first = self._backend.wait_any(futures)
+        handle = next(handle for handle in self._handles if handle.future is first)
+        handle.future = None
         try:
-            ended = self._crew.got(first)
-            self._check(hand)
+            ended = self._backend.result(first)
+            self._check(handle)
         except WorkerLost as gone:
-            self._replace(hand, gone)
+            self._replace(handle, gone)
             return []
         for output in ended:
-            del hand.has[output.request_id]
+            del handle.has[output.request_id]
         self._in_a_row = 0 if ended else self._in_a_row
         return ended
 
-    def _replace(self, hand: WorkerHandle, gone: WorkerLost) -> None:
-        """Another worker takes the place of one that is lost; all deal its requests again."""
+    def _replace(self, handle: WorkerHandle, gone: WorkerLost) -> None:
+        """Start another worker in the place of a lost one, and assign its requests again."""
         self.lost, self._in_a_row = self.lost + 1, self._in_a_row + 1
         if self._in_a_row > LOSSES:
             raise RuntimeError(f"{self._in_a_row} workers were lost, one after the other: {gone}")
         tell(f"duetto: a worker is lost ({gone}); another takes its place")
-        asked = [*hand.has.values(), *hand.new]
-        hand.worker, hand.has, hand.new, hand.is_known = self._crew.hire(), {}, [], False
-        for one in asked:
-            self._deal(one)
+        requests = [*handle.has.values(), *handle.new]
+        handle.worker, handle.has, handle.new, handle.is_known = self._backend.start_worker(), {}, [], False
+        for request in requests:
+            self._deal(request)
 
-    def _check(self, hand: WorkerHandle) -> None:
-        """Raises RuntimeError where bits may be others: an accelerator's compiler may choose otherwise, and
-        the model's folder may have been written since the first worker's start."""
-        if hand.is_known:
+    def _check(self, handle: WorkerHandle) -> None:
+        """Raise RuntimeError if bits may differ: an accelerator's compiler may choose otherwise, and the
+        model's folder may have changed since the first worker's start."""
+        if handle.is_known:
             return
-        facts = self._crew.facts(hand.worker)
+        facts = self._backend.facts(handle.worker)
         if facts.products != self._facts.products:
-            told = f"{facts.products}, the first one's {self._facts.products}"
-            raise RuntimeError(f"a worker's products are {told}")
+            found = f"{facts.products}, the first one's {self._facts.products}"
+            raise RuntimeError(f"a worker's products are {found}")
         if facts.realm != self._facts.realm:
             raise RuntimeError("a worker has other weights, versions or another machine than the first one")
-        hand.is_known = True
+        handle.is_known = True
 
     def report(self, explained: bool = False) -> dict[str, Any]:
-        """That of the first worker, of so many."""
-        about = {"workers": len(self._hands), "workers_lost": self.lost}
+        """Return the report of worker 0, with the numbers of workers and of lost ones."""
+        about = {"workers": len(self._handles), "workers_lost": self.lost}
         try:
-            return self._crew.report(self._hands[0].worker, explained) | about
+            return self._backend.report(self._handles[0].worker, explained) | about
         except WorkerLost:
             return about | {"products": self._facts.products}
 
@@ -168,4 +169,4 @@ class WorkerPool:
 
     def close(self) -> None:
         self._processor.grammars.close()
-        self._crew.close()
+        self._backend.close()

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, and what it is told and tells."""
+"""An engine in a worker process, its requests and its description."""
 
 import os
 import time
@@ -12,12 +12,12 @@ from ...llm.llm import LLM
 from ...llm.weights import realms_of
 from ...text.outputs import RequestOutput
 
-# Seconds of steps after which a worker tells what has ended, if anything has, and in any case.
+# Seconds of steps after which a worker returns: with finished requests, and in any case.
 ENOUGH, MOST = 0.05, 1.0
 
 
 class WorkerRequest(NamedTuple):
-    """A request as a worker is given it."""
+    """A request that is sent to a worker."""
 
     id: str
     prompt: list[int]
@@ -27,22 +27,22 @@ class WorkerRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What is to be known of a worker's engine before it is given requests."""
+    """Description of a worker's engine, which is read before it gets requests."""
 
     vocab_size: int
     max_model_len: int
     eos_ids: tuple[int, ...]
     products: str | None
-    process: int = 0  # its number, where it runs
+    process: int = 0  # process id on its machine
     realm: str = ""  # of its answers
 
 
 class WorkerLost(Exception):
-    """A worker's process has been lost."""
+    """A worker's process is lost."""
 
 
 class Worker:
-    """An engine that is told in a process of its own what to run, and asked what came of it."""
+    """An engine in a worker process."""
 
     def __init__(self, **arguments: Any):
         self._llm = LLM(**arguments)
@@ -54,7 +54,7 @@ class Worker:
         return WorkerInfo(llm.config.vocab_size, longest, ends, products, process=os.getpid(), realm=realm)
 
     def take(self, new: Sequence[WorkerRequest]) -> list[RequestOutput]:
-        """Begin some requests, and go on with all; what has ended."""
+        """Add requests and run steps; return the outputs that have finished."""
         for id, prompt, params, adapter in new:
             self._llm.add_request(prompt, params, id, lora_request=adapter)
         begin, ended = time.monotonic(), []
@@ -65,7 +65,7 @@ class Worker:
         return ended
 
     def report(self, explained: bool = False) -> dict[str, Any]:
-        """That of the engine. On a host, where compilers choose nothing, the dtype that was chosen there
-        stands for its products."""
+        """Return the engine's report. On a CPU, whose compiler chooses no products, `products` is the
+        dtype."""
         found = self._llm.report(explained)
         return found | {"products": found.get("products") or found["dtype"]}

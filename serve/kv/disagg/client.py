@@ -10,7 +10,7 @@ from contextlib import suppress
 from ...host.sockets.handshake import Handshake, meet
 from ...host.sockets.link import Link
 from ...host.sockets.secret import Refusal, Secret, key_in
-from ...host.store import warn
+from ...host.streams import warn
 from ..offload.tier import Content, Key
 from .messages import (
     DECODER,

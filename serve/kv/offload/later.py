@@ -5,7 +5,7 @@ import time
 from collections import OrderedDict
 from typing import Any
 
-from ...host.store import warn
+from ...host.streams import warn
 from .tier import Content, Key, Tier
 
 MOST = 1 << 28  # bytes that wait to be written, at most

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...host.store import warn
+from ...host.streams import warn
 from ...runtime.compiled.transfers import (
     MOST,
     OFFERED,

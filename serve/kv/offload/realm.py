@@ -12,7 +12,7 @@ from jaxtyping import Array, Shaped, UInt32
 from ....kvcache.stages import devices
 from ...host.devices import memory_limit
 from ...options.engine import EngineOptions
-from ...runtime.compiled import kept
+from ...runtime.compiled import executable_cache
 from ...runtime.compiled.compile import THREADS
 from ...runtime.compiled.shapes import Canonical
 from ...runtime.programs import StepPrograms
@@ -43,12 +43,10 @@ def named(programs: StepPrograms, params: Any, options: EngineOptions, exact: bo
         canonical = Canonical.on(device.platform, options.on(memory_limit(device)), programs.sizes)
         placed = [(x.shape, str(x.dtype), layout(x.sharding)) for x in jax.tree.leaves(params)]
         products = programs.products([s for s in canonical if s in programs.steps] or programs.steps)
-        facts += placed, canonical, products, options.reproducible, kept.environment(device)
-    with ThreadPoolExecutor(
-        1, THREADS
-    ) as pool:  # its compilations run with THREADS' priority, next to serving
+        facts += placed, canonical, products, options.reproducible, executable_cache.environment(device)
+    with ThreadPoolExecutor(1, THREADS) as pool:  # what it compiles is compiled beside serving
         weights = pool.submit(device_hash, params).result()
-    return hashlib.sha256(repr((kept.source(), *facts, weights)).encode()).digest()
+    return hashlib.sha256(repr((executable_cache.source(), *facts, weights)).encode()).digest()
 
 
 def layout(sharding: jax.sharding.Sharding) -> str:

@@ -15,7 +15,7 @@ import jax
 
 from ....kvcache.pages import KVCache
 from ....kvcache.tables import AWAY, PageTables, Tables
-from ...host.store import warn
+from ...host.streams import warn
 from ...runtime.compiled.transfers import MOST
 from .mover import PageFetch, PageMover
 from .snapshot import named_pages

@@ -1,4 +1,4 @@
-"""What a log says of a request that has ended."""
+"""A log's record of a finished request."""
 
 from dataclasses import fields
 from typing import Any
@@ -10,14 +10,15 @@ from ....sampling.checks import ALL
 from ....sampling.params import NO_TOKEN, SamplingParams
 from ...engine.core.request import Request, ScoreLog
 
-SILENT = ("n", "seed", "output_kind")  # parameters that are told otherwise, or decide nothing
+SILENT = ("n", "seed", "output_kind")  # parameters with a field of their own, and those that decide no token
 
 
 def entry_of(request: Request, index: int) -> dict[str, Any]:
-    """All that its tokens follow from, and these; `index` is that of the completion.
+    """Return a request's tokens and all that decides them.
 
-    `seed` is the number that the device draws from, `end` the most tokens, prompt included, `weights` from
-    which generated token on which version made them. Scores are there where they were asked for.
+    `index` is that of the completion, `seed` the number that the device draws from, `end` the most tokens,
+    prompt included. `weights` are pairs of a generated token's index and the version of the weights from it
+    on. Scores are null unless they were requested.
     """
     params = request.params
     return {
@@ -46,7 +47,7 @@ def entry_of(request: Request, index: int) -> dict[str, Any]:
 
 
 def adapter_of(adapter: Adapter | None) -> dict[str, str] | None:
-    """An adapter's name, which decides nothing, and the hash of its terms."""
+    """Return an adapter's name, which decides nothing, and the hash of its weights."""
     return None if adapter is None else {"name": adapter.name, "digest": adapter.digest.hex()}
 
 
@@ -55,8 +56,8 @@ def params_of(params: SamplingParams) -> dict[str, Any]:
 
 
 def scores_of(log: ScoreLog, top: int | None) -> dict[str, Any] | None:
-    """Log-probabilities and ranks of tokens, and the ids and log-probabilities of the likeliest beside each;
-    None where nobody asked for them. A number that is not finite is null."""
+    """Return log-probabilities and ranks of tokens, and ids and log-probabilities of the `top` likeliest at
+    each place; None if they were not requested. A number that is not finite is null."""
     if top is None:
         return None
     most = None if top == ALL else top
@@ -71,5 +72,5 @@ def scores_of(log: ScoreLog, top: int | None) -> dict[str, Any] | None:
 
 
 def within(ids: np.ndarray) -> list[int]:
-    """Token ids without the padding behind them."""
+    """Return token ids without padding."""
     return ids[ids != NO_TOKEN].tolist()

@@ -1,5 +1,4 @@
-"""What the bits of an engine's answers follow from besides what is asked of it, and where they do not follow
-from it alone."""
+"""Facts that decide the bits of an engine's answers besides the requests, and cases in which they do not."""
 
 from hashlib import sha256
 from importlib.metadata import version
@@ -15,11 +14,11 @@ from ...engine.core.engine import Engine
 from ...host.devices import memory_limit
 from ...options.engine import EngineOptions
 from ...runtime import provenance
-from ...runtime.compiled import kept
+from ...runtime.compiled import executable_cache
 from ...runtime.compiled.shapes import Canonical
 from ...text.tokenizer.tokenizer import Tokenizer
 
-# Options that an engine needs to run the same requests with the same bits.
+# Options with which an engine runs the same requests with the same bits.
 NEEDED = (
     "max_model_len", "kv_cache_dtype", "quantization", "fixed_products", "max_logprobs", "reproducible",
     "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens", "page_size", "max_batched_token_mem",
@@ -28,14 +27,14 @@ NEEDED = (
 
 
 def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
-    """Versions, device, settings, and how numbers are kept and multiplied: another engine with the same facts
-    and the same weights gives the same bits."""
+    """Return versions, device, settings, and how numbers are stored and multiplied. Another engine with the
+    same facts and weights computes the same bits."""
     device = min(devices(engine.params), key=lambda d: d.id)
     canonical = Canonical.on(device.platform, options.on(memory_limit(device)), engine.sizes)
     products = engine.programs.products([s for s in canonical if s in engine.programs.steps])
     return {
         "duetto": version("duetto"),
-        "source": kept.source(),
+        "source": executable_cache.source(),
         "platform": device.platform,
         **machine(device),
         "config": sha256(repr(engine.config.target).encode()).hexdigest(),
@@ -49,12 +48,12 @@ def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
 
 
 def machine(device: Any) -> dict[str, str]:
-    """What of a device, of the installed versions and of their settings decides bits."""
+    """Return the facts of a device, of installed versions and of their settings that decide bits."""
     return {**provenance.device(device), **provenance.versions(), **provenance.settings()}
 
 
 def outside_contract(engine: Engine, options: EngineOptions) -> list[str]:
-    """Why answers need not be the same again: what the reproducibility contract does not cover."""
+    """Return why the reproducibility contract does not cover an engine's answers; empty if it does."""
     found = []
     if not options.reproducible:
         found.append("reproducible is False")
@@ -70,14 +69,14 @@ def needed_options(options: EngineOptions) -> dict[str, Any]:
 
 
 def words_hash(tokenizer: Tokenizer | None) -> str | None:
-    """A hash of which text stands for which token."""
+    """Return a hash of the tokens' texts; None without a tokenizer."""
     if tokenizer is None:
         return None
     return sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
 def weights_hash(params: Any) -> str | None:
-    """SHA-256 of every parameter's name, shape, dtype and numbers, in the forms that they came in; None where
+    """Return the SHA-256 of every parameter's name, shape, dtype and numbers as they were loaded; None if
     other processes hold a part of them."""
     found = hashed = sha256()
     for path, leaf in sorted(paths(unprepared(params)).items()):

@@ -1,5 +1,5 @@
-"""The audit log of one engine: a line for the start, for weights that come later, and for each request that
-has ended, written by a thread of its own."""
+"""The audit log of one engine: a line for its start, for each change of weights, and for each finished
+request, written by its own thread."""
 
 import queue
 import threading
@@ -13,7 +13,7 @@ import msgspec
 
 from ...engine.core.engine import Engine
 from ...engine.core.request import Request
-from ...host.store import warn
+from ...host.streams import warn
 from ...options.engine import EngineOptions
 from ...text.tokenizer.tokenizer import Tokenizer
 from .chain import START, ChainWriter
@@ -24,10 +24,10 @@ Record = dict[str, Any]
 
 
 class AuditLog:
-    """Whoever has an engine says what has happened; nobody waits for the disk.
+    """Queue of events, which a thread writes as lines: no caller waits for the disk.
 
-    A line is with the operating system once it is written, so that a killed process loses only what it had
-    not written yet. Where the disk refuses, a warning says that the log has ended.
+    A line is passed to the operating system when it is written, so a killed process loses only queued events.
+    After an error of the disk, a warning is logged and nothing more is written.
     """
 
     def __init__(self, writer: ChainWriter):
@@ -36,29 +36,26 @@ class AuditLog:
         self._thread = threading.Thread(target=self._run, name="duetto-audit", daemon=True)
         self._thread.start()
 
-    def started(self, told: Callable[[], Record]) -> None:
-        """The first line, which the following ones refer to by its hash."""
+    def started(self, make: Callable[[], Record]) -> None:
+        """Write the first line, whose hash the following ones refer to."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._put(lambda: {"kind": START, "time": now, "cut_off": self._writer.cut_off, **told()})
+        self._made.put(lambda: {"kind": START, "time": now, "cut_off": self._writer.cut_off, **make()})
 
     def replaced(self, version: int, params: Any) -> None:
-        """Other weights serve from now on."""
-        self._put(lambda: {"kind": "weights", "version": version, "weights": weights_hash(params)})
+        """Record that other weights are served from now on."""
+        self._made.put(lambda: {"kind": "weights", "version": version, "weights": weights_hash(params)})
 
     def ended(self, request: Request, index: int) -> None:
-        """A request has ended; what it only embeds is no answer."""
+        """Record a finished request, unless it is an embedding: that is no answer."""
         if request.pool is None:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            self._put(lambda: entry_of(request, index) | {"time": now})
+            self._made.put(lambda: entry_of(request, index) | {"time": now})
 
     def close(self) -> None:
-        """Return when all lines are written."""
+        """Wait until all lines are written."""
         self._made.put(None)
         if threading.current_thread() is not self._thread:  # where the garbage collector may have called
             self._thread.join()
-
-    def _put(self, make: Callable[[], Record]) -> None:
-        self._made.put(make)
 
     def _run(self) -> None:
         try:
@@ -79,7 +76,8 @@ class AuditLog:
 def opened(
     engine: Engine, options: EngineOptions, tokenizer: Tokenizer | None, model: str | None
 ) -> AuditLog | None:
-    """The log that the options ask for, begun. Raises ValueError or OSError for a file that cannot be it."""
+    """Return the log that the options name, with its first line queued, or None. Raises ValueError or OSError
+    for a file that cannot be one."""
     if options.audit_log is None:
         return None
     log = AuditLog(ChainWriter(Path(options.audit_log)))

@@ -12,9 +12,8 @@ from .facts import words_hash
 
 
 class Realms:
-    """Names what answers follow from besides what they are asked: weights, code, machine, tokenizer, and
-    `others` that the caller knows. To be renewed within the turn in which other weights come, so that no
-    token of theirs is sent under the name before."""
+    """The realm of answers: a hash of weights, code, machine, tokenizer, and `others` of the caller's. Renew
+    it in the turn that replaces the weights, so that no token of theirs is sent under the old name."""
 
     def __init__(self, engine: Engine, options: EngineOptions, tokenizer: Tokenizer | None, *others: Any):
         templates = tokenizer and [tokenizer.template_for(with_tools=tools) for tools in (False, True)]
@@ -27,5 +26,5 @@ class Realms:
         self.name = found.hex()
 
     def of(self, adapter: Adapter | None) -> str:
-        """That of an answer with an adapter, whose digest is the second word, or with none."""
+        """Return the realm of an answer; with an adapter, its digest is the second word."""
         return self.name if adapter is None else f"{self.name} {adapter.digest.hex()}"

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....kvcache.pages import Batch
-from ...host import clock
+from ...host.devices import time_calls
 from ...runtime.compiled.batches import empty_batch
 from ...runtime.compiled.compile import Programs, StepArguments
 from ...runtime.compiled.shapes import Shape
@@ -83,7 +83,7 @@ def timed(
         state = replace(state, cache=cache, slots=slots)
         return output
 
-    return statistics.median(clock.seconds(call, REPEATS + 1)[1:]), state
+    return statistics.median(time_calls(call, REPEATS + 1)[1:]), state
 
 
 def memory(reset: bool = False) -> int | None:

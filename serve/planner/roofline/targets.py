@@ -19,13 +19,13 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from ...host import clock
 from ...host.devices import (
     MEMORY_FRACTION,
     default_device,
     has_accelerator,
     memory_limit,
     set_gpu_flags,
+    time_calls,
 )
 
 
@@ -231,4 +231,4 @@ def fastest(a: jax.Array, b: jax.Array, times: int = 10) -> float:
     """Seconds of a product at its best."""
     matmul = partial(jax.numpy.matmul, preferred_element_type=jax.numpy.float32)
     product = jax.jit(matmul).lower(a, b).compile()
-    return min(clock.seconds(lambda: product(a, b), times))
+    return min(time_calls(lambda: product(a, b), times))

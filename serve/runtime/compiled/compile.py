@@ -21,13 +21,13 @@ from ....kvcache.stages import around
 from ....model.pair import PairConfig, Params, target_of
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress
-from ...host.memory import release
+from ...host.process import release
 from ..steps.phases import Phases, TargetOnly
 from ..steps.step import Seat, Slots, empty_slots, seat
-from . import kept
+from . import executable_cache
 from .batches import BatchRow, batch_of, packed
-from .kept import JoinedPrograms, Lowered
-from .promise import DeferredSampling
+from .executable_cache import JoinedPrograms, Lowered
+from .futures import DeferredSampling
 from .shapes import Shape, Sizes
 from .tuning import tuning
 
@@ -201,13 +201,13 @@ class Programs:
         self.like = like = arguments_like(phases.config, params, sizes)
         self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
         self._keys = {s: self._key(s) for s in shapes}
-        with ThreadPoolExecutor(max(2, kept.cores() or 0)) as pool:
-            found = kept.load_all(pool, self._keys, like.everywhere)
+        with ThreadPoolExecutor(max(2, executable_cache.cores() or 0)) as pool:
+            found = executable_cache.load_all(pool, self._keys, like.everywhere)
             self.steps = {s: program for s, program in found.items() if program is not None}
             self.ready = dict.fromkeys(self.steps, self.age)
             lacking = [s for s in found if s not in self.steps]
-            self.key, self.loaded = kept.combined(self._keys.values()), not lacking
-            self.read, self.spent = len(self.steps), kept.Spent(self.key)
+            self.key, self.loaded = executable_cache.combined(self._keys.values()), not lacking
+            self.read, self.spent = len(self.steps), executable_cache.Spent(self.key)
             now = [s for s in lacking if first is None or s in first]
             self.missing = [s for s in lacking if s not in now]
             with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
@@ -258,7 +258,7 @@ class Programs:
         self.spent.keep()
 
     def _key(self, shape: Shape) -> str | None:
-        return kept.key(self._phases, shape.phase, operands(shape, self.like, self.sizes))
+        return executable_cache.key(self._phases, shape.phase, operands(shape, self.like, self.sizes))
 
     def _lower(self, shape: Shape) -> Lowered:
         with self._lowering, self.spent.on(shape):  # one at a time: it is Python
@@ -267,7 +267,7 @@ class Programs:
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
         with self.spent.on(shape):
-            program = kept.compile(self._keys[shape], lowered)
+            program = executable_cache.compile(self._keys[shape], lowered)
         self.steps[shape], self.ready[shape] = program, self.age
 
     def products(self, shapes: Iterable[Shape]) -> str | None:
@@ -277,11 +277,11 @@ class Programs:
         if device.platform == "cpu":
             return None
         chosen = sorted(shapes)
-        own = kept.combined([self._keys[shape] for shape in chosen], "products")
-        found = kept.read(own, str) if self.loaded else None
+        own = executable_cache.combined([self._keys[shape] for shape in chosen], "products")
+        found = executable_cache.read(own, str) if self.loaded else None
         if found is None:
             found = tuning(self.steps[shape] for shape in chosen)
-            kept.write(own, found)
+            executable_cache.write(own, found)
         return found
 
     def empty(self, params: Params, failed: BaseException | None = None) -> StepArguments:

@@ -1,42 +1,46 @@
-"""jax's own cache of compiled programs, in a folder that duetto has chosen: of bounded size, and with
-checksums beside it.
+"""jax's own compilation cache, in a folder that duetto has chosen: bounded, and with checksums in duetto's.
 
-jax finds damage in a program only where its compression does, leaves it there, and deletes nothing unless it
-is told a size.
+jax writes in place, overwrites nothing, and finds damage only if its compression does: zlib has a checksum,
+zstd has none. A checksum is noted when a start ends: it finds what a disk or a power cut has changed since,
+and jax compiles again. A program that a killed process has left half written has none: jax warns, and
+compiles it at each start.
 """
 
 import hashlib
+import os
 from contextlib import suppress
 from importlib.util import find_spec
+from io import BufferedReader
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from ...host import store
-from . import kept
+from ...host.blob_store import cache_home, open_file, owned
+from ...host.streams import warn
+from . import executable_cache
 
-# Bytes: jax compresses, and its copies are to go before those in `store` (see `kept.compile`).
+# Bytes: jax compresses, and its copies are evicted before duetto's (see `executable_cache.compile`).
 LIMIT = 1 << 29
-SUMS = "sums"  # what the checksums are kept under
-PROGRAM, USED = "-cache", "-atime"  # how names end of jax's files: a program, and the time of its last use
+SUMS = "sums"  # key of the checksums in the executable cache
+PROGRAM, USED = "-cache", "-atime"  # suffixes of jax's files: a program, and the time of its last use
 
 
 def keep_compiled(folder: str | Path | None = "auto") -> None:
     """Let jax keep compiled programs on disk, so that the second start of a model does not compile; None
     changes nothing.
 
-    With "auto" a directory that the user gave to jax stays as it is. In one that others own or can write to,
-    nothing is kept, and a warning says so.
+    With "auto" a directory that the user gave to jax stays as it is. If others own the folder or can write to
+    it, nothing is kept, and a warning is logged.
     """
     if folder is None or (folder == "auto" and jax.config.values["jax_compilation_cache_dir"]):
         return
     try:
-        chosen = str(store.cache_home("xla") if folder == "auto" else folder)
+        chosen = str(cache_home("xla") if folder == "auto" else folder)
     except RuntimeError as error:  # the user has no home
-        return store.warn(f"compiled programs are not kept: {error}")
+        return warn(f"compiled programs are not kept: {error}")
     local = "://" not in chosen
-    if local and not store.usable(Path(chosen)):
+    if local and not executable_cache.usable(Path(chosen)):
         return
     if local:
         bound(Path(chosen))
@@ -50,75 +54,70 @@ def keep_compiled(folder: str | Path | None = "auto") -> None:
 
 
 def bound(folder: Path) -> None:
-    """Let jax delete what it used least recently in a folder of its cache; a size that the user has set
-    stays."""
+    """Let jax evict the least recently used programs of its folder beyond LIMIT bytes, unless the user has
+    set a size."""
     if not find_spec("filelock"):  # with which jax does it
         return
     if jax.config.values["jax_compilation_cache_max_size"] == -1:
         jax.config.update("jax_compilation_cache_max_size", LIMIT)
-    for file in folder.glob(f"*{PROGRAM}"):  # jax stumbles over a program that lacks the time of its last use
+    for file in folder.glob(f"*{PROGRAM}"):  # jax fails on a program without the time of its last use
         with suppress(OSError):
             if not used(file).exists():
                 used(file).write_bytes(bytes(8))
 
 
 def check(folder: Path) -> None:
-    """Delete the programs that are not what they were when an earlier start ended, or that others can write.
-
-    All of them go where the checksums themselves are damaged. One without a checksum, of a start that did not
-    end, stays.
-    """
-    unknown = kept.read_bytes(SUMS) == b""
-    sums = {} if unknown else kept.read(SUMS, dict[str, bytes]) or {}
-    found = list(folder.glob(f"*{PROGRAM}"))
-    wrong = [file for file in found if unknown or not is_safe(file, sums.get(file.name))]
+    """Delete programs that differ from their checksum or that others can write; all of them if the checksums
+    are damaged. A program without a checksum, of a start that did not end, stays."""
+    unknown = executable_cache.read_bytes(SUMS) == b""
+    sums = {} if unknown else executable_cache.read(SUMS, dict[str, bytes]) or {}
+    found = set(folder.glob(f"*{PROGRAM}"))
+    wrong = {file for file in found if unknown or not is_safe(file, sums.get(file.name))}
     if wrong:
         what = f"{len(wrong)} of jax's programs in {folder} were damaged, or others could write them"
-        store.warn(f"{what}: they are deleted and made anew")
-    for file in wrong:
-        for gone in (file, used(file)):
-            with suppress(OSError):
-                gone.unlink()
-    names = {file.name for file in found} - {file.name for file in wrong}
-    kept.write(SUMS, {name: digest for name, digest in sums.items() if name in names})
+        warn(f"{what}: they are deleted and made anew")
+    for gone in [*wrong, *map(used, wrong)]:
+        with suppress(OSError):
+            gone.unlink()
+    names = {file.name for file in found - wrong}
+    executable_cache.write(SUMS, {name: digest for name, digest in sums.items() if name in names})
 
 
 def is_safe(program: Path, digest: bytes | None) -> bool:
-    """Whether a program is this user's file, and has its checksum if that is known."""
+    """Return whether a program is this user's file, and has its checksum if that is known."""
     try:
-        own = program.is_file() and not program.is_symlink() and store.owned(program.stat())
-    except FileNotFoundError:  # another process was faster
+        with open_file(program) as file:
+            return owned(os.fstat(file.fileno())) and digest in (None, sha256(file))
+    except FileNotFoundError:  # another process has evicted it
         return True
-    except OSError:  # what cannot be looked at is not run
+    except OSError:  # a link, or unreadable: it is not run
         return False
-    return own and digest in (None, checksum(program))
 
 
 def seal() -> None:
-    """Note the checksums of the programs that jax has written since `check`, where that was called for its
+    """Note the checksums of the programs that jax has written since `check`, if that was called for its
     folder."""
-    place = kept.folder()
+    place = executable_cache.folder()
     if place is None or not (place / SUMS).exists():
         return
-    with suppress(OSError):  # another process may delete some of them
+    with suppress(OSError):  # another process may evict some of them
         since = (place / SUMS).stat().st_mtime
-        sums = kept.read(SUMS, dict[str, bytes]) or {}
+        sums = executable_cache.read(SUMS, dict[str, bytes]) or {}
         new = {}
-        for file in place.parent.glob(f"*{PROGRAM}"):
-            written = used(file).exists()  # to its end
-            if written and (file.name not in sums or file.stat().st_mtime >= since):
-                file.chmod(0o600)  # jax leaves that to the umask
-                new[file.name] = checksum(file)
+        for program in place.parent.glob(f"*{PROGRAM}"):
+            whole = used(program).exists()  # jax writes it after the program
+            if whole and (program.name not in sums or program.stat().st_mtime >= since):
+                program.chmod(0o600)  # jax leaves the mode to the umask
+                with open_file(program) as file:
+                    new[program.name] = sha256(file)
         if new:
-            kept.write(SUMS, sums | new)
+            executable_cache.write(SUMS, sums | new)
+
+
+def sha256(file: BufferedReader) -> bytes:
+    return hashlib.file_digest(file, "sha256").digest()
 
 
 def used(program: Path) -> Path:
+    """Return the file of the time of a program's last use."""
     return program.with_name(program.name.removesuffix(PROGRAM) + USED)
-
-
-def checksum(file: Path) -> bytes:
-    """Empty where it cannot be read."""
-    with suppress(OSError), open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").digest()
-    return b""

@@ -15,7 +15,7 @@ from ....model.config import LayerKind
 from ....model.pair import PairConfig
 from ....model.recurrent.kinds import STATE
 from .compile import THREADS, StepArguments
-from .kept import cores
+from .executable_cache import cores
 
 COUNTS = (1, 4, 16)  # pages of a copy; others are padded to the next of them
 MOST = COUNTS[-1]

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ...host import progress
-from ..compiled import kept
+from ..compiled import executable_cache
 from ..compiled.compile import Programs, StepArguments
 from ..compiled.shapes import PHASES, Canonical, Shape
 from .probe import Probe, Runs, finish
@@ -56,17 +56,19 @@ def choose_classes(
     if not reproducible:
         return ShapeClasses.of(programs.steps, same_bits=True), arguments
     own = record(programs, arguments.params, canonical)
-    if programs.loaded and (known := kept.read(own, ShapeClasses)):  # new programs may have other bits
+    if programs.loaded and (
+        known := executable_cache.read(own, ShapeClasses)
+    ):  # new programs may have other bits
         return known, arguments
     classes, arguments = find_classes(programs, arguments, canonical)
-    kept.write(own, classes)
+    executable_cache.write(own, classes)
     return classes, arguments
 
 
 def record(programs: Programs, params: Any, canonical: Canonical) -> str | None:
-    if programs.key is None or kept.folder() is None:
+    if programs.key is None or executable_cache.folder() is None:
         return None
-    return kept.combined([programs.key], fingerprint(params), canonical)
+    return executable_cache.combined([programs.key], fingerprint(params), canonical)
 
 
 def fingerprint(params: Any) -> str:

@@ -21,10 +21,10 @@ from ....model.pair import Params
 from ....model.recurrent.kinds import STATE
 from ....model.weights.adapted import NO_ADAPTER, places_in
 from ....sampling.params import SamplingParams, knobs_row
-from ...host import clock
+from ...host.devices import time_calls
 from ..compiled.batches import empty_batch, fill
 from ..compiled.compile import Programs, StepArguments
-from ..compiled.promise import PendingSample, arrived
+from ..compiled.futures import PendingSample, arrived
 from ..compiled.shapes import Canonical, Shape
 from ..steps.scoring import NEVER
 from ..steps.step import Output, Seat
@@ -231,7 +231,7 @@ class Probe:
         found = []
         for _ in range(REPEATS):
             jax.block_until_ready(self._cache)  # an engine's own step may still run
-            found += clock.seconds(lambda: self._run(shape, batch), 1)
+            found += time_calls(lambda: self._run(shape, batch), 1)
             yield
         return min(found)
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from ....kvcache.pages import KVCache
 from ....kvcache.tables import PageTables, Tables
-from ...host.store import warn
-from ..compiled import jaxcache, kept
+from ...host.streams import warn
+from ..compiled import executable_cache, jaxcache
 from ..compiled.compile import THREADS, Programs, StepArguments
 from ..compiled.shapes import PHASES, Canonical, Shape
 from .classes import ShapeClasses, timed
@@ -101,7 +101,7 @@ class Warmup:
     def begin(self, idle: Callable[[], bool]) -> None:
         """Start to compile. One of the threads also calls `idle` until all is done: there an engine with
         nothing else to do may advance, and returns whether it did."""
-        threads = max(1, min((kept.cores() or 2) // 2, self._compiling))
+        threads = max(1, min((executable_cache.cores() or 2) // 2, self._compiling))
         targets = [partial(self._attend, idle), *[self._compile] * (threads - 1)]
         for number, target in enumerate(targets):
             threading.Thread(target=target, name=f"{THREADS}-{number}").start()
@@ -273,7 +273,7 @@ class Warmup:
         if self.aim.reproducible:
             self.classes = replace(self.classes, same_bits=(yield from probe.same_bits()))
             if not self.failed:
-                kept.write(self._record, self.classes)
+                executable_cache.write(self._record, self.classes)
         wanted = self.aim.depths and self.classes.verify
         self._conclude((yield from timed(probe, self.classes, self.aim.depths)) if wanted else None)
 

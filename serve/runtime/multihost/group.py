@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from ...host.forks import is_inherited
+from ...host.process import is_inherited
 from ...host.sockets.handshake import HandshakeRejected
 from ...host.sockets.link import Link
 from ...host.streams import tell

@@ -14,11 +14,11 @@ import numpy as np
 
 from ....kvcache.pages import Batch
 from ....model.pair import Params
-from ...host.memory import release
-from ..compiled import kept
+from ...host.process import release
+from ..compiled import executable_cache
 from ..compiled.batches import empty_batch
 from ..compiled.compile import Programs, StepArguments, history_like, masks_like, operands, seat_like
-from ..compiled.promise import StepFuture, arrived
+from ..compiled.futures import StepFuture, arrived
 from ..compiled.shapes import Shape
 from .group import ProcessGroup
 from .messages import Order
@@ -59,7 +59,7 @@ class SharedPrograms(Programs):
     def _facts(self) -> str:
         """Describe all that the programs of all shapes depend on."""
         every = ((shape.phase, operands(shape, self.like, self.sizes)) for shape in sorted(self.steps))
-        return repr([kept.described(self._phases, *one) for one in every])
+        return repr([executable_cache.described(self._phases, *one) for one in every])
 
     def close(self) -> None:
         if self._calls is not None:

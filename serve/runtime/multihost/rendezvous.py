@@ -27,7 +27,7 @@ from ...host.sockets.port import Port
 from ...host.sockets.secret import Refusal, Secret, key_in
 from ...host.streams import silent_stdout
 from ...options.engine import EngineOptions
-from ..compiled import kept
+from ..compiled import executable_cache
 from .group import CAUSE, ProcessGroup
 from .messages import DECODER, JoinAccepted, Message
 from .supervisor import TOKEN, follow_supervisor
@@ -116,7 +116,7 @@ def own_facts(options: EngineOptions) -> dict[str, str]:
     flags = {name: value for name, value in asdict(options).items() if name not in OWN}
     settings = {name: jax.config.values.get(name) for name in SETTINGS}
     versions = {name: version(name) for name in ("jax", "jaxlib")}
-    alike = versions | {"duetto": kept.source()[:16]}
+    alike = versions | {"duetto": executable_cache.source()[:16]}
     return alike | {name: str(value) for name, value in (flags | settings).items()}
 
 

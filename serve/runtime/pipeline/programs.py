@@ -12,7 +12,7 @@ from ....kvcache.pages import KVCache
 from ....kvcache.stages import is_apart, stages
 from ....model.pair import Params
 from ..compiled.compile import Programs, StepArguments, lower_zeros
-from ..compiled.kept import JoinedPrograms
+from ..compiled.executable_cache import JoinedPrograms
 from ..compiled.shapes import Shape
 from ..steps.phases import TargetOnly
 from ..steps.step import Seat, Slots, StageZeroSlots

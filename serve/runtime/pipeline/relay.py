@@ -21,7 +21,7 @@ from jax.sharding import Sharding
 from ....kvcache.pages import ON_DEVICE, Batch, KVCache
 from ....kvcache.stages import joined, params_of
 from ....model.transformer import Decoder
-from ..compiled.promise import StepFuture, arrived
+from ..compiled.futures import StepFuture, arrived
 from .clock import StageClock
 
 MOST_NEWS = 32  # steps whose tokens the first stage has not heard of

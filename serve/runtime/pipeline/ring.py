@@ -17,7 +17,7 @@ from jax.sharding import Sharding
 from ....kvcache.pages import Batch
 from ....kvcache.stages import around, attention_of
 from ....model.transformer import Decoder
-from ..compiled.promise import StepFuture
+from ..compiled.futures import StepFuture
 from .halves import behind
 from .relay import SlotUpdate, SlotUpdateReceiver, StagedCache, StagedSlots, StageThreads, awaited, changed
 

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
-from ...host.heap import freeze_what_lasts
+from ...host.process import freeze_what_lasts
 from ...host.streams import tell
 from ...kv.events import EventsConfig, Publisher, events_of
 from ...llm.llm import LLM

@@ -4,8 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from ...host.store import warn
-from ...host.streams import tell
+from ...host.streams import tell, warn
 from ...kv.routing.placement import Replica
 from ...options.router import RouterOptions
 from ..routes.body import REALM

@@ -14,7 +14,7 @@ from fakes.batch import LINES, MODEL, FakeEngine, runner
 
 from duetto.serve.cli.main import main
 from duetto.serve.host.signals import Interrupted, Interrupts, leave_on_interrupt, raise_on_interrupt
-from duetto.serve.jobs.batch.options import BatchOptions
+from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,7 +9,7 @@ import pytest
 from duetto import LLM, SamplingParams
 from duetto.model.pair import PairConfig
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import arguments_like, operands
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.compiled.sizing import choose_sizes, scratch_bytes
@@ -94,7 +94,7 @@ def test_the_number_is_in_the_programs_key_and_in_the_plan(tiny):
         sizes = choose_sizes(config, options, params, None)
         arguments = arguments_like(config, params, sizes)
         given = operands(Shape("decode", 8, 1), arguments, sizes)
-        keys.add(kept.key(TargetOnly(tiny.config), "decode", given))
+        keys.add(executable_cache.key(TargetOnly(tiny.config), "decode", given))
         scratch.append(scratch_bytes(config, options, "float32"))
     assert len(keys - {None}) == 3
     assert scratch == sorted(set(scratch))

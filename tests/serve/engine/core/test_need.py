@@ -15,7 +15,7 @@ from duetto.serve.engine.core.need import EVERY, LOOKS, Need, seconds_left
 from duetto.serve.engine.core.plan import ScheduledTokens, SchedulerOutput
 from duetto.serve.engine.metrics.meter import EngineStats
 from duetto.serve.planner.roofline.report import compiled
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.equal_bits.classes import ShapeClasses
@@ -125,7 +125,7 @@ def added(monkeypatch, early) -> Iterator[list[str]]:
 
 
 def test_a_job_that_ends_first_compiles_only_what_it_began_with(tiny, added, monkeypatch):
-    monkeypatch.setattr(kept.Spent, "mean", 1e6)
+    monkeypatch.setattr(executable_cache.Spent, "mean", 1e6)
     monkeypatch.setattr(needs, "GRACE", 1e6)
     with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
         llm.expect(0)
@@ -146,7 +146,7 @@ def llm_missing(report: dict[str, Any]) -> set[str]:
 
 
 def test_an_engine_without_an_end_in_sight_compiles_where_it_is_idle(tiny, added, monkeypatch):
-    monkeypatch.setattr(kept.Spent, "mean", 1e6)
+    monkeypatch.setattr(executable_cache.Spent, "mean", 1e6)
     monkeypatch.setattr(needs, "GRACE", 1e6)
     with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
         assert not llm.session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
@@ -164,7 +164,7 @@ def test_the_first_program_beside_serving_is_one_that_the_steps_lack(tiny, added
 
 
 def test_all_programs_are_compiled_where_a_grammar_waits_for_the_last(tiny, added, monkeypatch):
-    monkeypatch.setattr(kept.Spent, "mean", 1e6)
+    monkeypatch.setattr(executable_cache.Spent, "mean", 1e6)
     monkeypatch.setattr(needs, "GRACE", 1e6)
     with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
         programs: Any = llm.engine.programs

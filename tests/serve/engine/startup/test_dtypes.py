@@ -24,9 +24,9 @@ from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import plan_job
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import here
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled import executable_cache
 
-WRITE = kept.write
+WRITE = executable_cache.write
 CPU: Any = SimpleNamespace(platform="cpu")
 FAST = 1.5  # times as many products a second in bfloat16
 SMALL = ModelConfig.uniform(50, 32, 48, 2, 4, 2, 8, 64)
@@ -113,26 +113,26 @@ def test_a_plan_and_a_report_say_what_a_start_chooses(gain):
 
 def test_a_machine_is_measured_once(anew, monkeypatch, tmp_path):
     """Later starts find what the first one has kept; another machine, or another shape, is measured anew."""
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
+    monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
     device = jax.local_devices()[0]
     first = trial.bfloat16_gain(device, SMALL)
     trial.known_gain.cache_clear()  # as in another process
     assert trial.bfloat16_gain(device, SMALL) == first == 1.125 and len(anew) == 1
     assert trial.bfloat16_gain(device, PRESETS["135m"]) == 1.25
     trial.known_gain.cache_clear()
-    monkeypatch.setattr(kept, "cores", lambda: 97)
+    monkeypatch.setattr(executable_cache, "cores", lambda: 97)
     assert trial.bfloat16_gain(device, SMALL) == 1.375
 
 
 def test_a_process_keeps_to_one_choice_where_nothing_can_be_stored(anew, monkeypatch):
-    monkeypatch.setattr(kept, "folder", lambda: None)
+    monkeypatch.setattr(executable_cache, "folder", lambda: None)
     device = jax.local_devices()[0]
     assert trial.bfloat16_gain(device, SMALL) == trial.bfloat16_gain(device, SMALL) == 1.125
 
 
 def test_a_choice_that_another_process_has_kept_first_counts(anew, monkeypatch, tmp_path):
-    monkeypatch.setattr(kept, "folder", lambda: tmp_path)
-    monkeypatch.setattr(kept, "write", lambda key, _: WRITE(key, 3.5))
+    monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(executable_cache, "write", lambda key, _: WRITE(key, 3.5))
     assert trial.bfloat16_gain(jax.local_devices()[0], SMALL) == 3.5
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duetto.serve.jobs.batch.answers import Answers
+from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.lines import Address, RawLine, address_of, decode, task_of
-from duetto.serve.jobs.batch.options import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
 from duetto.serve.text.openai.errors import RequestError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fakes.batch import LINES, MODEL, FakeEngine, journal_of, report_of, runner
 
-from duetto.serve.jobs.batch.options import BatchOptions
+from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
 
 

@@ -13,8 +13,7 @@ from fakes.batch import (
     FakeEngine,
 )
 
-from duetto.serve.jobs.batch.job import OrderedStream
-from duetto.serve.jobs.batch.options import BatchOptions
+from duetto.serve.jobs.batch.job import BatchOptions, OrderedStream
 from duetto.serve.jobs.batch.run import run_batch
 
 

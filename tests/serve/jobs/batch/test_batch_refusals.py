@@ -14,8 +14,8 @@ from fakes.batch import (
     journal_of,
 )
 
+from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.journal import Header, Journal
-from duetto.serve.jobs.batch.options import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
 
 

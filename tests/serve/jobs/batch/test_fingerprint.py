@@ -45,9 +45,9 @@ def test_the_same_job_has_the_same_fingerprint(model):
 
 
 def test_the_machine_counts(model, monkeypatch):
-    assert changed(model, monkeypatch, lambda: monkeypatch.setattr(provenance.kept, "cores", lambda: 97)) == {
-        "cores"
-    }
+    assert changed(
+        model, monkeypatch, lambda: monkeypatch.setattr(provenance.executable_cache, "cores", lambda: 97)
+    ) == {"cores"}
     other = SimpleNamespace(
         device_kind="NVIDIA H100", platform="gpu", client=SimpleNamespace(platform_version="cuda 1")
     )

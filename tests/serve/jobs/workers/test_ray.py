@@ -17,7 +17,7 @@ import pytest
 
 from duetto import LLM
 from duetto.ray import Predictor, ProcessorConfig, RayBackend, build_processor
-from duetto.serve.jobs.batch.options import BatchOptions
+from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
 from duetto.serve.jobs.workers.remote import WorkerPool
 from duetto.serve.options.engine import EngineOptions
@@ -89,20 +89,22 @@ def test_a_job_over_actors_that_are_killed_has_the_same_bytes(ray, source):
     with LLM(**OWN) as llm:
         tokenizer = llm.tokenizer
         expected = job(source, "one.jsonl", lambda: llm, 16)
-    crew = RayBackend(OWN, {"num_cpus": 1})
+    backend = RayBackend(OWN, {"num_cpus": 1})
     made: list[WorkerPool] = []
     ended, killed = threading.Event(), []
 
     def begin() -> WorkerPool:
-        made.append(WorkerPool(crew, 2, tokenizer, EngineOptions(**SIZES)))
+        made.append(WorkerPool(backend, 2, tokenizer, EngineOptions(**SIZES)))
         threading.Thread(target=kill, daemon=True).start()
         return made[0]
 
     def kill() -> None:
         draw = random.Random(0)
         while len(killed) < KILLS and not ended.is_set():
-            hand = draw.choice(made[0]._hands)
-            number = crew.facts(hand.worker).process  # waits until it has started, or told what has ended
+            handle = draw.choice(made[0]._handles)
+            number = backend.facts(
+                handle.worker
+            ).process  # waits until it has started, or told what has ended
             os.kill(number, signal.SIGKILL)
             killed.append(number)
             time.sleep(draw.random())

@@ -13,7 +13,7 @@ from duetto.serve.jobs.workers.worker import Worker, WorkerInfo, WorkerLost
 from duetto.serve.options.engine import EngineOptions
 
 
-class FakeCrew:
+class FakeBackend:
     """Workers that are lost with some probability whenever they are asked for what they have promised."""
 
     def __init__(self, loss: float = 0.0, products: Any = (None,), realms: Any = ("",)):
@@ -21,7 +21,7 @@ class FakeCrew:
         self.realms = list(realms)
         self.hired, self.is_closed = [], False
 
-    def hire(self) -> FakeEngine:
+    def start_worker(self) -> FakeEngine:
         self.hired.append(FakeEngine())
         return self.hired[-1]
 
@@ -35,13 +35,13 @@ class FakeCrew:
             worker.add_request(prompt, params, id, lora_request=adapter)
         return worker, worker.step()
 
-    def first(self, promises: Any) -> Any:
-        return self.draw.choice(promises)
+    def wait_any(self, futures: Any) -> Any:
+        return self.draw.choice(futures)
 
-    def got(self, promise: Any) -> Any:
+    def result(self, future: Any) -> Any:
         if self.draw.random() < self.loss:
             raise WorkerLost("killed")
-        return promise[1]
+        return future[1]
 
     def report(self, worker: FakeEngine, explained: bool) -> dict[str, Any]:
         return worker.report(explained)
@@ -50,36 +50,36 @@ class FakeCrew:
         self.is_closed = True
 
 
-def remote(crew: FakeCrew, count: int = 3) -> WorkerPool:
-    return WorkerPool(crew, count, characters(), EngineOptions())
+def remote(backend: FakeBackend, count: int = 3) -> WorkerPool:
+    return WorkerPool(backend, count, characters(), EngineOptions())
 
 
 @pytest.mark.parametrize("loss", [0.0, 0.3])
 def test_a_job_on_workers_that_are_lost_has_the_same_bytes(tmp_path, loss):
     lines = [*LINES, {"prompt": "x" * 100}, *({"prompt": f"q{i}", "max_tokens": 9} for i in range(40))]
     one = runner(tmp_path)(lines, name="one.jsonl")
-    crew = FakeCrew(loss)
-    several = runner(tmp_path)(lines, engine=remote(crew), name="several.jsonl", in_flight=12)
-    assert one.code == several.code == 0 and crew.is_closed
+    backend = FakeBackend(loss)
+    several = runner(tmp_path)(lines, engine=remote(backend), name="several.jsonl", in_flight=12)
+    assert one.code == several.code == 0 and backend.is_closed
     without = [{k: v for k, v in answer.items() if k != "error"} for answer in one.answers]
     assert without == [{k: v for k, v in answer.items() if k != "error"} for answer in several.answers]
     assert sum("error" in answer for answer in several.answers) == 2
-    assert (len(crew.hired) > 3) == (loss > 0)
-    assert sum(bool(engine.ran) for engine in crew.hired) >= 3
+    assert (len(backend.hired) > 3) == (loss > 0)
+    assert sum(bool(engine.ran) for engine in backend.hired) >= 3
 
 
 def test_a_job_on_one_engine_goes_on_with_several(tmp_path):
     run, lines = runner(tmp_path), [{"prompt": f"q{i}"} for i in range(30)]
     with pytest.raises(RuntimeError, match="the device is gone"):
         run(lines, engine=FakeEngine(die_after=4), in_flight=6)
-    crew = FakeCrew()
-    done = run(lines, engine=remote(crew), in_flight=6)
-    assert done.code == 0 and sum(len(engine.ran) for engine in crew.hired) == 22
+    backend = FakeBackend()
+    done = run(lines, engine=remote(backend), in_flight=6)
+    assert done.code == 0 and sum(len(engine.ran) for engine in backend.hired) == 22
     assert done.answers == run(lines, name="other.jsonl").answers and MODEL
 
 
 def test_workers_that_are_always_lost_end_the_job():
-    engine = remote(FakeCrew(loss=1.0))
+    engine = remote(FakeBackend(loss=1.0))
     engine.add_request([1], SamplingParams(), "a")
     with pytest.raises(RuntimeError, match="6 workers were lost, one after the other: killed"):
         for _ in range(9):
@@ -95,7 +95,7 @@ DIFFERENT = [
 
 @pytest.mark.parametrize("own, message", DIFFERENT)
 def test_a_worker_that_multiplies_otherwise_or_has_other_weights_is_refused(own, message):
-    engine = remote(FakeCrew(**own))
+    engine = remote(FakeBackend(**own))
     for i in range(6):
         engine.add_request([1], SamplingParams(), str(i))
     assert engine.report()["workers"] == 3
@@ -105,7 +105,7 @@ def test_a_worker_that_multiplies_otherwise_or_has_other_weights_is_refused(own,
 
 
 def test_what_no_worker_could_run_is_refused_at_once():
-    engine = remote(FakeCrew())
+    engine = remote(FakeBackend())
     assert engine.longest_prompt == 63
     with pytest.raises(ValueError, match="outside the vocabulary of 256"):
         engine.add_request([300], SamplingParams(), "a")

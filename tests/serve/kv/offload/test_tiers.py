@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from duetto.serve.kv.offload.disk import ABANDONED, FOLDERS, HEAD, PARTIAL, DiskTier, place_at
+from duetto.serve.host.blob_store import ABANDONED
+from duetto.serve.kv.offload.disk import FOLDERS, PAGES, DiskTier, place_at
 from duetto.serve.kv.offload.host import HostTier
 from duetto.serve.kv.offload.tier import TierChain, key_of
 
@@ -26,7 +27,7 @@ def content(i: int) -> bytes:
 
 
 def on_disk(folder: Path, pages: int = 100, realm: bytes = REALM) -> DiskTier:
-    return DiskTier(folder, realm, pages * (HEAD + PAGE))
+    return DiskTier(folder, realm, pages * (PAGES.head + PAGE))
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -54,7 +55,7 @@ def test_a_page_that_is_larger_than_the_tier_is_left_out(tier):
 def test_a_page_that_is_offered_again_takes_no_more_room(tier):
     for _ in range(5):
         tier.offer(key(0), content(0))
-    assert tier.report()["pages"] == 1 and tier.nbytes in (PAGE, HEAD + PAGE)
+    assert tier.report()["pages"] == 1 and tier.report()["bytes"] in (PAGE, PAGES.head + PAGE)
 
 
 def test_a_quicker_tier_gets_what_a_slower_one_has(tmp_path):
@@ -85,20 +86,20 @@ def test_processes_find_each_others_pages_of_the_same_realm(tmp_path):
 def test_what_is_written_during_a_refresh_is_there_after_it(tmp_path, monkeypatch):
     tier = on_disk(tmp_path)
     tier.offer(key(0), content(0))
-    folder = tier._file(key(0))[:FOLDERS]
-    second = next(i for i in range(1, 10_000) if tier._file(key(i)).startswith(folder))
-    files = tier._files
+    folder = tier.file(key(0))[:FOLDERS]
+    second = next(i for i in range(1, 10_000) if tier.file(key(i)).startswith(folder))
+    files = tier.blobs._scan
 
-    def meanwhile(place: Path) -> list[tuple[float, str, int]]:
+    def meanwhile(place: str) -> list[tuple[float, str, int]]:
         found = files(place)
         tier.offer(key(second), content(second))
         return found
 
-    monkeypatch.setattr(tier, "_files", meanwhile)
-    tier._seen.clear()
+    monkeypatch.setattr(tier.blobs, "_scan", meanwhile)
+    tier.blobs._changed.clear()
     tier.refresh()
     assert tier.has(key(second)) and tier.fetch(key(second)) == content(second)
-    assert tier.nbytes == 2 * (HEAD + PAGE)
+    assert tier.blobs.nbytes == 2 * (PAGES.head + PAGE)
 
 
 def test_files_of_other_realms_take_room_too(tmp_path):
@@ -216,7 +217,7 @@ def test_what_was_left_behind_is_deleted_once_nobody_writes_it(tmp_path):
     tier = on_disk(tmp_path)
     tier.offer(key(0), content(0))
     folder = next(tmp_path.rglob("*.page")).parent
-    old, new = folder / f"{PARTIAL}old", folder / f"{PARTIAL}new"
+    old, new = folder / f"{PAGES.partial}old", folder / f"{PAGES.partial}new"
     old.touch()
     new.touch()
     os.utime(old, (0, old.stat().st_mtime - 2 * ABANDONED))
@@ -242,11 +243,11 @@ def test_files_and_folders_are_the_users_only(tmp_path):
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
-from duetto.serve.kv.offload.disk import DiskTier, HEAD
+from duetto.serve.kv.offload.disk import DiskTier, PAGES
 from duetto.serve.kv.offload.tier import key_of
 size, folder = 20_000, Path(sys.argv[1])
 for turn in range(50):
-    tier = DiskTier(folder, b"r" * 32, 40 * (HEAD + size))  # room for fewer than are written
+    tier = DiskTier(folder, b"r" * 32, 40 * (PAGES.head + size))  # room for fewer than are written
     child = os.fork()
     if not child:
         for i in range(turn, 10_000):
@@ -254,7 +255,7 @@ for turn in range(50):
     time.sleep(random.Random(turn).uniform(0, 0.01))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-tier = DiskTier(folder, b"r" * 32, 40 * (HEAD + size))
+tier = DiskTier(folder, b"r" * 32, 40 * (PAGES.head + size))
 found = [i for i in range(97) if (page := tier.fetch(key_of(i.to_bytes(16, "big"), 0))) is not None
          and (page == bytes([i]) * size or sys.exit(f"page {i} is wrong"))]
 assert tier.counts.damaged == 0, "a file was not whole"
@@ -275,7 +276,7 @@ def test_a_page_that_cannot_be_read_for_now_is_counted_again(tmp_path, monkeypat
     """Or the files of a folder would outgrow its limit."""
     tier = on_disk(tmp_path)
     tier.offer(key(1), content(1))
-    before, opened = tier.nbytes, os.open
+    before, opened = tier.blobs.nbytes, os.open
 
     def lacking(*given: Any) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -284,4 +285,4 @@ def test_a_page_that_cannot_be_read_for_now_is_counted_again(tmp_path, monkeypat
     assert tier.fetch(key(1)) is None and "Too many open files" in caplog.text
     monkeypatch.setattr(os, "open", opened)
     tier.refresh()
-    assert tier.fetch(key(1)) == content(1) and tier.nbytes == before
+    assert tier.fetch(key(1)) == content(1) and tier.blobs.nbytes == before

@@ -13,13 +13,13 @@ import duetto
 from duetto.model.pair import PairConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import arguments_like, lower
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.steps.phases import TargetOnly
 
 ROOT = Path(duetto.__file__).parent
-TOPS = [place for name in kept.LIBRARY for place in map(Path, kept.places(name))]
+TOPS = [place for name in executable_cache.LIBRARY for place in map(Path, executable_cache.places(name))]
 # Where programs are lowered or compared, and measurements kept.
 BEGINNINGS = (
     "serve.engine.speculation.draft_steps",
@@ -80,15 +80,17 @@ def within(module: str, names: tuple[str, ...]) -> str | None:
 
 
 def test_the_table_is_what_the_import_graph_of_steps_says():
-    found = {module: within(module, kept.TRACED) for module in reached() if not within(module, BESIDE)}
+    found = {
+        module: within(module, executable_cache.TRACED) for module in reached() if not within(module, BESIDE)
+    }
     assert [module for module, entry in found.items() if entry is None] == []
-    assert set(found.values()) == set(kept.TRACED)
+    assert set(found.values()) == set(executable_cache.TRACED)
 
 
 def test_no_step_reaches_what_serves_or_plans():
     apart = tuple(f"serve.{door}" for door in APART)
     assert [module for module in reached() if within(module, apart)] == []
-    assert not any(within(entry, apart) for entry in kept.TRACED)
+    assert not any(within(entry, apart) for entry in executable_cache.TRACED)
 
 
 @pytest.mark.parametrize("name", ["tiny", "recurrent"])
@@ -108,15 +110,15 @@ def test_a_step_calls_no_other_code_while_it_is_traced(name):
     counter = "serve.engine.metrics.meter"  # jax calls its listener at each compilation
     modules = {module_of(Path(file)) for file in called} - {None, counter}
     assert "serve.runtime.steps.step" in modules
-    assert {module for module in modules if not within(module, kept.TRACED)} == set()
+    assert {module for module in modules if not within(module, executable_cache.TRACED)} == set()
 
 
 def test_edits_of_traced_code_count_and_others_do_not(tmp_path, monkeypatch):
     for name in ("step", "router"):
         (tmp_path / f"{name}.py").write_text("x = 1")
-    monkeypatch.setattr(kept, "places", lambda name: [tmp_path / "step.py"])
-    before = kept.traced.__wrapped__()
+    monkeypatch.setattr(executable_cache, "places", lambda name: [tmp_path / "step.py"])
+    before = executable_cache.traced.__wrapped__()
     (tmp_path / "router.py").write_text("x = 2")
-    assert kept.traced.__wrapped__() == before
+    assert executable_cache.traced.__wrapped__() == before
     (tmp_path / "step.py").write_text("x = 2")
-    assert kept.traced.__wrapped__() != before
+    assert executable_cache.traced.__wrapped__() != before

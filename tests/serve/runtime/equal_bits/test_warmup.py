@@ -12,7 +12,7 @@ import pytest
 
 from duetto import LLM, SamplingParams
 from duetto.kvcache.tables import PageTables
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Canonical, Shape
 from duetto.serve.runtime.equal_bits.probe import Probe
@@ -168,7 +168,7 @@ def test_what_another_thread_compiles_meanwhile_is_compared_too(tiny, warm, earl
 
     monkeypatch.setattr(Warmup, "_prepare", late)
     monkeypatch.setattr(Programs, "add", slow)
-    monkeypatch.setattr(kept, "cores", lambda: 4)
+    monkeypatch.setattr(executable_cache, "cores", lambda: 4)
     with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
         wait(llm)
         assert llm.engine.classes == warm.engine.classes and answers(llm) == answers(warm)

@@ -24,7 +24,7 @@ from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.state import admit, empty_state, load_masks, words_of
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.core.request import Request
-from duetto.serve.runtime.compiled.promise import PendingSample
+from duetto.serve.runtime.compiled.futures import PendingSample
 from duetto.serve.text.grammar.grammars import Grammars
 
 MASKBENCH = Path(__file__).resolve().parents[5] / "shared" / "data" / "json_schemas" / "maskbench_240.jsonl"

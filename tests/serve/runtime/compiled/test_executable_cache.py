@@ -10,7 +10,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from duetto import LLM, SamplingParams
 from duetto.serve.runtime.compiled import compile as programs
-from duetto.serve.runtime.compiled import kept
+from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.steps.phases import TargetOnly
 
@@ -57,9 +57,9 @@ def test_other_parameters_are_probed_again(tiny, folder, monkeypatch):
 def test_edited_code_in_a_room_makes_other_programs(tmp_path):
     (tmp_path / "room").mkdir()
     (file := tmp_path / "room" / "step.py").write_text("x = 1")
-    before = kept.sources_hash([tmp_path])
+    before = executable_cache.sources_hash([tmp_path])
     file.write_text("x = 2")
-    assert kept.sources_hash([tmp_path]) != before
+    assert executable_cache.sources_hash([tmp_path]) != before
 
 
 def test_damaged_files_are_made_anew(tiny, folder):
@@ -80,7 +80,7 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
 
     def key(phase: str = "decode", size: int = 8, dtype=jnp.float32, config=tiny.config) -> str | None:
         arguments = {"x": jax.ShapeDtypeStruct((size,), dtype, sharding=here)}
-        return kept.key(TargetOnly(config), phase, arguments)
+        return executable_cache.key(TargetOnly(config), phase, arguments)
 
     plain = key()
     assert plain == key()
@@ -93,7 +93,7 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
     ]
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     found.append(key())
-    monkeypatch.setattr(kept, "traced", lambda: "edited")
+    monkeypatch.setattr(executable_cache, "traced", lambda: "edited")
     found.append(key())
     assert len(set(found)) == len(found)
 
@@ -105,21 +105,21 @@ def test_phases_of_code_that_is_not_hashed_have_no_key(tiny):
 
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     arguments = [jax.ShapeDtypeStruct((1,), jnp.float32, sharding=device)]
-    assert kept.key(TargetOnly(tiny.config), "decode", arguments) is not None
-    assert kept.key(Foreign(tiny.config), "decode", arguments) is None
+    assert executable_cache.key(TargetOnly(tiny.config), "decode", arguments) is not None
+    assert executable_cache.key(Foreign(tiny.config), "decode", arguments) is None
 
 
 def test_a_program_of_code_that_was_edited_since_the_import_is_not_kept(folder, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    kept.compile("same", jax.jit(lambda x: 2 * x).lower(jnp.ones(3)))
-    monkeypatch.setattr(kept, "hash_of_traced", lambda: "edited")
-    kept.compile("edited", jax.jit(lambda x: 3 * x).lower(jnp.ones(3)))
-    assert kept.read_bytes("same") and not kept.read_bytes("edited")
+    executable_cache.compile("same", jax.jit(lambda x: 2 * x).lower(jnp.ones(3)))
+    monkeypatch.setattr(executable_cache, "hash_of_traced", lambda: "edited")
+    executable_cache.compile("edited", jax.jit(lambda x: 3 * x).lower(jnp.ones(3)))
+    assert executable_cache.read_bytes("same") and not executable_cache.read_bytes("edited")
 
 
 def test_nothing_is_kept_without_a_cache(folder):
     jax.config.update("jax_compilation_cache_dir", None)
-    assert kept.folder() is None
-    kept.write("key", 1)
-    assert kept.read("key", int) is None
-    assert kept.combined(["a", None]) is None
+    assert executable_cache.folder() is None
+    executable_cache.write("key", 1)
+    assert executable_cache.read("key", int) is None
+    assert executable_cache.combined(["a", None]) is None

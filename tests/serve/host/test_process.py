@@ -2,7 +2,7 @@ import gc
 
 import pytest
 
-from duetto.serve.host import heap
+from duetto.serve.host import process
 
 
 @pytest.fixture
@@ -15,8 +15,8 @@ def thawed():
 
 @pytest.mark.parametrize(("long", "lasts"), [(0.0, True), (float("inf"), False)])
 def test_what_outlives_a_long_collection_is_passed_over(thawed, monkeypatch, long, lasts):
-    monkeypatch.setattr(heap, "LONG", long)
-    heap.freeze_what_lasts()
+    monkeypatch.setattr(process, "LONG", long)
+    process.freeze_what_lasts()
     kept = [[] for _ in range(100)]
     gc.collect()
     assert any(x is kept[0] for x in gc.get_objects()) == (not lasts)
@@ -24,5 +24,5 @@ def test_what_outlives_a_long_collection_is_passed_over(thawed, monkeypatch, lon
 
 def test_what_is_there_at_the_start_is_passed_over(thawed):
     kept: list[list[int]] = [[]]
-    heap.freeze_what_lasts()
+    process.freeze_what_lasts()
     assert not any(x is kept[0] for x in gc.get_objects())

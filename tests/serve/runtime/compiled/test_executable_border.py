@@ -13,8 +13,9 @@ import pytest
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from duetto.serve.host import store
-from duetto.serve.runtime.compiled import jaxcache, kept
+from duetto.serve.host.blob_store import BlobStore, DamagedBlobError, owned
+from duetto.serve.host.streams import warn
+from duetto.serve.runtime.compiled import executable_cache, jaxcache
 
 NAMES = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
 KEY = "a" * 64
@@ -25,7 +26,7 @@ DEVICE = jax.devices()[0]
 def folder(tmp_path: Path):
     """A cache that nobody has used; jax's settings come back afterwards."""
     before = {name: jax.config.values[name] for name in NAMES}
-    store.warn.cache_clear()
+    warn.cache_clear()
     yield tmp_path / "cache"
     compilation_cache.reset_cache()
     for name, value in before.items():
@@ -48,6 +49,20 @@ def flipped(content: bytes, bit: int) -> bytes:
     return content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
 
 
+def store_in(folder: Path) -> BlobStore:
+    return BlobStore(folder, executable_cache.PROGRAMS, executable_cache.LIMIT, executable_cache.GRACE)
+
+
+def read_in(folder: Path, name: str) -> bytes | None:
+    return store_in(folder).read(name)
+
+
+def write_in(folder: Path, name: str, content: bytes) -> None:
+    blobs = store_in(folder)
+    blobs.refresh()
+    blobs.write(name, content)
+
+
 def said(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "duetto"]
 
@@ -57,19 +72,19 @@ def said(caplog) -> list[str]:
 
 def test_flipped_bits_are_found_before_anything_is_deserialised(folder, monkeypatch, caplog):
     jaxcache.keep_compiled(folder)
-    kept.compile(KEY, program())
+    executable_cache.compile(KEY, program())
     file = folder / "duetto" / KEY
     whole = file.read_bytes()
-    assert runs(kept.load(KEY, DEVICE))
+    assert runs(executable_cache.load(KEY, DEVICE))
     for bit in (0, 8 * 20, 8 * 50, 4 * len(whole), 8 * len(whole) - 1):
         file.write_bytes(flipped(whole, bit))
-        store.warn.cache_clear()
+        warn.cache_clear()
         caplog.clear()
         with monkeypatch.context() as patched:
             patched.setattr(pickle, "loads", fails)
             patched.setattr(serialize_executable, "deserialize_and_load", fails)
-            assert kept.load(KEY, DEVICE) is None
-            assert kept.load(KEY, DEVICE) is None  # of which nothing more is said
+            assert executable_cache.load(KEY, DEVICE) is None
+            assert executable_cache.load(KEY, DEVICE) is None  # of which nothing more is said
         (line,) = said(caplog)
         assert str(file) in line and "damaged" in line
         assert file.read_bytes() != flipped(whole, bit)
@@ -79,28 +94,30 @@ def test_what_was_damaged_is_compiled_anew_and_kept_though_jax_has_it_too(folder
     """On a CPU what comes from jax's cache cannot be kept again: each start from then on would compile and
     probe."""
     jaxcache.keep_compiled(folder)
-    kept.compile(KEY, program(5))
+    executable_cache.compile(KEY, program(5))
     file = folder / "duetto" / KEY
     file.write_bytes(file.read_bytes()[:-100])
-    assert kept.load(KEY, DEVICE) is None
+    assert executable_cache.load(KEY, DEVICE) is None
     jax.clear_caches()
-    assert runs(kept.compile(KEY, program(5)), 5)
-    assert runs(kept.load(KEY, DEVICE), 5)
+    assert runs(executable_cache.compile(KEY, program(5)), 5)
+    assert runs(executable_cache.load(KEY, DEVICE), 5)
 
 
 def test_a_file_under_another_name_is_damaged(folder):
     folder.mkdir(mode=0o700)
-    store.write(folder, "a", b"content")
+    write_in(folder, "a", b"content")
     (folder / "a").rename(folder / "b")
-    assert store.read(folder, "b") == b""
+    with pytest.raises(DamagedBlobError):
+        read_in(folder, "b")
+    assert not (folder / "b").exists()
 
 
 def test_records_of_ours_are_read_without_pickle(folder, monkeypatch):
     jaxcache.keep_compiled(folder)
     monkeypatch.setattr(pickle, "loads", fails)
-    kept.write(KEY, {"a": (1, 2)})
-    assert kept.read(KEY, dict[str, tuple[int, int]]) == {"a": (1, 2)}
-    assert kept.read(KEY, list[int]) is None
+    executable_cache.write(KEY, {"a": (1, 2)})
+    assert executable_cache.read(KEY, dict[str, tuple[int, int]]) == {"a": (1, 2)}
+    assert executable_cache.read(KEY, list[int]) is None
 
 
 def test_what_is_damaged_in_jax_s_own_cache_is_deleted_before_jax_reads_it(folder, caplog):
@@ -181,7 +198,7 @@ def test_folders_are_made_for_one_user_whatever_the_umask_says(folder):
     before = os.umask(0)
     try:
         jaxcache.keep_compiled(folder / "above" / "xla")
-        kept.write(KEY, 1)
+        executable_cache.write(KEY, 1)
     finally:
         os.umask(before)
     made = [folder, folder / "above", folder / "above" / "xla", folder / "above" / "xla" / "duetto"]
@@ -192,11 +209,11 @@ def test_folders_are_made_for_one_user_whatever_the_umask_says(folder):
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o1777])
 def test_a_folder_that_others_can_write_is_not_used(folder, mode, monkeypatch, caplog):
     jaxcache.keep_compiled(folder)
-    kept.compile(KEY, program())
+    executable_cache.compile(KEY, program())
     (folder / "duetto").chmod(mode)
     monkeypatch.setattr(pickle, "loads", fails)
-    assert kept.load(KEY, DEVICE) is None
-    kept.write("b", 1)
+    assert executable_cache.load(KEY, DEVICE) is None
+    executable_cache.write("b", 1)
     assert not (folder / "duetto" / "b").exists() and (folder / "duetto" / KEY).exists()
     (line,) = said(caplog)
     assert f"not kept in {folder / 'duetto'}" in line and "chmod go-w" in line
@@ -213,21 +230,21 @@ def test_jax_gets_no_folder_that_others_can_write(folder, caplog):
 
 def test_a_file_that_others_can_write_or_that_is_a_link_is_not_read(folder, monkeypatch):
     jaxcache.keep_compiled(folder)
-    kept.compile(KEY, program())
+    executable_cache.compile(KEY, program())
     file = folder / "duetto" / KEY
     monkeypatch.setattr(pickle, "loads", fails)
     file.chmod(0o620)
-    assert kept.load(KEY, DEVICE) is None and file.exists()
+    assert executable_cache.load(KEY, DEVICE) is None and file.exists()
     file.chmod(0o600)
     file.rename(folder / "elsewhere")
     file.symlink_to(folder / "elsewhere")
-    assert kept.load(KEY, DEVICE) is None and file.is_symlink()
+    assert executable_cache.load(KEY, DEVICE) is None and file.is_symlink()
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="a system without users")
 def test_owners_are_the_user_and_root(monkeypatch):
     def found(uid: int, mode: int = 0o40700) -> bool:
-        return store.owned(os.stat_result((mode, 0, 0, 0, uid, 0, 0, 0, 0, 0)))
+        return owned(os.stat_result((mode, 0, 0, 0, uid, 0, 0, 0, 0, 0)))
 
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert found(1000) and found(0) and found(1000, 0o40755)
@@ -253,23 +270,23 @@ def test_a_file_is_on_disk_before_it_has_its_name(folder, monkeypatch):
     done, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (done.append("fsync"), fsync(handle)))
     monkeypatch.setattr(os, "replace", lambda a, b: (done.append(Path(a).name), replace(a, b)))
-    store.write(folder, "a", b"1")
-    store.write(folder, "a", b"2")
+    write_in(folder, "a", b"1")
+    write_in(folder, "a", b"2")
     assert done[0] == done[2] == "fsync" and len({*done}) == 3  # and temporary names are never the same
-    assert store.read(folder, "a") == b"2" and os.listdir(folder) == ["a"]
+    assert read_in(folder, "a") == b"2" and os.listdir(folder) == ["a"]
 
 
 def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):
     folder.mkdir(mode=0o700)
-    store.write(folder, "a", b"1")
+    write_in(folder, "a", b"1")
 
     def full(handle):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        store.write(folder, "a", b"2")
-    assert store.read(folder, "a") == b"1" and os.listdir(folder) == ["a"]
+        write_in(folder, "a", b"2")
+    assert read_in(folder, "a") == b"1" and os.listdir(folder) == ["a"]
 
 
 # ------------------------------------------------------------ a limit
@@ -280,30 +297,36 @@ def aged(folder: Path, name: str, seconds: float) -> None:
     os.utime(folder / name, (used, used))
 
 
+def trim(folder: Path) -> None:
+    blobs = store_in(folder)
+    blobs.refresh()
+    blobs.make_room(0)
+
+
 def test_the_least_recently_used_go_first_and_never_what_was_just_used(folder, monkeypatch):
     folder.mkdir(mode=0o700)
     for name in "abcd":
-        store.write(folder, name, bytes(1000))
+        write_in(folder, name, bytes(1000))
     for age, name in enumerate("dcba"):
-        aged(folder, name, store.GRACE + 100 + age)
-    assert store.read(folder, "a") is not None  # the oldest, and now the newest
-    monkeypatch.setattr(store, "LIMIT", 3 * 1100)
-    store.write(folder, "e", bytes(1000))
+        aged(folder, name, executable_cache.GRACE + 100 + age)
+    assert read_in(folder, "a") is not None  # the oldest, and now the newest
+    monkeypatch.setattr(executable_cache, "LIMIT", 3 * 1100)
+    write_in(folder, "e", bytes(1000))
     assert sorted(os.listdir(folder)) == ["a", "d", "e"]
-    monkeypatch.setattr(store, "LIMIT", 1)
-    store.trim(folder)
+    monkeypatch.setattr(executable_cache, "LIMIT", 1)
+    trim(folder)
     assert sorted(os.listdir(folder)) == ["a", "e"]
 
 
 def test_two_processes_may_trim_at_once(folder, monkeypatch):
     folder.mkdir(mode=0o700)
     for name in "ab":
-        store.write(folder, name, bytes(10))
-        aged(folder, name, store.GRACE + 100)
-    monkeypatch.setattr(store, "LIMIT", 1)
+        write_in(folder, name, bytes(10))
+        aged(folder, name, executable_cache.GRACE + 100)
+    monkeypatch.setattr(executable_cache, "LIMIT", 1)
     unlink = os.unlink
     monkeypatch.setattr(os, "unlink", lambda path: (unlink(path), unlink(path)))  # the other one was first
-    store.trim(folder)
+    trim(folder)
     assert os.listdir(folder) == []
 
 

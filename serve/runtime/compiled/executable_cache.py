@@ -1,16 +1,16 @@
-"""Compiled programs on disk that are found without tracing: a second start neither traces, lowers nor
+"""Ahead-of-time compiled programs on disk, found without tracing: a second start neither traces, lowers nor
 compiles them.
 
-jax's own compilation cache is keyed by the lowered program, and making that takes seconds for a deep model.
-The key here is what a program follows from: the source that it is traced from, the versions, the device, the
-flags, and the arguments' shapes. The files lie in a folder of jax's cache (`jax_compilation_cache_dir`) and
-may be deleted at any time. A program is read by `pickle`, as jax writes it, but only after `store` has found
-that nobody else can have written it.
+jax's own compilation cache is keyed by the lowered program, and lowering a deep model takes seconds. The key
+here is the source that a program is traced from, the versions, the device, the flags, and the arguments'
+shapes. The files lie in a subfolder of jax's cache (`jax_compilation_cache_dir`) and may be deleted at any
+time. A program is read by `pickle`, as jax writes it, after `BlobStore` has checked owner and checksum.
 """
 
 import hashlib
 import os
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,13 +28,15 @@ import jax
 import msgspec
 from jax.experimental import serialize_executable
 
-from ...host import progress, store
+from ...host import progress
+from ...host.blob_store import BlobFormat, BlobStore, DamagedBlobError, refusal
 from ...host.devices import processor
+from ...host.streams import warn
 from ..steps.phases import Phases
 
 LIBRARY = ("model", "kvcache", "sampling", "serve")
-# What kept programs and kept measurements follow from: where steps are traced, lowered and compared. An edit
-# elsewhere compiles nothing anew.
+# Modules that trace, lower and compare steps, hashed into the keys of programs and measurements. An
+# edit elsewhere compiles nothing anew.
 TRACED = (
     "model",
     "kvcache",
@@ -47,6 +49,9 @@ TRACED = (
     "serve.runtime.pipeline",
     "serve.runtime.steps",
 )
+PROGRAMS = BlobFormat(b"duetto kept 1\n", ".", re.compile("[^.].*"), durable=True)
+LIMIT = 7 << 29  # bytes of a folder: the programs of a hundred models and sizes
+GRACE = 600  # seconds after its last use in which no start evicts a file: another start may be reading it
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 THREAD = threading.local()
 T = TypeVar("T")
@@ -55,14 +60,14 @@ K = TypeVar("K")
 
 @runtime_checkable
 class Lowered(Protocol):
-    """What compiles to a program: jax's own, or several that make one."""
+    """A lowered program: jax's own, or several that are joined to one."""
 
     def compile(self, *, compiler_options: Any = None) -> Any: ...
 
 
 @dataclass(frozen=True)
 class JoinedPrograms:
-    """Several programs that make one when they are compiled."""
+    """Lowered programs whose compiled forms `join` makes into one."""
 
     parts: Sequence[Lowered]
     join: Callable[..., Any]
@@ -72,8 +77,8 @@ class JoinedPrograms:
 
 
 class Spent:
-    """Seconds that tracing and compiling took by program, of a table with a key. Their mean is known to later
-    starts, 0 where no start has compiled."""
+    """Seconds that tracing and compiling took, by program of a table with a key. `mean` is stored for later
+    starts, and is 0 if no start has compiled."""
 
     def __init__(self, key: str | None):
         self.seconds: dict[Any, float] = {}
@@ -82,13 +87,13 @@ class Spent:
 
     @contextmanager
     def on(self, program: Any) -> Iterator[None]:
-        """Count the time spent inside for a program."""
+        """Add the seconds of the block to a program's."""
         begin = time.perf_counter()
         yield
         self.seconds[program] = self.seconds.get(program, 0.0) + time.perf_counter() - begin
 
     def keep(self, together: float | None = None) -> None:
-        """Tell later starts; `together` are the seconds of all that were compiled beside each other."""
+        """Store the mean; `together` are the seconds of all programs, if they were compiled concurrently."""
         if self.seconds and together is not None:
             self.seconds = dict.fromkeys(self.seconds, together / len(self.seconds))
         if self.seconds:
@@ -100,18 +105,26 @@ class Spent:
         return sum(found) / len(found) if found else self._earlier
 
 
+def usable(folder: Path) -> bool:
+    """Create a folder for programs; return False, with a warning, if it cannot hold any."""
+    if reason := refusal(folder):
+        warn(f"compiled programs are not kept in {folder}: {reason}")
+    return not reason
+
+
 def folder() -> Path | None:
-    """Where programs are stored; None where jax's cache is off or remote, or others could write there."""
+    """Return the folder of stored programs; None if jax's cache is off or remote, or others could write
+    there."""
     place = jax.config.values["jax_compilation_cache_dir"]
     if not place or "://" in place:
         return None
     own = Path(place) / "duetto"
-    return own if store.usable(own) else None
+    return own if usable(own) else None
 
 
 def key(phases: Phases, phase: str, arguments: Any) -> str | None:
-    """What the program of a phase with these abstract arguments is kept under; None on several devices, whose
-    order matters, and where the hash of `TRACED` does not hold the phases' code."""
+    """Return the key of a phase's program with these abstract arguments; None on several devices, whose order
+    matters, and for phases whose code is not in the hash of `TRACED`."""
     devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(arguments)))
     if len(devices) > 1 or not all(map(is_traced, [phases, getattr(phases, "guesser", None)])):
         return None
@@ -121,20 +134,20 @@ def key(phases: Phases, phase: str, arguments: Any) -> str | None:
 
 
 def is_traced(part: object) -> bool:
-    """Whether a part of the phases, if there is one, is of a module of `TRACED`."""
+    """Return whether a part of the phases, or None, is of a module of `TRACED`."""
     module = type(part).__module__.removeprefix("duetto.")
     return part is None or any(module == name or module.startswith(f"{name}.") for name in TRACED)
 
 
 def described(phases: Phases, phase: str, arguments: Any) -> tuple[Any, ...]:
-    """What the program of a phase follows from beside the environment."""
+    """Return what decides a phase's program besides the environment."""
     leaves, structure = jax.tree.flatten(arguments)
     shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
     return phase, repr(phases), str(structure), shapes
 
 
 def environment(device: Any) -> tuple[Any, ...]:
-    """What the bits of a result on a device follow from, beside the program and what it is given."""
+    """Return what decides a result's bits on a device, besides the program and its arguments."""
     kernels = find_spec("absl") is not None  # which some of jax's kernels need
     versions = jax.__version__, version("jaxlib"), device.client.platform_version, kernels
     machine = device.device_kind, processor(), cores(), [os.environ.get(name) for name in FLAGS]
@@ -144,30 +157,30 @@ def environment(device: Any) -> tuple[Any, ...]:
 
 @cache
 def traced() -> str:
-    """A hash of the code that programs are traced from, as it was when this module was imported."""
+    """Return a hash of the code that programs are traced from, as it was when this module was imported."""
     return hash_of_traced()
 
 
 def hash_of_traced() -> str:
-    """The same as it is now."""
+    """Return the hash of the code as it is now."""
     return sources_hash(place for name in TRACED for place in places(name))
 
 
 @cache
 def source() -> str:
-    """A hash of the code that tokens follow from, text and scheduling included."""
+    """Return a hash of the code that decides tokens, text and scheduling included."""
     return sources_hash(place for name in LIBRARY for place in places(name))
 
 
 def places(name: str) -> list[str]:
-    """The folder of a package of this library, or the file of a module."""
+    """Return the folder of a package of this library, or the file of a module."""
     found = find_spec(f"duetto.{name}")
     assert found is not None and found.origin is not None
     return list(found.submodule_search_locations or [found.origin])
 
 
 def sources_hash(places: Iterable[str | Path]) -> str:
-    """A hash of Python files, and of all that are in folders, by their names."""
+    """Return a hash of the names and contents of Python files, and of those in folders."""
     found = hashlib.sha256()
     for place in map(Path, places):
         for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
@@ -176,18 +189,18 @@ def sources_hash(places: Iterable[str | Path]) -> str:
 
 
 def cores() -> int | None:
-    """Cores that the process may use: XLA divides products among them."""
+    """Return the number of cores that the process may use: XLA divides products among them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def combined(keys: Iterable[str | None], *facts: Any) -> str | None:
-    """One key of several and of what else matters; None if one is."""
+    """Return one key of several keys and other facts; None if one of the keys is None."""
     keys = sorted(keys, key=str)
     return None if None in keys else hashlib.sha256(repr((keys, facts)).encode()).hexdigest()
 
 
 def read(key: str | None, kind: type[T] | GenericAlias) -> T | None:
-    """The record of a type, such as dict[str, bytes], that is kept under a key, or None."""
+    """Return the record of a type, such as dict[str, bytes], that is stored under a key, or None."""
     content = read_bytes(key)
     try:
         return msgspec.msgpack.decode(content, type=kind) if content else None
@@ -196,24 +209,35 @@ def read(key: str | None, kind: type[T] | GenericAlias) -> T | None:
 
 
 def write(key: str | None, value: Any) -> None:
-    """Keep a record for the next start; where the folder cannot be written, nothing is kept."""
+    """Store a record for the next start; nothing is stored if the folder cannot be written."""
     write_bytes(key, msgspec.msgpack.encode(value))
 
 
 def read_bytes(key: str | None) -> bytes | None:
-    place = folder()
-    return None if place is None or key is None else store.read(place, key)
+    """Return what is stored under a key, or None; b"" in place of a file that was damaged."""
+    if key is None or (place := folder()) is None:
+        return None
+    blobs = BlobStore(place, PROGRAMS, LIMIT)
+    try:
+        return blobs.read(key)
+    except DamagedBlobError:
+        warn(f"{blobs.path(key)} was damaged: it is deleted and made anew")
+        write_bytes(key, b"")
+        return b""
+    except OSError:  # most often there is none
+        return None
 
 
 def write_bytes(key: str | None, content: bytes) -> None:
-    place = folder()
-    if place is not None and key is not None:
+    if key is not None and (place := folder()) is not None:
+        blobs = BlobStore(place, PROGRAMS, LIMIT, GRACE)
         with suppress(OSError):
-            store.write(place, key, content)
+            blobs.refresh()
+            blobs.write(key, content)
 
 
 def load(key: str | None, device: Any) -> Any:
-    """The program kept under a key, for a device, or None."""
+    """Return the program stored under a key, loaded on a device, or None."""
     content = read_bytes(key)
     if not content:
         return None
@@ -229,7 +253,7 @@ def load(key: str | None, device: Any) -> Any:
 def load_all(
     pool: ThreadPoolExecutor, keys: Mapping[K, str | None], everywhere: jax.sharding.Sharding
 ) -> dict[K, Any]:
-    """The programs that are kept under keys, None where one is not."""
+    """Return the programs stored under keys; None for each that is not stored."""
     (device, *_) = everywhere.device_set
     with progress.stage("reading kept programs", len(keys), progress.PATIENCE) as done:
         found = pool.map(lambda key: done(load(key, device)), keys.values())
@@ -237,23 +261,23 @@ def load_all(
 
 
 def compile(key: str | None, lowered: Lowered) -> Any:
-    """Compile a program, and keep it where the device's programs can be.
+    """Compile a program, and store it if the device's programs can be serialised.
 
-    On a CPU one that jax's cache had is not, since it cannot be written a second time; in the place of a
-    damaged file it is compiled once more.
+    On a CPU, a program that came from jax's cache cannot be serialised again. It is compiled once more if its
+    stored file was damaged.
     """
-    compiled, known = found(lowered)
+    compiled, known = compiled_from(lowered)
     if known and read_bytes(key) == b"":
         with suppress(ValueError, jax.errors.JaxRuntimeError):  # of an XLA that lacks the option
-            compiled, known = found(lowered, unlike_any())
+            compiled, known = compiled_from(lowered, unlike_any())
     if folder() is not None and key is not None and not known and hash_of_traced() == traced():
         with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
             write_bytes(key, pickle.dumps(serialize_executable.serialize(compiled)))
     return compiled
 
 
-def found(lowered: Lowered, options: dict[str, str | bool] | None = None) -> tuple[Any, bool]:
-    """The compiled program, and whether it is a CPU program from jax's cache."""
+def compiled_from(lowered: Lowered, options: dict[str, str | bool] | None = None) -> tuple[Any, bool]:
+    """Return the compiled program, and whether it is a CPU program from jax's cache."""
     watch_hits()
     THREAD.hits = 0
     compiled = lowered.compile(compiler_options=options)
@@ -261,13 +285,13 @@ def found(lowered: Lowered, options: dict[str, str | bool] | None = None) -> tup
 
 
 def unlike_any() -> dict[str, str | bool]:
-    """Options that change nothing on a CPU, under which jax's cache has no program."""
+    """Return options that change nothing on a CPU, and under which jax's cache has no program."""
     return {"xla_gpu_dump_autotune_logs_to": str(time.time_ns())}
 
 
 @cache
 def watch_hits() -> None:
-    """Count what jax's cache finds, by the thread that asks."""
+    """Count the hits of jax's cache by thread."""
 
     def on_event(event: str, **_: Any) -> None:
         if event == "/jax/compilation_cache/cache_hits":
@@ -276,4 +300,4 @@ def watch_hits() -> None:
     jax.monitoring.register_event_listener(on_event)
 
 
-traced()  # what is edited later is not what this process runs
+traced()  # later edits are not in the code that this process runs

@@ -1,0 +1,83 @@
+"""This process: its heap of Python objects, the memory that it returns to the system, and its forks.
+
+By default glibc returns freed blocks above 32 MiB to the system, so that an XLA CPU program with larger
+temporaries faults its pages in anew at each call. On other C libraries nothing is changed.
+"""
+
+import ctypes
+import gc
+import os
+import time
+import traceback
+from contextlib import suppress
+from typing import Any
+
+from .devices import is_started
+
+LONG = 0.05  # seconds of a garbage collection
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+KEPT = 1 << 30  # bytes: smaller blocks, and free memory up to this, stay with the process
+_INHERITED = [False]
+
+
+def freeze_what_lasts() -> None:
+    """Exclude today's objects from garbage collections, and those that outlive a full collection that took
+    LONG. JAX keeps every traced program as long as the process, half a million objects for an engine: each
+    full collection stops all threads for 0.2 s."""
+    begin = 0.0
+
+    def on_collection(phase: str, info: dict[str, Any]) -> None:
+        nonlocal begin
+        if phase == "start":
+            begin = time.perf_counter()
+        elif info["generation"] == 2 and time.perf_counter() - begin > LONG:
+            gc.freeze()
+
+    gc.collect()
+    gc.freeze()
+    gc.callbacks.append(on_collection)
+
+
+def keep_freed() -> None:
+    """Let the process keep the memory that it frees."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, KEPT)
+        mallopt(M_TRIM_THRESHOLD, KEPT)
+
+
+def give_back() -> None:
+    """Return free memory to the system."""
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def release(error: BaseException | None) -> None:
+    """Clear the local variables, arrays too, of the frames of an error and of the errors before it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def is_inherited() -> bool:
+    """Return whether this process was forked after jax had started: jax's threads, and engines', are the
+    parent's alone."""
+    return _INHERITED[0]
+
+
+def require_own_threads() -> None:
+    """Raise RuntimeError if a program on a device would wait for threads that a fork has not copied."""
+    if is_inherited():
+        raise RuntimeError(
+            "this process was forked after jax had started: an LLM cannot be used here, since its threads "
+            "run in the parent alone; start the process by 'spawn' or 'forkserver', or make the LLM after "
+            "the fork"
+        )
+
+
+def _notice() -> None:
+    _INHERITED[0] = is_started()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_notice)
