@@ -133,8 +133,9 @@ class Session:
         it finds nothing."""
         while not is_over():
             with self.turn():
-                if not (found := take()):
-                    self.advance()
+                engine = self.engine  # raises if the LLM is closed, whatever there is to take
+                if not (found := take()) and engine.has_work:
+                    engine.step()
             yield found
 
     def complete(self, makes: Sequence[Make], use_tqdm: Tqdm = False) -> list[RequestGroup]:
