@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from duetto.model import grouped
 from duetto.model.config import Experts
 from duetto.model.experts import MoE, by_ragged_products, by_tiles, experts_spec, has_kernel, sorted_by_expert
 from duetto.model.ffn import FFN
 from duetto.model.gpus import KERNELS
 from duetto.model.layers import Weight
 from duetto.model.tree import init
+from duetto.model.weights import grouped
 from duetto.model.weights.compress import compressed
 
 PLAIN = Experts(5, 2, 64)
