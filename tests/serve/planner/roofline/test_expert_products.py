@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from cases.targets import LAYERS, found_target, job_for
 
-from duetto.model import grouped
 from duetto.model.config import Experts
+from duetto.model.weights import grouped
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_for, make_row
 from duetto.serve.planner.roofline.hlo import FREE, Computation, Instruction, Module, buffers, sizes_of
