@@ -25,7 +25,8 @@ class PageWriter(Protocol):
         ...
 
     def settle(self, seconds: float) -> None:
-        """Wait until the page is read. Raises TimeoutError and other OSErrors where it is not."""
+        """Wait until the page is read. Runs in another thread: `write` of the next page may come before this
+        has returned. Raises TimeoutError and other OSErrors where the page is not read."""
         ...
 
     def close(self) -> None: ...
