@@ -212,7 +212,7 @@ def begin_decode(config: ModelConfig, params: Decoder, options: EngineOptions, c
     for address, place in places_of(str(options.kv_address)).items():
         far = RemotePrefillClient(place, agent=agent, key_file=options.cluster_key_file)
         closing.callback(far.close)
-        tiers[address] = RemoteKVTier(far, options.kv_patience)
+        tiers[address] = RemoteKVTier(far, options.kv_transfer_timeout)
     return Session(start_engine(config, params, options, RemoteKVPool(tiers)))
 
 
@@ -233,4 +233,6 @@ def begin_both(config: ModelConfig, params: Decoder, options: EngineOptions, clo
     prefills.serve(session)
     closing.callback(prefills.close)
     here = apart(config, params, range(first, first + second)) if second else params
-    return Session(start_engine(config, here, theirs, peer=RemoteKVTier(prefills, options.kv_patience)))
+    return Session(
+        start_engine(config, here, theirs, peer=RemoteKVTier(prefills, options.kv_transfer_timeout))
+    )

@@ -10,6 +10,7 @@ import numpy as np
 from ...checkpoints.adapters.adapter import Adapter
 from ...lora.request import LoRARequest, checked
 from ...model.pooling import Pooler, PoolingParams
+from ...neutral import PROMPT
 from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
@@ -28,15 +29,6 @@ from ..text.tokenizer.tokenizer import Tokenizer
 from .ticket import RequestGroup
 
 TEXTUAL = ("prompt", "prompt_token_ids")  # keys of a prompt that is a mapping
-# vLLM's keys that only ask for something where they have a value
-BESIDE = (
-    "multi_modal_data",
-    "mm_processor_kwargs",
-    "multi_modal_uuids",
-    "prompt_embeds",
-    "cache_salt",
-    "data_parallel_rank",
-)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -143,7 +135,7 @@ class InputProcessor:
     def _mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
         """Ids count where both are given, and the text is only repeated in the result."""
         others = [
-            name for name in prompt if name not in TEXTUAL and not (name in BESIDE and not prompt[name])
+            name for name in prompt if name not in TEXTUAL and not (name in PROMPT and not prompt[name])
         ]
         if not prompt or others:
             raise TypeError(

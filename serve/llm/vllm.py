@@ -9,7 +9,7 @@ import jax
 
 from ...kvcache.stages import devices
 from ...lora.request import Adapters
-from ...refusals import Table, check_neutral
+from ...neutral import check_neutral
 from ...sampling.params import BeamSearchParams, SamplingParams
 from ..engine.weights.sleep import TAGS
 from ..host.memory import give_back
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from .llm import LLM
 
 PROFILES = "duetto-profile"  # the folder of traces, in the working directory
-NEUTRAL: Table = {
-    "tokenization_kwargs": (None, {}),
-    "mm_processor_kwargs": (None, {}),
-    "chat_template_content_format": ("auto", "string"),
-    "output_type": (None, RequestOutput),
-}
 
 
 def check_all(**given: Any) -> None:
@@ -38,7 +32,7 @@ def check_all(**given: Any) -> None:
     here."""
     for name, value in given.items():
         for one in value if isinstance(value, (list, tuple)) and value else [value]:
-            check_neutral(name, one, NEUTRAL)
+            check_neutral("call", name, one)
 
 
 # ---------------------------------------------------------------- requests
@@ -118,7 +112,7 @@ def enqueue_chat(
 
 def wait_for_completion(llm: "LLM", output_type: Any = None, *, use_tqdm: Tqdm = True) -> list[RequestOutput]:
     """Run all that is queued to its end; returns the results in the order of their queueing."""
-    check_all(output_type=output_type)
+    check_all(output_type=None if output_type is RequestOutput else output_type)
     with progress(llm._session.count_queued, use_tqdm) as done:
         return [llm._intake.output(ticket) for ticket in llm._session.wait(done)]
 
