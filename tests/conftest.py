@@ -111,10 +111,10 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose steps all take a millisecond: what an engine does with guesses, which cost nothing
     there, does not depend on the machine."""
-    learn, verified = Times.learn, Controller.verified
+    learn, verified = Times.learn, Controller.record_verified
     monkeypatch.setattr(Times, "of", lambda self, key: 1e-3)
     monkeypatch.setattr(Times, "learn", lambda self, key, _: learn(self, key, 1e-3))
-    monkeypatch.setattr(Controller, "verified", lambda self, g, n, s, p: verified(self, g, n, 1e-3, p))
+    monkeypatch.setattr(Controller, "record_verified", lambda self, g, n, s, p: verified(self, g, n, 1e-3, p))
 
 
 def random_model(name: str) -> Model:
