@@ -34,7 +34,7 @@ class StageClock:
 
     def __init__(self, stages: int, exit: int = -1):
         self._exit = exit
-        self._stages = [Stage() for _ in range(stages)]
+        self._stages = [StageRuns() for _ in range(stages)]
         self._threads = [threading.Thread(target=stage.watch, daemon=True) for stage in self._stages]
         for thread in self._threads:
             thread.start()
@@ -63,7 +63,7 @@ class StageClock:
         return {"seconds": seconds, "busy_seconds": busy, "bubbles": bubbles}
 
 
-class Stage:
+class StageRuns:
     """The runs of a stage, one after the other."""
 
     def __init__(self):

@@ -19,10 +19,11 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ....kvcache.pages import ON_DEVICE, Batch, KVCache
-from ....kvcache.stages import joined, params_of
+from ....kvcache.stages import joined
 from ....model.transformer import Decoder
 from ..compiled.futures import StepFuture, arrived
 from .clock import StageClock
+from .route import FFN, Stage
 
 MOST_NEWS = 32  # steps whose tokens the first stage has not heard of
 
@@ -156,55 +157,61 @@ class SlotUpdateReceiver:
 
 @dataclass(frozen=True)
 class PipelinedStep:
-    """A shape's programs, one a stage, called as the program of one device is. `hand` are the shardings of
-    what stages 1, 2, ... are handed, `back` that of what the first is told, and `ear` takes in."""
+    """A shape's programs, called as the program of one device is.
+
+    programs, places: of each stage of the route.
+    """
 
     stages: StageThreads
+    route: tuple[Stage, ...]
     programs: tuple[Any, ...]
-    hand: tuple[Sharding, ...]
-    back: Sharding
+    places: tuple[Sharding, ...]
     ear: SlotUpdateReceiver
 
     def __call__(
         self, params: Decoder, cache: StagedCache, slots: StagedSlots, batch: Batch
     ) -> tuple[StagedCache, StagedSlots, StepFuture]:
-        do, last = self.stages.do, len(self.stages) - 1
-        weights = [params_of(params, span) for span in self.stages.names]
-        front, news = self.ear.front(slots, awaited(batch))
-        done = do(0, self._enter, weights[0], cache.parts[0], front, batch)
-        parts = [done.part(0)]
-        for stage in range(1, last):
-            done = do(stage, self._go_on(stage), weights[stage], cache.parts[stage], done.part(1), batch)
-            parts.append(done.part(0))
-        done = do(last, self._leave, weights[last], cache.parts[last], slots.own, done.part(1), batch)
-        told = do(last, lambda front: front, done.part(3))  # alone: the rest of the results may go
-        news = (*news, SlotUpdate(changed(batch), told))
-        return StagedCache((*parts, done.part(0))), StagedSlots(done.part(1), front, news), done.part(2)
+        handed, news = self.ear.front(slots, awaited(batch))
+        front, own, pools, parts = handed, batch, iter(cache.parts), []
+        if self.returns:  # many programs take it
+            own = self.stages.do(0, lambda: jax.device_put(batch, self.places[0]))
+        kept: dict[int, Any] = {}  # by groups: what the next visit needs
+        output = None
+        for i, stage in enumerate(self.route):
+            pool, seen = next(pools) if stage.pools else None, None if stage.half == FFN else own
+            given = pool, slots.own if stage.last else None, kept.get(stage.group), handed, seen
+            run = partial(self._run, i)
+            part, kept[stage.group], output, handed = self.stages.results(
+                4, stage.group, run, stage.params(params), *given
+            )
+            parts += [part] if stage.pools else []
+        news = (*news, SlotUpdate(changed(batch), handed))
+        return StagedCache(tuple(parts)), StagedSlots(kept[self.route[-1].group], front, news), output
+
+    @property
+    def returns(self) -> bool:
+        """Whether a step visits a group of devices again."""
+        return len(self.route) > len(self.stages)
 
     def as_text(self) -> str:
         """The compiled programs."""
-        return "\n".join(program.as_text() or "" for program in self.programs)
+        return "\n".join(program.as_text() or "" for program in dict.fromkeys(self.programs))
 
-    def _enter(self, params: Any, cache: Any, front: Any, batch: Batch) -> Any:
-        entered = time.perf_counter()
-        cache, handed = self.programs[0](params, cache, front, batch)
-        self.stages.clock.ran(0, entered, entered, front, handed.hidden)
-        return cache, (jax.device_put(handed, self.hand[0]), entered)
-
-    def _go_on(self, stage: int) -> Callable[..., Any]:
-        def go_on(params: Any, cache: Any, given: Any, batch: Batch) -> Any:
-            (handed, entered), called = given, time.perf_counter()
-            cache, out = self.programs[stage](params, cache, handed, batch)
-            self.stages.clock.ran(stage, entered, called, handed, out.hidden)
-            return cache, (jax.device_put(out, self.hand[stage]), entered)
-
-        return go_on
-
-    def _leave(self, params: Any, cache: Any, slots: Any, given: Any, batch: Batch) -> Any:
-        (handed, entered), called = given, time.perf_counter()
-        cache, slots, output, front = self.programs[-1](params, cache, slots, handed, batch)
-        self.stages.clock.ran(len(self.stages) - 1, entered, called, handed, output.sampled.token)
-        return cache, slots, output, jax.device_put(front, self.back)
+    def _run(
+        self, i: int, params: Any, pool: Any, slots: Any, kept: Any, given: Any, batch: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """Dispatch a stage's program: its pools, what its group keeps, the output, and what the next stage
+        is handed: results on its devices, and when the step entered the first."""
+        called = time.perf_counter()
+        handed, entered = given if i else (given, called)
+        pool, kept, output, out = self.programs[i](params, pool, slots, kept, handed, batch)
+        if self.returns:
+            # Which micro-batch a group takes next depends on whose hidden states are there. An accelerator
+            # that was handed a whole step ahead would keep the others out.
+            jax.block_until_ready((pool, kept, output, out))
+        self.stages.clock.ran(self.route[i].group, entered, called, handed, out)
+        out = jax.device_put(out, self.places[(i + 1) % len(self.route)])
+        return pool, kept, output, out if self.route[i].last else (out, entered)
 
 
 def changed(batch: Batch) -> frozenset[int]:
