@@ -16,7 +16,7 @@ from ...kv.routing.placement import Prompt, Replica, RoutedRequest, best
 from ...kv.routing.prefix_index import AssumedPrefixIndex
 from ..workloads.tally import ANY, SLO, SLOStats
 from ..workloads.traces import BLOCK, TraceEntry
-from .handed import SimulatedLink, handed_to
+from .offload import SimulatedLink, handed_to
 from .run import Simulation
 
 Choice = Callable[..., Replica | None]  # as the router's

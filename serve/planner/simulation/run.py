@@ -15,8 +15,7 @@ from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Sizes, can_share, table
 from ...runtime.equal_bits.classes import ShapeClasses
 from ..workloads.traces import BLOCK, TraceEntry
-from .clock import SimulatedClock
-from .device import TOKEN, SimulatedPrograms
+from .device import TOKEN, SimulatedClock, SimulatedPrograms
 from .times import Host, StepTimes
 from .together import DecodeFastForward
 

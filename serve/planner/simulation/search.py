@@ -15,8 +15,8 @@ from ..workloads.workload import Workload
 from .candidates import HANDED, Candidate, Space
 from .estimate import SteadyState, estimate
 from .fleet import Fleet
+from .offload import swap
 from .run import Simulation
-from .tiers import swap
 
 RATIO = 1.2  # between the loads that are tried
 FINE = 1.1  # between the last that was borne and the first that was not, about

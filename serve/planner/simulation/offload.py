@@ -1,12 +1,12 @@
-"""Pages in the host's memory in simulated time: the engine's own rules of what is kept and fetched, with
-pages that have no content, over a link that takes its time."""
+"""KV offload and disaggregated prefill in simulated time: pages without content over links that take their
+time, by the engine's own rules of what is kept and fetched."""
 
 import heapq
 import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,11 +14,70 @@ from ....kvcache.tables import PageTables, Tables
 from ...kv.offload.host import HostTier
 from ...kv.offload.mover import FETCHES, FEWEST, PageFetch, PageMover
 from ...kv.offload.tier import Key, window_of
-from ...kv.offload.tiering import PAUSE, KVOffloader
+from ...kv.offload.tiering import PAUSE, KVOffloader, NoOffload
 from ...runtime.compiled.transfers import OFFERED
-from .clock import SimulatedClock
-from .handed import SimulatedLink
+from .device import SimulatedClock
 from .run import Simulation
+
+
+@dataclass
+class SimulatedLink:
+    """A way for pages, which go one behind the other; a token's keys take so many seconds."""
+
+    token_seconds: float = 0.0
+    free: float = 0.0
+
+    def carried(self, moment: float, tokens: int) -> float:
+        """When so many tokens' keys have arrived that are sent from a moment on."""
+        self.free = max(moment, self.free) + tokens * self.token_seconds
+        return self.free
+
+
+# ---------------------------------------------------------------- disaggregated prefill
+
+
+class SimulatedRemotePages(NoOffload):
+    """Where an engine finds the pages of prompts that were computed for it: a prompt comes into line when
+    they are all there. Those that it gives up later are computed here."""
+
+    def __init__(self, tables: PageTables):
+        super().__init__(tables)
+        self._there: set[bytes] = set()
+
+    def expect(
+        self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
+    ) -> PageFetch | None:
+        self._there.update(names)
+        return None
+
+    def find(self, names: Sequence[bytes], ticket: PageFetch | None) -> Tables:
+        return self.tables.find(names, lambda group, name: name in self._there)
+
+    def look(
+        self, names: Sequence[bytes], ticket: PageFetch | None
+    ) -> tuple[Tables | None, PageFetch | None]:
+        return self.find(names, ticket), ticket
+
+    def admit(
+        self,
+        found: Tables,
+        names: Sequence[bytes],
+        tokens: Sequence[int],
+        pages: Tables,
+        ticket: PageFetch | None,
+    ) -> None:
+        own = names[: len(found[0])]
+        self.tables.name(pages, own, 0, tokens)
+        self._there.difference_update(own)
+
+
+def handed_to(simulations: Iterable[Simulation]) -> None:
+    """Let engines find what was computed for them."""
+    for own in simulations:
+        own.engine.scheduler.tiers = SimulatedRemotePages(own.engine.tables)
+
+
+# ---------------------------------------------------------------- pages in the host's memory
 
 
 @dataclass(frozen=True)
