@@ -23,7 +23,7 @@ Way = tuple[int, tuple[int, ...]]  # tokens of padding, and the edges that lead 
 
 
 class StepTokens(NamedTuple):
-    """What one step computes.
+    """Tokens that one step computes.
 
     tokens: prompt tokens.
     shared: areas of its prefills, if several prompts share them.

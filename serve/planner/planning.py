@@ -1,5 +1,4 @@
-"""What `duetto plan` plans: an engine's sizes, its memory, and what its programs must cost, before anything
-is loaded or run."""
+"""Plan of an engine, before anything is loaded or run: its sizes, and what its programs must cost."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,8 +41,12 @@ ONE = Layout()
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What is planned: a model's sizes, an engine's options and shapes, the devices, and tokens in the cache
-    of each row."""
+    """An engine that is planned.
+
+    name: of the model.
+    context: tokens in the cache of each row.
+    params: shapes with their places; by default those of the sizes in the option's quantization.
+    """
 
     name: str
     config: ModelConfig
@@ -142,7 +145,7 @@ def abstract_params(
 
 
 def compile_for(plan: EnginePlan, shape: Shape, arguments: StepArguments) -> jax.stages.Compiled:
-    """One program, ahead of time, for the plan's target."""
+    """Compile one program ahead of time for the plan's target."""
     return compile_and_read(plan, shape, arguments)[0][0]
 
 
@@ -185,7 +188,7 @@ def work(plan: EnginePlan, arguments: StepArguments, span: range, shape: Shape) 
 
 
 def facts_of(plan: EnginePlan, arguments: StepArguments, shape: Shape) -> list[ProgramFacts]:
-    """What XLA makes of a shape's programs, one for each stage, at the planned context."""
+    """Return what XLA makes of a shape's programs, one for each stage, at the planned context."""
     context, found = context_of(plan, shape), compile_and_read(plan, shape, arguments)
     made = []
     for span, (compiled, thunks) in zip(stages(arguments.params), found, strict=True):

@@ -67,7 +67,7 @@ def render_memory(plan: EnginePlan, found: list[StagePlan]) -> str:
 
 
 def render_tier(plan: EnginePlan, tier: TierPlan) -> str:
-    """What a tier holds, and the seconds of a page that is fetched and of one that is computed."""
+    """Show a tier's size, and the seconds of a page that is fetched and of one that is computed."""
     page = f"a page of {plan.options.page_size} tokens, {tier.page_bytes / 2**20:.2f} MiB"
     pays = "" if tier.gain is None else f": fetching is {tier.gain:.1f} x as fast"
     fetch, compute = (
@@ -99,8 +99,8 @@ def titles(found: list[StagePlan], stage: StagePlan) -> list[str]:
 
 
 def render_facts(plan: EnginePlan, stage: StagePlan) -> list[str]:
-    """What XLA made of a stage's programs, and which of them would share a class of equal bits, as far as
-    their products tell."""
+    """Show what XLA made of a stage's programs, and which of them would share a class of equal bits, as far
+    as their products tell."""
     link = plan.target.peaks.link if plan.target.peaks else 0.0
     each = [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in stage.rows if row.facts]
     products = {str(row.shape): row.facts.products for row in stage.rows if row.facts and row.facts.products}
@@ -129,7 +129,7 @@ def render_micro(plan: EnginePlan, arguments: StepArguments, found: list[StagePl
 
 
 def render_compared(plan: EnginePlan, arguments: StepArguments) -> list[str]:
-    """Whether feed-forward layers apart pay."""
+    """Compare feed-forward layers apart with one layout of as many devices."""
     found = compared(plan, arguments)
     if not found:
         return []

@@ -206,7 +206,7 @@ class TierPlan:
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as computing a page fetching it is."""
+        """Seconds of computing a page over those of fetching it."""
         return self.compute / self.fetch if self.compute and self.fetch else None
 
 

@@ -46,8 +46,8 @@ def run(args: argparse.Namespace, options: EngineOptions) -> int:
 def answered(
     space: Space, load: Workload, aim: SearchGoal, args: argparse.Namespace, heard: list[int]
 ) -> tuple[list[CandidateResult], dict[str, Any]]:
-    """What was simulated, and all that is told as plain numbers; what is left once a signal is heard is left
-    out."""
+    """Return the simulated candidates, and all that is reported as plain numbers. After a signal the rest is
+    left out."""
 
     def clock() -> float:
         return math.inf if heard else time.monotonic()
@@ -122,7 +122,7 @@ def describe(
 
 
 def model_words(args: argparse.Namespace) -> list[str]:
-    """What was said of where the model is from and its dtype, as flags."""
+    """Return the flags that name the model, its source and its dtype."""
     said = {name: vars(args)[name] for name in FROM}
     return [word for name, value in said.items() if value not in (None, "auto") for word in flag(name, value)]
 

@@ -1,4 +1,4 @@
-"""What is asked: the flags, and what they say of limits, the workload, the model and the target."""
+"""Flags of `duetto plan --workload`, and the limits, workload, model and target that they state."""
 
 import argparse
 import math

@@ -78,7 +78,7 @@ def unborne(own: dict[str, Any]) -> str:
 
 
 def nearest(own: dict[str, Any]) -> list[str]:
-    """Of an engine that bears nothing, the load that came nearest to it."""
+    """Show the load that came nearest to the limits, for an engine that bears none."""
     best = own["nearest"]
     share, spans = best["outcome"]["in_time"], seen(best["outcome"])
     grows = ", and the line of those that wait grows" if best["line_grows"] else ""
@@ -87,7 +87,7 @@ def nearest(own: dict[str, Any]) -> list[str]:
 
 
 def render_seen(own: dict[str, Any], load: Workload) -> list[str]:
-    """How many replicas the workload's own rate takes, and what its requests see."""
+    """Show how many replicas the workload's own rate takes, and what its requests see."""
     if "replicas" not in own:
         return []
     fits = "" if own["fits"] else " (MORE THAN THE TARGET HAS)"

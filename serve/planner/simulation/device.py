@@ -23,7 +23,7 @@ TOKEN = 0  # that every row samples
 
 @dataclass
 class SimulatedClock:
-    """Seconds since the start of a simulation; called, it says what time it is."""
+    """Seconds since the start of a simulation, returned when called."""
 
     seconds: float = 0.0
 
@@ -31,7 +31,7 @@ class SimulatedClock:
         return self.seconds
 
     def wait_until(self, moment: float) -> None:
-        """Nothing happens before a moment, unless it has passed."""
+        """Advance to a moment, unless it has passed."""
         self.seconds = max(self.seconds, moment)
 
     def spend(self, seconds: float) -> None:
@@ -40,8 +40,8 @@ class SimulatedClock:
 
 @dataclass
 class SimulatedStages:
-    """Stages one behind the other, each of which does one call at a time, in the order in which they come
-    (as `serve/runtime/pipeline/` has it). A device without a pipeline is one stage."""
+    """Stages one after the other. Each does one call at a time, in order of arrival, as in
+    `serve/runtime/pipeline/`. A device without a pipeline is one stage."""
 
     count: int
     free: list[float] = field(default_factory=list)  # from when on each has nothing to do
@@ -52,8 +52,8 @@ class SimulatedStages:
         self.free = [0.0] * self.count
 
     def run(self, moment: float, seconds: Sequence[float]) -> float:
-        """When a call that may begin at a moment, and takes so many seconds in each stage, has left the
-        last."""
+        """Return when a call that may begin at a moment, and takes `seconds[i]` in stage i, leaves the last
+        stage."""
         begun, last = max(moment, self.free[0]), self.free[-1]
         for stage, own in enumerate(seconds):
             moment = self.free[stage] = max(moment, self.free[stage]) + own
@@ -63,7 +63,7 @@ class SimulatedStages:
 
     @property
     def bubbles(self) -> float:
-        """The share of their time in which stages had nothing to do while a call was on its way."""
+        """Share of the stages' time without work while a call is on its way."""
         return 1 - self.busy / (self.count * self.open) if self.open else 0.0
 
 

@@ -22,13 +22,13 @@ from .run import Simulation
 
 @dataclass
 class SimulatedLink:
-    """A way for pages, which go one behind the other; a token's keys take so many seconds."""
+    """A link on which pages are sent one after the other; a token's keys take `token_seconds`."""
 
     token_seconds: float = 0.0
     free: float = 0.0
 
     def carried(self, moment: float, tokens: int) -> float:
-        """When so many tokens' keys have arrived that are sent from a moment on."""
+        """Return when the keys of `tokens` tokens arrive that are sent from a moment on."""
         self.free = max(moment, self.free) + tokens * self.token_seconds
         return self.free
 
@@ -37,8 +37,8 @@ class SimulatedLink:
 
 
 class SimulatedRemotePages(NoOffload):
-    """Where an engine finds the pages of prompts that were computed for it: a prompt comes into line when
-    they are all there. Those that it gives up later are computed here."""
+    """Page finder of a decode engine. A prompt enters the queue when all of its pages have arrived. Prompts
+    that lose their pages later are computed here."""
 
     def __init__(self, tables: PageTables):
         super().__init__(tables)
@@ -72,7 +72,7 @@ class SimulatedRemotePages(NoOffload):
 
 
 def handed_to(simulations: Iterable[Simulation]) -> None:
-    """Let engines find what was computed for them."""
+    """Let engines find the pages that were computed for them."""
     for own in simulations:
         own.engine.scheduler.tiers = SimulatedRemotePages(own.engine.tables)
 
@@ -82,7 +82,7 @@ def handed_to(simulations: Iterable[Simulation]) -> None:
 
 @dataclass(frozen=True)
 class BlankPage:
-    """A page without content, of so many bytes."""
+    """A page without content."""
 
     nbytes: int
 
@@ -92,7 +92,7 @@ class BlankPage:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of pages of each window, which copy nothing."""
+    """Page copies that copy nothing; `page_bytes` of each window."""
 
     page_bytes: Sequence[int]
 
@@ -105,8 +105,8 @@ class Copies:
 
 @dataclass(eq=False)
 class SimulatedMover:
-    """What `KVOffloader` asks of a mover. Pages go out and come back over two ways, one behind the other on
-    each; those on their way out are there already for whoever asks."""
+    """Page mover of a `KVOffloader`. Pages go out and come back over two links. Pages on their way out can be
+    fetched already."""
 
     tier: HostTier
     transfers: Copies
@@ -151,7 +151,7 @@ class SimulatedMover:
         ticket.dropped, ticket.parts = True, []
 
     def deliver(self) -> None:
-        """Let those who wait have what has come by now."""
+        """Deliver the pages that have arrived by now."""
         while self._coming and self._coming[0][0] <= self.clock():
             _, _, ticket, keys = heapq.heappop(self._coming)
             assert ticket.pending is not None
@@ -159,7 +159,7 @@ class SimulatedMover:
             ticket.pending.set()
 
     def wait(self, seconds: float) -> None:
-        """Let time pass until something comes, or so many seconds."""
+        """Advance the clock until a page arrives, or by `seconds`."""
         if self._coming:
             self.clock.wait_until(min(self._coming[0][0], self.clock() + seconds))
 
@@ -185,8 +185,7 @@ class SimulatedOffloader(KVOffloader):
 
 
 def swap(own: Simulation, most_bytes: int, page_bytes: Sequence[int], bandwidth: float) -> None:
-    """Let an engine keep pages of so many bytes, one of each window, in the host's memory, over a link of so
-    many bytes/s."""
+    """Let an engine keep `most_bytes` of pages in the host's memory, over a link of `bandwidth` bytes/s."""
     mover = SimulatedMover(HostTier(most_bytes), Copies(page_bytes), own.clock, 1 / bandwidth)
     meter = own.engine.meter
     own.engine.scheduler.tiers = SimulatedOffloader(mover, own.engine.tables, meter.token_seconds)

@@ -1,4 +1,4 @@
-"""The programs of a model whose layers lie in stages, or in halves: called as those of one device are."""
+"""Programs of a model whose layers lie in stages, or in halves, called as those of one device are."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ from .steps import seat_front, with_updates
 
 class StagedPrograms(Programs):
     """Programs for parameters that lie in stages, or whose feed-forward layers lie apart (`kvcache.stages`).
-    What they give is promised; the cache and the slots are passed on as promises."""
+    The cache, the slots and results are futures."""
 
     def __init__(self, phases: Any, params: Params, *sizes: Any):
         assert isinstance(phases, TargetOnly), "models and heads draft on one device"

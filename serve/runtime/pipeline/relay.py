@@ -1,9 +1,9 @@
-"""How a step runs through the stages: each has a thread that dispatches its programs, hands hidden states on,
-and goes on with the next step. No step waits for the host: the last stage sends the tokens that it samples to
-the first, on the devices.
+"""Execution of a step on a route. Each group of devices has a thread, which dispatches its programs and hands
+hidden states on. No step waits for the host: the last stage sends the tokens that it samples to the first, on
+the devices.
 
-One program a stage (as PipeDream has them, Harlap et al., arXiv 1806.03377) lets stages differ in size and
-compute different phases at the same time.
+One program a stage (as in PipeDream, Harlap et al., arXiv 1806.03377) lets stages differ in size and compute
+different phases at the same time.
 """
 
 import time
@@ -29,8 +29,8 @@ MOST_NEWS = 32  # steps whose tokens the first stage has not heard of
 
 
 class StageThreads:
-    """A thread for each stage, in which its programs are dispatched one after the other, each as soon as what
-    it is given has arrived. Steps end in the stage `exit`."""
+    """A thread for each group of devices. It dispatches programs one after the other, each as soon as its
+    inputs have arrived. Steps end in the group `exit`."""
 
     def __init__(self, names: Sequence[Any], exit: int = -1):
         self.names, self.exit, self.clock = names, exit, StageClock(len(names), exit)
@@ -42,18 +42,18 @@ class StageThreads:
         return len(self.names)
 
     def drain(self) -> None:
-        """Until all that was asked so far is done, or has failed: no job holds arrays any more."""
+        """Wait until all jobs so far are done or have failed, so that no job holds arrays any more."""
         wait(list(self._asked))
         for thread in self._threads:
             thread.submit(lambda: None).result()
 
     def do(self, stage: int, work: Callable[..., Any], *given: Any) -> StepFuture:
-        """Call work in a stage's thread with what was given, once all of it has arrived. No thread waits for
-        that, so that a stage may be given what comes of its own later work."""
+        """Call work in a stage's thread once all inputs have arrived. No thread waits for them, so an input
+        may come from later work of the same stage."""
         return self.results(1, stage, lambda *arrived: (work(*arrived),), *given)[0]
 
     def results(self, count: int, stage: int, work: Callable[..., Any], *given: Any) -> list[StepFuture]:
-        """The same for work that has so many results: each may go while others are held."""
+        """The same for work with `count` results, each of which can be freed while others are held."""
         promised = [Future[Any]() for _ in range(count)]
         for one in promised:
             self._asked.add(one)
@@ -100,7 +100,7 @@ def settle(promised: "Sequence[Future[Any]]", job: "Future[Any]") -> None:
 
 @dataclass(frozen=True)
 class StagedCache:
-    """Pools by stages; `arrived` has those of all."""
+    """The cache in parts; `arrived` joins them."""
 
     parts: tuple[Any, ...]  # of each stage a KVCache, or the promise of one
 
@@ -109,7 +109,7 @@ class StagedCache:
 
 
 class SlotUpdate(NamedTuple):
-    """What a step has changed: the slots of its rows, and what the last stage knows of them."""
+    """Change of the slots by a step: the slots of its rows, and their state in the last stage."""
 
     slots: frozenset[int]
     front: StepFuture
@@ -117,8 +117,12 @@ class SlotUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class StagedSlots:
-    """The slots, which are the last stage's own; what the first knows of them, and what it has yet to
-    hear."""
+    """The slots.
+
+    own: in the last stage.
+    front: what the first stage knows of them.
+    news: updates that the first stage has not merged yet.
+    """
 
     own: Any
     front: Any
@@ -128,20 +132,20 @@ class StagedSlots:
         return arrived(self.own)
 
     def without(self, slot: int) -> tuple[SlotUpdate, ...]:
-        """The news, but for those of a slot that has another request."""
+        """Return the updates without those of a slot that has another request."""
         return tuple(news._replace(slots=news.slots - {slot}) for news in self.news)
 
 
 @dataclass(frozen=True)
 class SlotUpdateReceiver:
-    """The first stage's program that takes in what it is told."""
+    """Merges updates from the last stage into the first stage's slots, by the program `hear`."""
 
     stages: StageThreads
     hear: Any
 
     def front(self, slots: StagedSlots, rows: frozenset[int]) -> tuple[Any, tuple[SlotUpdate, ...]]:
-        """What the first stage knows once it has heard of the last step of each of some rows' slots, and what
-        it has yet to hear."""
+        """Apply pending updates up to the newest one that these rows depend on. Returns the first stage's
+        slots, and the updates still pending."""
         wanted = [i + 1 for i, news in enumerate(slots.news) if news.slots & rows]
         count = max([*wanted, len(slots.news) - MOST_NEWS, 0])
         front = slots.front
@@ -190,7 +194,7 @@ class PipelinedStep:
 
     @property
     def returns(self) -> bool:
-        """Whether a step visits a group of devices again."""
+        """A step visits a group of devices again."""
         return len(self.route) > len(self.stages)
 
     def as_text(self) -> str:

@@ -1,5 +1,5 @@
-"""What each stage of a route computes of a step. Together they are `steps.step`, cut between layers or inside
-of them: the first stage embeds, the last one samples."""
+"""Computation of a stage. The stages of a route together are `steps.step`, cut between layers or inside of
+them: the first stage embeds, the last one samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from .route import ATTENTION, FFN, Stage
 
 @pytree
 class StageActivations:
-    """What a stage hands to the next: hidden states, and what only the first knows of the batch."""
+    """Hidden states between stages, and what only the first stage knows of the batch."""
 
     hidden: Any  # [B,T,D]; of a verification [rows,1,D]
     tokens: Any  # int32 [B,T]
@@ -76,7 +76,7 @@ class StageStep:
     def _handed(
         self, params: Decoder, kept: StageActivations | None, given: Any, batch: Batch
     ) -> StageActivations:
-        """What the first layer of the stage is handed."""
+        """Return the activations before the stage's first layer."""
         if self.stage.first:
             batch = awake(given, batch)
             fed = self._fed(batch)
@@ -137,7 +137,7 @@ def seat_front(front: StageZeroSlots, slot: Int[Array, ""], end: Int[Array, ""])
 
 
 def with_updates(front: StageZeroSlots, news: StageZeroSlots, whose: Bool[Array, " C"]) -> StageZeroSlots:
-    """What the first stage knows once it has heard of some slots."""
+    """Merge the state of the slots in `whose` into what the first stage knows."""
     return StageZeroSlots(
         jnp.where(whose, news.last, front.last), jnp.where(whose, news.live, front.live), front.end
     )
