@@ -13,7 +13,7 @@ from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.bubbles import drained, endless
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import known_target
-from duetto.serve.planner.simulation import candidates, estimate, fleet, handed, run, search, times, together
+from duetto.serve.planner.simulation import candidates, estimate, fleet, offload, run, search, times, together
 from duetto.serve.planner.simulation.candidates import Candidate, Space
 from duetto.serve.planner.simulation.fitting import PlannedModel
 from duetto.serve.planner.simulation.search import (
@@ -169,7 +169,7 @@ SIMULATED: dict[str, tuple[str, Callable[[], Iterator[list[str]]]]] = {
         split,
     ),
 }
-MADE_OF = estimate, fleet, handed, run, search, tally, times, together, candidates
+MADE_OF = estimate, fleet, offload, run, search, tally, times, together, candidates
 
 
 def stamp() -> str:

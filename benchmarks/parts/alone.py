@@ -126,9 +126,10 @@ def padding(bench: Bench) -> Iterator[Row]:
 
     The contract lets bfloat16 have smaller edges than float32 on CPUs.
     """
-    from duetto.serve.cli.buckets import CONTRACT_EDGE, alone, best_edges, rehearse
-    from duetto.serve.cli.buckets import padding as share
+    from duetto.serve.cli.buckets import CONTRACT_EDGE
     from duetto.serve.options.engine import EngineOptions
+    from duetto.serve.planner.buckets import alone, best_edges, rehearse
+    from duetto.serve.planner.buckets import padding as share
     from duetto.serve.runtime.compiled.shapes import doublings
 
     plain = doublings(64, LAST_EDGE)
@@ -207,10 +208,10 @@ def growth(bench: Bench) -> Iterator[Row]:
 
 
 def scheduler_seconds(bench: Bench, waiting: int, steps: int = 200) -> float:
-    """Median host seconds of planning a step and taking it in, while all seats decode and `waiting` requests
-    wait."""
-    from duetto.serve.cli.buckets import rehearse
+    """Median host seconds of an engine's step on a device that takes no time, while all seats decode and
+    `waiting` requests wait."""
     from duetto.serve.options.engine import EngineOptions
+    from duetto.serve.planner.buckets import rehearse
 
     prompt, before = 64, 2 * bench.seats  # steps before: in them all seats are taken and prompts read
     work = [(prompt, before + 2 * steps)] * (bench.seats + waiting)

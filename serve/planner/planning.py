@@ -1,7 +1,5 @@
-"""What `duetto plan` plans: an engine's sizes, its memory, and what its programs must cost, before anything
-is loaded or run."""
+"""Plan of an engine, before anything is loaded or run: its sizes, and what its programs must cost."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,12 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from ...checkpoints.huggingface import read_config
-from ...kvcache.pages import page_bytes
-from ...kvcache.quantised import kept_as
 from ...kvcache.shards import splits_experts
+from ...kvcache.stages import cache_of, config_of, stages
 from ...model.config import ModelConfig
 from ...model.pair import PairConfig, target_of
-from ...model.sharding import Layout, device_bytes
+from ...model.sharding import Layout
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract
 from ...model.weights.compress import form_spec
@@ -25,18 +22,18 @@ from ..engine.startup.folder import DEMO, read_shapes
 from ..engine.startup.mesh import check_experts, layout_of, on_one, places, put
 from ..engine.startup.origin import Origin, stored_form
 from ..engine.startup.stages import with_head
-from ..options.checks import GIB
 from ..options.engine import EngineOptions
-from ..runtime.compiled.compile import Programs, StepArguments, arguments_like, lower
+from ..runtime.compiled.compile import StepArguments, arguments_like, lower
 from ..runtime.compiled.shapes import Shape, Sizes, can_share, table
-from ..runtime.compiled.sizing import choose_sizes, scratch_bytes, widened_bytes
+from ..runtime.compiled.sizing import choose_sizes
+from ..runtime.pipeline.lowering import StageLowering
+from ..runtime.pipeline.route import route
 from ..runtime.steps.phases import TargetOnly
 from .roofline.facts import ProgramFacts, facts
 from .roofline.floor import Demand, demand, pools
-from .roofline.measured import measure
 from .roofline.presets import PRESETS
 from .roofline.table import ShapeCost, floored
-from .roofline.targets import NVME, Target, described, is_gpu
+from .roofline.targets import Target, described, is_gpu
 from .roofline.thunks import Thunks, compile_thunks
 
 ONE = Layout()
@@ -44,8 +41,12 @@ ONE = Layout()
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """What is planned: a model's sizes, an engine's options and shapes, the devices, and tokens in the cache
-    of each row."""
+    """An engine that is planned.
+
+    name: of the model.
+    context: tokens in the cache of each row.
+    params: shapes with their places; by default those of the sizes in the option's quantization.
+    """
 
     name: str
     config: ModelConfig
@@ -62,26 +63,6 @@ class EnginePlan:
     def shapes(self) -> list[Shape]:
         platform = self.target.devices[0].platform
         return table(self.options, self.sizes, can_share(self.config.layers), platform)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """Bytes on each device: what an engine holds, and temporaries of its largest program (compiled, or else
-    estimated).
-
-    `peak` is what running it took, where that was measured.
-    """
-
-    weights: int
-    cache: int
-    slots: int
-    temporaries: int
-    limit: int | None
-    peak: int | None = None
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.slots + self.temporaries
 
 
 def plan_job(
@@ -164,108 +145,65 @@ def abstract_params(
 
 
 def compile_for(plan: EnginePlan, shape: Shape, arguments: StepArguments) -> jax.stages.Compiled:
-    """One program, ahead of time, for the plan's target."""
-    return compile_and_read(plan, shape, arguments)[0]
+    """Compile one program ahead of time for the plan's target."""
+    return compile_and_read(plan, shape, arguments)[0][0]
 
 
 def compile_and_read(
     plan: EnginePlan, shape: Shape, arguments: StepArguments
-) -> tuple[jax.stages.Compiled, Thunks | None]:
-    """The same, and for a GPU how the program is launched."""
+) -> list[tuple[jax.stages.Compiled, Thunks | None]]:
+    """A shape's programs, one for each stage, and for a GPU how each is launched."""
+    way, phases = route(arguments.params), TargetOnly(plan.config)
     with described(plan.target):
-        lowered = lower(TargetOnly(plan.config), shape, arguments, plan.sizes)
-        return compile_thunks(lowered) if is_gpu(plan.target) else (lowered.compile(), None)
-
-
-def make_rows(plan: EnginePlan, arguments: StepArguments, compiled: Iterable[Shape]) -> list[ShapeCost]:
-    """A row for each shape of the table; those of `compiled` with what XLA made of them."""
-    chosen = set(compiled)
-    return [make_row(plan, arguments, shape, shape in chosen) for shape in plan.shapes]
+        if len(way) > 1:
+            lowered = StageLowering(phases, arguments, plan.sizes, way).lower(shape)
+        else:
+            lowered = [lower(phases, shape, arguments, plan.sizes)]
+        return [compile_thunks(own) if is_gpu(plan.target) else (own.compile(), None) for own in lowered]
 
 
 def make_row(plan: EnginePlan, arguments: StepArguments, shape: Shape, compiled: bool = True) -> ShapeCost:
-    """One shape's figures, for one of the target's devices."""
-    n = len(plan.target.devices) // plan.sizes.shards  # of a shard
-    context = 0 if shape.phase == "prefill" else plan.context
+    """Cost of one shape for one of the target's devices, of a model that is not cut into stages."""
+    made = facts_of(plan, arguments, shape)[0] if compiled else None
+    return row_of(plan, arguments, range(plan.config.num_layers), shape, made)
+
+
+def row_of(
+    plan: EnginePlan, arguments: StepArguments, span: range, shape: Shape, made: ProgramFacts | None
+) -> ShapeCost:
+    """Cost of one shape for the layers of a stage, on each of its devices."""
+    own = ShapeCost(shape, work(plan, arguments, span, shape), None, None, made)
+    return floored(own, plan.target, plan.dtype)
+
+
+def work(plan: EnginePlan, arguments: StepArguments, span: range, shape: Shape) -> Demand:
+    """A stage's work for a shape, on each of its devices."""
     params, kept = target_of(arguments.params), plan.sizes.kv_cache_dtype
+    own, config = replace(params, layers=params.layers[span.start : span.stop]), config_of(plan.config, span)
+    last, context = span.stop == plan.config.num_layers, context_of(plan, shape)
     shards = plan.sizes.shards if splits_experts(params) else 1
-    whole = demand(shape, plan.config, plan.dtype, context, params, kept, shards=shards)
-    found = facts_of(plan, arguments, shape, context) if compiled else None
-    return floored(
-        ShapeCost(shape, Demand(whole.flops / n, whole.bytes / n), None, None, found), plan.target, plan.dtype
-    )
+    whole = demand(shape, config, plan.dtype, context, own, kept, samples=last, shards=shards)
+    n = len(plan.target.devices) // (plan.sizes.shards * plan.options.pipeline_parallel_size)
+    return Demand(whole.flops / n, whole.bytes / n)
 
 
-def facts_of(plan: EnginePlan, arguments: StepArguments, shape: Shape, context: int) -> ProgramFacts:
-    """What XLA makes of a shape whose rows have so many tokens in the cache."""
-    read = pools(shape, plan.config.layers, arguments.cache, context)
-    compiled, thunks = compile_and_read(plan, shape, arguments)
-    return replace(facts(compiled, read, steps=shape.tokens), thunks=thunks)
+def facts_of(plan: EnginePlan, arguments: StepArguments, shape: Shape) -> list[ProgramFacts]:
+    """Return what XLA makes of a shape's programs, one for each stage, at the planned context."""
+    context, found = context_of(plan, shape), compile_and_read(plan, shape, arguments)
+    made = []
+    for span, (compiled, thunks) in zip(stages(arguments.params), found, strict=True):
+        layers, cache = config_of(plan.config, span).layers, cache_of(arguments.cache, span)
+        read = pools(shape, layers, cache, context)
+        made.append(replace(facts(compiled, read, steps=shape.tokens), thunks=thunks))
+    return made
+
+
+def context_of(plan: EnginePlan, shape: Shape) -> int:
+    """Tokens in the cache of a shape's rows."""
+    return 0 if shape.phase == "prefill" else plan.context
 
 
 def main_shapes(shapes: list[Shape]) -> list[Shape]:
     """The largest prefill, of two the one of more rows, and the widest single step of decode."""
     prefill = max((s for s in shapes if s.phase == "prefill"), key=lambda s: (s.area, s.rows))
     return [prefill, max((s for s in shapes if s.phase == "decode" and s.tokens == 1), key=lambda s: s.rows)]
-
-
-def memory_of(plan: EnginePlan, arguments: StepArguments, rows: list[ShapeCost]) -> MemoryPlan:
-    found = [row.facts.temporaries for row in rows if row.facts]
-    estimate = scratch_bytes(PairConfig(plan.config), plan.options, plan.dtype)
-    estimate += widened_bytes(arguments.params, plan.dtype)
-    return MemoryPlan(
-        weights=device_bytes(arguments.params),
-        cache=device_bytes(arguments.cache),
-        slots=device_bytes(arguments.slots),
-        temporaries=max(found) if found else estimate,
-        limit=plan.target.memory,
-    )
-
-
-def measured(
-    plan: EnginePlan, arguments: StepArguments, memory: MemoryPlan, rows: list[ShapeCost]
-) -> tuple[MemoryPlan, list[ShapeCost]]:
-    """The plan with the seconds and the memory of its compiled programs, run here on parameters that are all
-    alike."""
-    shapes = [row.shape for row in rows if row.facts]
-    if not shapes:
-        return memory, rows
-    programs = Programs(TargetOnly(plan.config), arguments.params, plan.sizes, shapes)
-    longest = max((s.tokens for s in shapes if s.phase != "prefill"), default=0)
-    found = measure(programs, arguments, min(plan.context, plan.sizes.max_model_len - longest))
-    timed = [replace(row, seconds=found.seconds.get(row.shape)) for row in rows]
-    return replace(memory, peak=found.peak), timed
-
-
-@dataclass(frozen=True)
-class TierPlan:
-    """A tier of pages: tokens that it holds, bytes of a page of all layers, and the least seconds in which
-    one is fetched and in which its tokens are computed; None where a rate is not known."""
-
-    name: str
-    tokens: int
-    page_bytes: int
-    fetch: float | None
-    compute: float | None
-
-    @property
-    def gain(self) -> float | None:
-        """How many times a page is computed while it is fetched once."""
-        return self.compute / self.fetch if self.compute and self.fetch else None
-
-
-def planned_tiers(plan: EnginePlan, rows: list[ShapeCost]) -> list[TierPlan]:
-    """The tiers that the options ask for."""
-    layers, W = plan.config.within(plan.sizes.max_model_len).layers, plan.options.page_size
-    kept, peaks = kept_as(plan.sizes.kv_cache_dtype, jnp.dtype(plan.dtype)), plan.target.peaks
-    size = sum(page_bytes(layers, W, kept))
-    floors = [row.floor / row.shape.area for row in rows if row.floor and row.shape.phase == "prefill"]
-    compute = W * min(floors) if floors else None
-    over = size / peaks.host if peaks and peaks.host else None
-    read = max(size / NVME, over or 0.0)
-    spaces = {"host memory": (plan.options.swap_space, over), "disk": (plan.options.kv_disk_space, read)}
-    return [
-        TierPlan(name, int(space * GIB) // size * W, size, fetch, compute)
-        for name, (space, fetch) in spaces.items()
-        if space and plan.options.has_tiers
-    ]

@@ -14,7 +14,8 @@ from duetto.kvcache.stages import attending, devices, feeding
 from duetto.serve.engine.startup.folder import DEMO, load_folder
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled.futures import arrived
-from duetto.serve.runtime.pipeline.ring import ATTENTION, FFN, Ring
+from duetto.serve.runtime.pipeline.relay import PipelinedStep
+from duetto.serve.runtime.pipeline.route import ATTENTION, FFN
 
 APART = {"experimental_ffn_devices": 1, "max_prefill_tokens": 64, "page_size": 16}
 SMALL = {"max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 4}  # requests give way
@@ -89,16 +90,17 @@ def test_one_part_attends_while_the_other_feeds(llm, model, oracle, monkeypatch)
     """From where all requests decode, every half waits until the other part has begun one of its own: parts
     that take turns would wait for ever."""
     long, meet = replace(GREEDY, max_tokens=40), threading.Barrier(2, timeout=600)
-    run, ran, met = Ring._run, [0, 0], range(0)
+    run, ran, met = PipelinedStep._run, {ATTENTION: 0, FFN: 0}, range(0)
 
-    def meeting(ring: Ring, part: int, step: Any, program: Any, *given: Any) -> Any:
-        if part == FFN or program in ring.attends:
+    def meeting(step: PipelinedStep, i: int, *given: Any) -> Any:
+        part = step.route[i].half
+        if not step.route[i].last:
             ran[part] += 1
             if ran[part] - (part == ATTENTION) in met:  # it is a half ahead
                 meet.wait()
-        return run(ring, part, step, program, *given)
+        return run(step, i, *given)
 
-    monkeypatch.setattr(Ring, "_run", meeting)
+    monkeypatch.setattr(PipelinedStep, "_run", meeting)
     texts = PROMPTS[1::2]
     for prompt in texts:
         llm.add_request({"prompt_token_ids": prompt}, long)
@@ -115,21 +117,21 @@ def test_one_part_attends_while_the_other_feeds(llm, model, oracle, monkeypatch)
 
 
 @MIXED
-@pytest.mark.parametrize("part", ["feeds", "attends"])
+@pytest.mark.parametrize("part", [FFN, ATTENTION])
 def test_a_step_that_fails_costs_nothing(llm, expected, part):
     programs, calls = llm.engine.programs.steps, iter(range(1000))
     shape = max(s for s in programs if s.phase == "decode")
-    ring = programs[shape]
+    step = programs[shape]
+    last = max(i for i, stage in enumerate(step.route) if stage.half == part and not stage.last)
 
     def fails(*given: Any) -> Any:
         if next(calls) == 3:
             raise jax.errors.JaxRuntimeError("INTERNAL: a device is lost")
-        return last(*given)
+        return step.programs[last](*given)
 
-    *others, last = ring.feeds if part == "feeds" else ring.attends
-    programs[shape] = replace(ring, **{part: (*others, fails)})
+    programs[shape] = replace(step, programs=(*step.programs[:last], fails, *step.programs[last + 1 :]))
     assert generated(llm) == expected
-    programs[shape] = ring
+    programs[shape] = step
 
 
 @MIXED

@@ -18,9 +18,10 @@ from duetto.model.sharding import Layout
 from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.engine.startup.mesh import places, put, spread
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planned_stages import StagePlan, stage_plans
 from duetto.serve.planner.planning import abstract_arguments, main_shapes, plan_job
-from duetto.serve.planner.roofline.targets import here
+from duetto.serve.planner.render import render
+from duetto.serve.planner.roofline.targets import GPUS, here
+from duetto.serve.planner.stage_plans import StagePlan, stage_plans
 from duetto.serve.runtime.pipeline.relay import PipelinedStep
 from duetto.serve.runtime.pipeline.split import split
 
@@ -338,3 +339,19 @@ def test_a_plans_loops_over_keys_count_as_often_as_they_run():
     assert len(touched[0]) == 2 and all(few < many for few, many in zip(*touched, strict=True))
     for plain, widened in zip(planned(False, 64), planned(False, 64, quantization="int8"), strict=True):
         assert plain.memory.temporaries < widened.memory.temporaries
+
+
+@pytest.mark.parametrize("option", ["pipeline_parallel_size", "experimental_ffn_devices"])
+def test_a_plan_has_a_column_for_each_stage(option):
+    is_apart = option == "experimental_ffn_devices"
+    count = 1 if is_apart else 2
+    target = replace(here(), devices=tuple(jax.devices())[:2], peaks=GPUS["h200"])
+    plan = plan_job(None, None, "float32", EngineOptions(max_num_seqs=8, **{option: count}), target, 64)
+    arguments = abstract_arguments(plan)
+    found = stage_plans(plan, arguments, [])
+    text = render(plan, arguments, found)
+    heads = {line.split()[0]: line.split()[1:] for line in reversed(text.splitlines()) if line.strip()}
+    assert heads["stage"] == [stage.name for stage in found] and heads["devices"] == ["1", "1"]
+    sizes = [f"{stage.memory.weights / 2**20:.1f}" for stage in found]
+    assert heads["weights"] == [*sizes, "MiB"] and "micro-batches" in text
+    assert ("apart" in text) == is_apart

@@ -20,18 +20,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 80, 3))]
 
 
-def at_once(_: StageThreads, stage: int, work: Callable[..., Any], *given: Any) -> StepFuture:
+def at_once(
+    _: StageThreads, count: int, stage: int, work: Callable[..., Any], *given: Any
+) -> list[StepFuture]:
     """One program at a time: where collectives of several overlap, a CPU with fewer cores than devices can
     hang."""
     done: Future[Any] = Future()
     done.set_result(jax.block_until_ready(work(*map(arrived, given))))
-    return StepFuture(done)
+    return [StepFuture(done).part(i) for i in range(count)]
 
 
 @pytest.mark.parametrize("model", ["tiny", "windows"], indirect=True)
 def test_tokens_are_those_of_the_oracle(model, oracle, monkeypatch):
     assert jax.device_count() == 4
-    monkeypatch.setattr(StageThreads, "do", at_once)
+    monkeypatch.setattr(StageThreads, "results", at_once)
     expected = [oracle(model)(prompt, GREEDY) for prompt in PROMPTS]
     own = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "reproducible": False}
     with LLM.from_params(model.config, model.params, **OPTIONS, **own) as llm:

@@ -1,9 +1,11 @@
-"""What is asked: the flags, and what they say of limits, the workload, the model and the target."""
+"""Flags of `duetto plan --workload`, and the limits, workload, model and target that they state."""
 
 import argparse
 import math
+import os
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,6 @@ from ...planner.workloads.tally import SLO
 from ...planner.workloads.traces import TraceEntry, drawn, read
 from ...planner.workloads.workload import Workload
 from ..common import checked
-from .picture import check_picture
 
 READ = 4000  # lines of a trace
 DEFAULTS = {
@@ -167,3 +168,15 @@ def job_of(
 
 def options_with(options: EngineOptions, **changes: Any) -> EngineOptions:
     return EngineOptions(**(asdict(options) | changes))
+
+
+def check_picture(file: Path) -> None:
+    """Raises ValueError where no picture can be written."""
+    try:
+        kinds = import_module("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
+    except ImportError as error:
+        raise ValueError(f"--plot is not allowed: there is no {error.name}; pip install matplotlib") from None
+    if file.suffix[1:] not in kinds:
+        raise ValueError(f"--plot {file} is not allowed: its ending is one of {', '.join(sorted(kinds))}")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"--plot {file} is not allowed: no file can be written there")

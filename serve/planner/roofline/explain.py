@@ -1,4 +1,4 @@
-"""What an engine's programs did while serving, beside what they cannot be faster than."""
+"""Table of the programs that an engine ran, beside the floors of their times."""
 
 from ....kvcache.placement import everywhere
 from ....kvcache.shards import splits_experts

@@ -1,4 +1,4 @@
-"""What XLA made of a program: its memory plan, the bytes it touches, and what it moves between buffers and
+"""Facts of a compiled program: its memory plan, the bytes it touches, and what it moves between buffers and
 devices."""
 
 import re
@@ -48,8 +48,12 @@ class Moved(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """How often a program calls a kind of collective, the bytes of all results, and those that each device
-    sends."""
+    """A kind of collective in a program.
+
+    calls: how often it runs.
+    bytes: of all results.
+    sent: bytes that each device sends.
+    """
 
     calls: int
     bytes: int
@@ -116,7 +120,7 @@ def moved(instructions: Iterable[Instruction]) -> tuple[Moved, ...]:
 
 
 def collectives(runs: Iterable[ExecutedInstruction], devices: int) -> dict[str, Collective]:
-    """What goes between devices, by kind; the two halves of an asynchronous collective are one call."""
+    """Return the collectives of a program by kind; the two halves of an asynchronous one are one call."""
     found: dict[str, Collective] = {}
     for run in runs:
         x, name = run.instruction, run.instruction.operation.removesuffix("-start")

@@ -62,12 +62,12 @@ def demand(
     samples: bool = True,
     shards: int = 1,
 ) -> Demand:
-    """One dispatch of a program whose every row has `context` tokens in the cache; a prefill's rows are parts
-    of one prompt.
+    """Work of one dispatch of a program whose every row has `context` tokens in the cache; a prefill's rows
+    are parts of one prompt.
 
-    `params`, arrays or shapes, say how many bytes the weights have; by default those of the dtype. Without
-    `samples` it ends before the head, as the stages of a pipeline do but for the last. Of `shards` with so
-    many rows each, over which experts are split, it is one's part.
+    params: arrays or shapes, whose bytes count; by default those of the dtype.
+    samples: False for a stage of a pipeline that has no head.
+    shards: over which experts are split, each with rows of its own; the work is that of one shard.
     """
     B, T, last = shape.rows, shape.tokens, int(samples)
     params = abstract(decoder_spec(config), jnp.dtype(dtype)) if params is None else params
@@ -114,8 +114,7 @@ def starts(shape: Shape, context: int) -> np.ndarray:
 
 
 def pools(shape: Shape, layers: Sequence[LayerKind], cache: KVCache, context: int) -> tuple[PoolBuffer, ...]:
-    """What a step's attention reads of each of a cache's buffers, arrays or shapes, on one of their
-    devices."""
+    """Return what a step's attention reads of each of a cache's buffers, on one of their devices."""
     tokens = 1 if shape.phase == "decode" else shape.tokens
     start = starts(shape, context)
 
@@ -151,8 +150,8 @@ def step_demand(
     sampled: int,
     shards: int = 1,
 ) -> Demand:
-    """One pass of [rows, tokens] that samples after `sampled` tokens of each row; attention is causal. Of
-    `shards` with as many rows each it is one's."""
+    """Work of one pass of [rows, tokens] with causal attention, which samples after `sampled` tokens of each
+    row; of `shards` with as many rows each, the work of one."""
     size, queries = jnp.dtype(params.embed.dtype).itemsize, rows * tokens
     head = config.vocab_size * config.hidden_size
     flops = 2 * inner_numbers(config) * queries + 2 * head * rows * sampled
@@ -203,8 +202,8 @@ def kept_bytes(kind: LayerKind, context: int, tokens: int, kept: Kept) -> float:
 
 
 def mixing_flops(kind: LayerKind, keys: float) -> float:
-    """Operations of a layer's mixers for a query with so many keys before it, scores that choose among them
-    included."""
+    """Operations of a layer's mixers for a query with `keys` keys before it, including the scores by which
+    keys are chosen."""
     chooser = chooser_of(kind)
     if chooser is None:
         return sum(mixer.pair_flops * seen(mixer, keys) for mixer in kind.mixers)
@@ -224,7 +223,8 @@ def read_bytes(kind: LayerKind, context: float, tokens: int, kept: Kept) -> floa
 
 
 def seen(mixer: Mixer, keys: float) -> float:
-    """How many of the keys before it a query sees, of those of a chunk on average, or of a layer's states."""
+    """Return how many of `keys` keys before it a query sees: on average over its chunk, if attention is in
+    chunks; 1 for a layer with a state."""
     if mixer.window == STATE:
         return 1
     if mixer.window is None or keys <= mixer.window:

@@ -24,8 +24,12 @@ HIDDEN = 2  # bytes of a number of what devices exchange
 
 
 class Ffn(NamedTuple):
-    """The feed-forward layers of a kind: how many, the numbers of all of a layer's experts, and of the rest
-    of it, which every token is multiplied with."""
+    """The feed-forward layers of one kind.
+
+    layers: number of layers.
+    experts: parameters of all experts of a layer.
+    rest: parameters of a layer that every token is multiplied with.
+    """
 
     kind: Dense | Experts
     layers: int
@@ -33,12 +37,12 @@ class Ffn(NamedTuple):
     rest: int
 
     def met(self, tokens: float) -> float:
-        """Numbers of a layer's experts that so many tokens read."""
+        """Return how many parameters of a layer's experts a batch of `tokens` tokens reads."""
         return self.experts * self.kind.met(round(tokens)) if isinstance(self.kind, Experts) else 0.0
 
     @property
     def chosen(self) -> float:
-        """Those that one token is multiplied with."""
+        """Parameters of a layer's experts that one token is multiplied with."""
         return self.experts * self.kind.active / self.kind.count if isinstance(self.kind, Experts) else 0.0
 
     @property
@@ -48,9 +52,12 @@ class Ffn(NamedTuple):
 
 @dataclass(frozen=True)
 class Sides:
-    """A model by what attends and what feeds. `attention` are the numbers of all that is in no feed-forward
-    layer but the embedding, by default as this engine has them; bytes of a weight, and of a number of a
-    key."""
+    """A model cut into attention and feed-forward layers.
+
+    attention: parameters outside of feed-forward layers, without the embedding.
+    weight: bytes of a parameter.
+    key: bytes of a number of a key.
+    """
 
     config: ModelConfig
     attention: float
@@ -59,7 +66,7 @@ class Sides:
 
     @classmethod
     def of(cls, config: ModelConfig, weight: float = 1.0, key: float = 1.0) -> "Sides":
-        """Those of a model of this engine's."""
+        """Cut a model as this engine has it."""
         spec = decoder_spec(config)
         numbers = sum(prod(own.shape) for path, own in paths(spec).items() if ".ffn." not in path)
         looked_up = 0 if spec.head is None else prod(spec.embed.shape)
@@ -78,17 +85,17 @@ class Sides:
 
     @property
     def experts(self) -> float:
-        """Numbers of the experts of all layers."""
+        """Parameters of the experts of all layers."""
         return sum(own.layers * own.experts for own in self.ffns)
 
     @property
     def rest(self) -> float:
-        """Those of feed-forward layers that every token is multiplied with."""
+        """Parameters of feed-forward layers that every token is multiplied with."""
         return sum(own.layers * own.rest for own in self.ffns)
 
     @property
     def active(self) -> float:
-        """Numbers of feed-forward layers that one token is multiplied with."""
+        """Parameters of feed-forward layers that one token is multiplied with."""
         return sum(own.layers * (own.rest + own.chosen) for own in self.ffns)
 
     @cached_property
@@ -111,8 +118,8 @@ class Sides:
         return Demand(rows * (2 * self.attention + context * self.pair_flops), read)
 
     def feed(self, tokens: float, devices: int, at_home: bool) -> Demand:
-        """One of so many devices' part of all feed-forward layers for the tokens of all: experts are dealt
-        over them, the rest is on each where attention is (`at_home`), or dealt too."""
+        """Work of all feed-forward layers for a batch of `tokens` tokens on one of `devices` devices. Experts
+        are split over them; the rest is on each device that attends (`at_home`), or split too."""
         met = sum(own.layers * own.met(tokens) for own in self.ffns)
         read = met / devices + self.rest / (1 if at_home else devices)
         return Demand(2 * self.active * tokens / devices, self.weight * read)
@@ -125,8 +132,13 @@ class Sides:
 
 
 class Decode(NamedTuple):
-    """Decode on several devices, `attending` of which attend: rows of all, seconds between a row's tokens,
-    and tokens a second of a device."""
+    """Decode on several devices.
+
+    attending: number of devices that attend.
+    rows: of all devices.
+    seconds: between a row's tokens.
+    rate: tokens a second of a device.
+    """
 
     attending: int
     rows: int
@@ -137,8 +149,12 @@ class Decode(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many equal devices that decode rows with so many tokens in the cache; a time between tokens that
-    must be kept, and the micro-batches of parts that take turns."""
+    """Equal devices that decode.
+
+    context: tokens in the cache of each row.
+    limit: seconds between a row's tokens, at most.
+    micro_batches: of parts that take turns.
+    """
 
     peaks: Peaks
     devices: int
@@ -185,16 +201,16 @@ class Cluster:
         )
 
     def turns(self, sides: Sides, a: int, rows: float) -> tuple[float, float, float]:
-        """Seconds of a micro-batch of so many rows for each of `a` devices that attend: there, in the other
-        part, and on the links of either."""
+        """Seconds of a micro-batch of `rows` rows for each of `a` devices that attend: in attention, in the
+        feed-forward layers, and on the links of either."""
         f = self.devices - a
         attended, fed = sides.attend(rows, self.context), sides.feed(a * rows, f, at_home=False)
         sent = sides.sent(rows, f)
         return self._sum([attended]), self._sum([fed]), self._wire(sent * max(1, a / f))
 
     def _most(self, sides: Sides, weights: float, seconds: Callable[[int], float]) -> int:
-        """Rows of a device that attends: as many as fit beside so many numbers of weights, and keep the
-        time."""
+        """Most rows of a device that attends: their keys fit beside `weights` parameters, and `seconds` of
+        them stay in the limit."""
         free = SHARE * self.peaks.memory - sides.weight * weights
         most = max(0, int(free // (self.context * sides.key_bytes)))
         return bisect_right(range(1, most + 1), self.limit, key=seconds)

@@ -128,7 +128,7 @@ class Walk:
         return total(self.runs)
 
     def inlined(self, name: str) -> list[ExecutedInstruction]:
-        """What a computation executes, with all that it calls."""
+        """Return the instructions that a computation executes, with those of all computations it calls."""
         computation, found = self.module.computations[name], []
         for x in computation.values():
             if x.operation == "while":
@@ -233,7 +233,7 @@ def repeated(runs: list[ExecutedInstruction], times: int) -> list[ExecutedInstru
 
 
 def prefetched(computation: Computation, copy: Instruction) -> bool:
-    """Whether the call before has made this copy: a TPU's program may end with the first copy of the next."""
+    """Tell if the previous call made this copy: a TPU's program may end with the first copy of the next."""
     if "cross_program_prefetch" not in copy.rest:
         return False
     return any(
@@ -255,7 +255,7 @@ def constant_bound(condition: Computation) -> int | None:
 
 
 def outputs(computation: Computation) -> list[Instruction]:
-    """What a fused computation returns: its root, or the parts of a tuple."""
+    """Return the results of a fused computation: its root, or the parts of a tuple."""
     root = next(x for x in computation.values() if x.root)
     return [computation[name] for name in root.operands] if root.operation == "tuple" else [root]
 
@@ -323,7 +323,7 @@ def nbytes(kind: str) -> int:
 
 
 def here(kind: str) -> bool:
-    """Whether a buffer lies in main memory."""
+    """Tell if a buffer lies in main memory."""
     return not ELSEWHERE.search(kind)
 
 

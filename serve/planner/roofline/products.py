@@ -1,7 +1,7 @@
-"""How XLA configured a program's matrix products, by which shapes fall into classes of equal bits on a GPU.
+"""Configurations of a program's matrix products, by which shapes fall into classes of equal bits on a GPU.
 
 A sum's bits follow from how it is cut: into parts of the inner dimension that are added afterwards (split-K),
-and into tiles. Without the device there is no autotuning, so a GPU that is here may choose otherwise, and the
+and into tiles. Without the device there is no autotuning, so a GPU that is here may choose otherwise. The
 classes that serve are found by comparing bits (`serve/runtime/equal_bits/classes.py`).
 """
 
@@ -38,7 +38,7 @@ def products(module: Module) -> tuple[Product, ...]:
 
 
 def product(x: Instruction) -> Product | None:
-    """What an instruction multiplies, or None."""
+    """Return the product that an instruction computes, or None."""
     if kernel := KERNEL.search(x.rest):
         *parts, rows, columns = sizes_of(x.kind)
         return Product(rows if kernel[2] else columns, parts[0] if parts else 1, kernel[1], kernel[3])

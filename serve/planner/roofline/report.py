@@ -23,7 +23,7 @@ def latencies(report: Mapping[str, Any]) -> list[str]:
 
 
 def compiled(report: Mapping[str, Any]) -> str:
-    """What was read and compiled before the engine served, what beside it, and what that cost."""
+    """Summarise the programs that were read and compiled: before the engine served, and while it served."""
     first, read, missing = report["warmup_seconds"], report["programs_read"], report["programs_missing"]
     late = [t for t in report["compiled_at"].values() if t > first]
     beside = f"{report['steps_beside_compiling_seconds']:.1f} s of steps"
@@ -38,7 +38,7 @@ def compiled(report: Mapping[str, Any]) -> str:
 
 
 def tiers(found: Mapping[str, Any]) -> list[str]:
-    """What became of the pages that the cache had no room for, and whether keeping them pays."""
+    """Summarise KV offload: pages in each tier, and seconds of fetching and of computing a page."""
     if not found:
         return []
     fetch, compute = found["page_fetch_seconds"], found["page_compute_seconds"]
@@ -110,7 +110,7 @@ def check_path(path: str | Path) -> None:
 
 
 def is_report(file: Path) -> bool:
-    """Whether a file is empty or a report that an earlier run has saved."""
+    """Tell if a file is empty or a report that an earlier run has saved."""
     try:
         content = file.read_bytes()
         found = json.loads(content or b"{}")

@@ -63,7 +63,7 @@ def or_dash(number: float | None, form: str) -> str:
 
 
 def render_fact(f: ProgramFacts, link: float) -> str:
-    """What XLA made of a program; `link` are bytes/s between devices, 0 if unknown."""
+    """Show what XLA made of a program; `link` is the rate between devices in bytes/s, 0 if unknown."""
     lines = [f"  updated in place {f.aliased / 2**20:.1f} MiB in {f.aliased_leaves} buffers"]
     lines += [f"  {f.thunks}"] if f.thunks else []
     lines += [f"  touches {f.most_bytes / 1e6:.1f} MB where its requests use every sampling parameter"]

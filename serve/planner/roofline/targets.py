@@ -39,8 +39,14 @@ class MissingCompiler(TargetError):
 
 @dataclass(frozen=True)
 class Peaks:
-    """What one device can do at most: FLOP/s in 16 and in 32 bits, bytes/s of memory and of its links, bytes
-    of memory, and bytes/s between it and the host's memory, 0 where that is not known."""
+    """Peak rates of one device.
+
+    flops16, flops32: FLOP/s in 16 and in 32 bits.
+    bandwidth: bytes/s of its memory.
+    link: bytes/s of its links.
+    memory: bytes.
+    host: bytes/s between it and the host's memory, 0 if unknown.
+    """
 
     flops16: float
     flops32: float
@@ -107,9 +113,9 @@ L2 = {"h100": 52_428_800, "h200": 62_914_560}
 
 
 def find_target(name: str) -> Target:
-    """The devices of `h200`, `8xh200` (so many GPUs of one host) or `v6e:2x4` (a TPU slice).
+    """Return the devices of `h200`, `8xh200` (8 GPUs of one host) or `v6e:2x4` (a TPU slice).
 
-    Raises TargetError for a name that is none of these, and where the compiler for it is not installed.
+    Raises TargetError for another name, and if the compiler for it is not installed.
     """
     gpu = re.fullmatch(r"(?:(\d+)x)?(\w+)", name)
     if gpu and gpu[2] in GPUS:
@@ -129,8 +135,10 @@ def find_target(name: str) -> Target:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a target without asking its compiler: its platform, number of devices, and their
-    peaks; and the bytes of memory that jax takes of each."""
+    """A target as far as it is known without its compiler.
+
+    memory: bytes that jax takes of each device.
+    """
 
     name: str
     platform: str
@@ -140,7 +148,7 @@ class Known:
 
 
 def known_target(name: str) -> Known:
-    """What is known of `h200`, `8xh200`, `v6e`, `8xv6e` or `v6e:2x4`. Raises TargetError for another name."""
+    """Return the facts of `h200`, `8xh200`, `v6e`, `8xv6e` or `v6e:2x4`. Raises TargetError for others."""
     found = re.fullmatch(r"(?:(\d+)x)?(\w+)(?::(\d+(?:x\d+)+))?", name)
     kind = found[2] if found else ""
     count = prod(map(int, (found[1] or found[3] or "1").split("x"))) if found else 0

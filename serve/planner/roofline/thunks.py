@@ -36,8 +36,12 @@ class Thunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Thunks:
-    """How a program is launched: command buffers, conditionals and loops whose predicates the host reads back
-    (a loop's at each turn), and kernels that stand in no branch (a loop's once)."""
+    """Launches of a program.
+
+    buffers: command buffers.
+    read_backs: conditionals and loops whose predicates the host reads back, those of a loop at each turn.
+    kernels: kernels outside of branches, those of a loop once.
+    """
 
     buffers: int
     read_backs: int

@@ -1,5 +1,5 @@
-"""What a plan may choose: layouts over a target's devices and an engine's knobs, and the command line that
-starts each."""
+"""Candidates of a plan: layouts over a target's devices, an engine's knobs, and the command line that starts
+each."""
 
 import json
 import shlex
@@ -30,8 +30,13 @@ PREFILLS = (512, 1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True)
 class Candidate:
-    """An engine on some of the target's devices, and how long its calls take; `replicas` of it fill the
-    target."""
+    """An engine on some of the target's devices.
+
+    times: seconds of its calls.
+    replicas: number of engines that fill the target.
+    acceptance: probability that a draft token is accepted.
+    apart: decode engines for each prefill engine; 0 if one engine does both.
+    """
 
     fitted: Fitted
     times: Roofline
@@ -47,7 +52,7 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """Of one replica."""
+        """Number of devices of one replica."""
         return self.fitted.layout.size * (1 + self.apart)
 
     @property
@@ -57,13 +62,13 @@ class Candidate:
 
     @property
     def token_seconds(self) -> float:
-        """That a token's keys take from one engine to another, each device's part through its host."""
+        """Seconds that a token's keys take to another engine, each device's part through its host."""
         own = self.fitted
         return own.cache / (max(own.sizes.pages) * own.sizes.page_size) / HANDED
 
     @property
     def page_bytes(self) -> tuple[int, ...]:
-        """Of a page of each window, on all devices of an engine."""
+        """Bytes of a page of each window, on all devices of an engine."""
         demands, o = self.times.demands, self.options
         kept = kept_as(o.kv_cache_dtype, jnp.dtype(demands.dtype))
         layers = demands.config.within(self.fitted.sizes.max_model_len).layers
@@ -96,7 +101,8 @@ class Candidate:
         return ", ".join(parts)
 
     def commands(self, model: str | None, flags: Sequence[str] = ()) -> list[str]:
-        """What starts each of the engines of one of its replicas, with flags beside those of an engine."""
+        """Return the command that starts each engine of one replica, with `flags` added to those of the
+        engine."""
         start = ["duetto", "serve", *(["--model", model] if model else []), *flags]
         if not self.apart:
             return [self._command(start, self.options)]
@@ -220,7 +226,7 @@ LAYOUT = "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
 
 
 def layout_name(base: EngineOptions, changes: Mapping[str, Any]) -> str:
-    """Of options that may be none that are allowed."""
+    """Name a layout, also of options that are not allowed."""
     tensor, stages, data, experts = (changes.get(name, getattr(base, name)) for name in LAYOUT)
     narrow = [changes[name] for name in ("quantization", "kv_cache_dtype") if name in changes]
     return " ".join([f"TP{tensor} PP{stages} DP{data}", *(["EP"] if experts else []), *narrow])

@@ -1,8 +1,8 @@
-"""Programs of a device that computes nothing: a call takes the time that a model of time gives, and rows
-sample tokens without a meaning."""
+"""A simulated device: a clock that advances only by the seconds that calls take, stages that work side by
+side, and programs that compute nothing. The tokens that rows sample mean nothing."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -16,10 +16,55 @@ from ...runtime.compiled.compile import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.programs import NullPrograms
 from ...runtime.steps.step import Output, Seat
-from .clock import SimulatedClock, SimulatedStages
 from .times import StepCall, StepTimes
 
 TOKEN = 0  # that every row samples
+
+
+@dataclass
+class SimulatedClock:
+    """Seconds since the start of a simulation, returned when called."""
+
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def wait_until(self, moment: float) -> None:
+        """Advance to a moment, unless it has passed."""
+        self.seconds = max(self.seconds, moment)
+
+    def spend(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@dataclass
+class SimulatedStages:
+    """Stages one after the other. Each does one call at a time, in order of arrival, as in
+    `serve/runtime/pipeline/`. A device without a pipeline is one stage."""
+
+    count: int
+    free: list[float] = field(default_factory=list)  # from when on each has nothing to do
+    busy: float = 0.0  # seconds of all stages
+    open: float = 0.0  # seconds in which a call was on its way
+
+    def __post_init__(self):
+        self.free = [0.0] * self.count
+
+    def run(self, moment: float, seconds: Sequence[float]) -> float:
+        """Return when a call that may begin at a moment, and takes `seconds[i]` in stage i, leaves the last
+        stage."""
+        begun, last = max(moment, self.free[0]), self.free[-1]
+        for stage, own in enumerate(seconds):
+            moment = self.free[stage] = max(moment, self.free[stage]) + own
+            self.busy += own
+        self.open += moment - max(begun, last)
+        return moment
+
+    @property
+    def bubbles(self) -> float:
+        """Share of the stages' time without work while a call is on its way."""
+        return 1 - self.busy / (self.count * self.open) if self.open else 0.0
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""How much load an engine bears, without simulating it: the steady state in which as many requests come as
-end. It ranks candidates; what is reported has been simulated."""
+"""Estimates of the load that an engine bears, without a simulation: the steady state in which as many
+requests arrive as end. They rank candidates; what is reported has been simulated."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,8 +20,13 @@ ROUNDS = 24  # of halving a rate's interval
 
 @dataclass(frozen=True)
 class SteadyState:
-    """Requests a second of one replica, seconds between a request's tokens, rows that an engine decodes at
-    the same time, and what keeps it from more."""
+    """The steady state of one replica.
+
+    rate: requests a second.
+    tpot: seconds between a request's tokens.
+    rows: that an engine decodes at the same time.
+    bound: the limit that keeps it from a higher rate.
+    """
 
     rate: float
     tpot: float
@@ -37,7 +42,7 @@ class PrefillTimes(NamedTuple):
 
 
 def estimate(own: Candidate, load: Workload, within: SLO, share: float = 0.99) -> SteadyState:
-    """The most load at which no bound is exceeded, of which so many requests are in time."""
+    """Return the highest rate at which no bound is exceeded; `share` of the requests must keep the limits."""
     decode = cache(partial(between_tokens, own, load.context))
     at = partial(steady, own, load, within, prefill_seconds(own, load, share), decode)
     low, high = 0.0, 1.0
@@ -107,14 +112,15 @@ def tokens_of(own: Candidate) -> float:
 
 
 def call_shape(shapes: Iterable[Shape], phase: str, rows: int, tokens: int) -> Shape:
-    """The smallest shape of a phase that holds so many rows, or the widest."""
+    """Return the smallest shape of a phase that holds `rows` rows, or the widest."""
     own = [s for s in shapes if s.phase == phase and s.tokens >= tokens]
     fewest = [s for s in own if s.tokens == min(s.tokens for s in own)]
     return smallest(fewest, min(rows, max(s.rows for s in fewest)), fewest[0].tokens)
 
 
 def prefill_seconds(own: Candidate, load: Workload, share: float) -> PrefillTimes:
-    """Of a prompt's prefill in chunks, of the stage that takes the longest; prompts lack what they share."""
+    """Return the seconds of a prompt's prefill in chunks, in the slowest stage, without the tokens that
+    prompts share."""
     lone = [s for s in own.shapes if s.phase == "prefill" and s.rows == 1]
     lacking = 1 - found_share(own, load)
     prompts = sorted(max(1, round(e.prompt * lacking)) for e in load.entries)

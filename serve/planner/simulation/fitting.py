@@ -1,5 +1,5 @@
-"""Whether a layout of a model fits devices that need not be here: the bytes of each, and the engine's sizes,
-by the rules of a start."""
+"""Memory of a layout on devices that need not be here: the bytes of each, and the engine's sizes, by the
+rules of a start."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A workload served by engines behind the router's placement, in simulated time, and what came of it."""
+"""A workload that is served by engines behind the router's placement, in simulated time."""
 
 import heapq
 import math
@@ -16,14 +16,14 @@ from ...kv.routing.placement import Prompt, Replica, RoutedRequest, best
 from ...kv.routing.prefix_index import AssumedPrefixIndex
 from ..workloads.tally import ANY, SLO, SLOStats
 from ..workloads.traces import BLOCK, TraceEntry
-from .handed import SimulatedLink, handed_to
+from .offload import SimulatedLink, handed_to
 from .run import Simulation
 
 Choice = Callable[..., Replica | None]  # as the router's
 
 
 def placed(entry: TraceEntry) -> Prompt:
-    """A prompt as the router sees it, whose pages are the trace's blocks."""
+    """Return a prompt as the router sees it, whose pages are the trace's blocks."""
     full = entry.prompt // BLOCK
     return Prompt([b"%d" % name for name in entry.blocks[:full]], BLOCK, entry.prompt)
 
@@ -49,8 +49,8 @@ class SimulatedPrefillEngine:
 
 @dataclass(eq=False)
 class SimulatedReplica:
-    """An engine of a fleet as the router sees it. Where it has a `source` that computes its prompts, and
-    their pages come over the `link`."""
+    """An engine of a fleet as the router sees it. With a `source` its prompts are computed there, and their
+    pages come over the `link`."""
 
     simulation: Simulation
     tally: SLOStats
@@ -101,7 +101,7 @@ class SimulatedReplica:
         return self.tally.is_hopeless
 
     def tell(self, now: float) -> None:
-        """Let the router know what it has seen by now: first tokens, and ends."""
+        """Report to the router what has happened by now: first tokens, and ends."""
         while self._unread and 0 < self._unread[0].clock.first_token <= now:
             request = self._unread.popleft()
             if request in self._jobs:
@@ -111,9 +111,11 @@ class SimulatedReplica:
 
 
 class Fleet:
-    """Engines that serve together; each request goes where `choose` says, among all of them. With `prefills`
-    these compute the prompts of the others, each of an equal number of them, to which pages go over links of
-    their own; a token's keys take so many seconds."""
+    """Engines behind a router, which places each request by `choose`.
+
+    prefills: engines that compute the prompts of the others, each of an equal number of them.
+    token_seconds: of a token's keys on the link between two engines.
+    """
 
     def __init__(
         self,
@@ -128,8 +130,8 @@ class Fleet:
     def serve(
         self, entries: Iterable[TraceEntry], within: SLO = ANY, most_late: float = math.inf
     ) -> dict[str, Any]:
-        """Serve requests as they arrive, in order, until all have ended, or more than `most_late` have broken
-        the limits; what came of it as plain numbers."""
+        """Serve requests as they arrive, in order, until all have ended, or more than `most_late` have missed
+        the limits. Returns the outcome as plain numbers."""
         tally = SLOStats(within, most_late)
         given_up = self._play(entries, self._members(tally), tally)
         return tally.report() | outcome(self.simulations, self.prefills, tally) | {"given_up": given_up}
@@ -147,7 +149,7 @@ class Fleet:
     def _play(
         self, entries: Iterable[TraceEntry], members: Sequence[SimulatedReplica], tally: SLOStats
     ) -> bool:
-        """Whether it was given up before its end."""
+        """Serve the requests; returns True if the simulation was given up before its end."""
         longest = self.simulations[0].sizes.max_model_len
         for entry in entries:
             if entry.prompt + entry.output > longest:
@@ -174,8 +176,7 @@ class Fleet:
 
 
 def outcome(parts: Sequence[Simulation], prefills: Sequence[Simulation], tally: SLOStats) -> dict[str, Any]:
-    """What the engines say of themselves, and what a planner wants to know beside it. Prompts are those of
-    the engines that read them."""
+    """Return the figures of all engines. Prompts are counted where they are computed."""
     every, readers = [*parts, *prefills], prefills or parts
     meters, stages = [own.engine.meter for own in every], [own.programs.stages for own in every]
     prompts = sum(own.engine.meter.prompt_tokens for own in readers)

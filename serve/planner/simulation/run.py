@@ -15,8 +15,7 @@ from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Sizes, can_share, table
 from ...runtime.equal_bits.classes import ShapeClasses
 from ..workloads.traces import BLOCK, TraceEntry
-from .clock import SimulatedClock
-from .device import TOKEN, SimulatedPrograms
+from .device import TOKEN, SimulatedClock, SimulatedPrograms
 from .times import Host, StepTimes
 from .together import DecodeFastForward
 
@@ -67,12 +66,12 @@ class Simulation:
         return not self.engine.has_work
 
     def arrive(self, request: Request, moment: float) -> None:
-        """A request comes into line."""
+        """Put a request into the queue at a moment."""
         self.clock.wait_until(moment)
         self.engine.submit(request)
 
     def advance(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
-        """Take steps until a moment, as long as there are requests, and it is not enough."""
+        """Take steps until a moment, while there are requests and `enough()` is False."""
         while not self.is_idle and self.clock() < until and not enough():
             self._step()
 
@@ -98,7 +97,7 @@ class Simulation:
 
 
 def prompt_of(entry: TraceEntry, own: int) -> list[int]:
-    """Token ids of a prompt: those of a block are its name, and so are the same in every prompt that has it;
-    the rest are the prompt's own."""
+    """Return token ids for a prompt. Those of a block are its name, so that prompts share it; the rest are
+    the prompt's own."""
     tokens = [name + 1 for name in entry.blocks for _ in range(BLOCK)][: entry.prompt]
     return tokens + [own] * (entry.prompt - len(tokens))

@@ -15,8 +15,8 @@ from ..workloads.workload import Workload
 from .candidates import HANDED, Candidate, Space
 from .estimate import SteadyState, estimate
 from .fleet import Fleet
+from .offload import swap
 from .run import Simulation
-from .tiers import swap
 
 RATIO = 1.2  # between the loads that are tried
 FINE = 1.1  # between the last that was borne and the first that was not, about
@@ -25,12 +25,17 @@ LAYOUTS, VARIED = 4, 2  # candidates that are simulated, and whose knobs are cha
 TRIES = 6  # loads of a candidate
 FEWEST, MOST = 128, 600  # requests of a simulation
 LIFETIMES = 2  # of a request that a simulation lasts, about
-FLEET = 8  # replicas that are simulated together; of more, so many stand for all
+FLEET = 8  # most replicas that are simulated; they stand for more
 
 
 @dataclass(frozen=True)
 class SearchGoal:
-    """What is asked for: limits, the share of requests that is to keep them, and seconds of search."""
+    """Goal of a search.
+
+    within: limits of each request.
+    share: of the requests that must keep them.
+    seconds: of search.
+    """
 
     within: SLO
     share: float = 0.99
@@ -46,13 +51,12 @@ class Point:
 
     @property
     def line_grows(self) -> bool:
-        """Requests that are longer in line than they are served come to an engine that has too much to
-        do."""
+        """The queue grows: requests wait longer than they are served."""
         o = self.outcome
         return o["queued"].get("p90", 0.0) > o["e2e"].get("p50", 0.0) / 2
 
     def keeps(self, share: float) -> bool:
-        """Whether enough requests were in time, and the line did not grow."""
+        """Tell if `share` of the requests were in time, and the queue did not grow."""
         return not self.outcome["given_up"] and self.outcome["in_time"] >= share and not self.line_grows
 
 
@@ -66,12 +70,12 @@ class CandidateResult:
     gains: list[tuple[str, float]] = field(default_factory=list)  # knobs by what they were estimated to give
 
     def borne(self, share: float) -> Point | None:
-        """The most load that was borne."""
+        """Return the simulation with the highest rate that was borne."""
         return max((p for p in self.points if p.keeps(share)), key=lambda p: p.rate, default=None)
 
     @property
     def nearest(self) -> Point:
-        """Of some loads of which none was borne, that with the most requests in time."""
+        """The simulation with the most requests in time, of a candidate that bore no load."""
         return max(self.points, key=lambda p: (p.outcome["in_time"], -p.rate))
 
     def rate(self, share: float) -> float:
@@ -194,8 +198,8 @@ def without(
 
 
 def served(answer: CandidateResult, load: Workload, aim: SearchGoal) -> tuple[int, Point] | None:
-    """How many replicas bear the workload's own rate, and what requests see of them; None where none bears
-    anything, or all requests are there at once."""
+    """Return how many replicas bear the workload's own rate, and a simulation of them; None if a replica
+    bears nothing, or all requests arrive at once."""
     borne = answer.borne(aim.share)
     if borne is None or math.isinf(load.rate):
         return None
@@ -208,8 +212,8 @@ def served(answer: CandidateResult, load: Workload, aim: SearchGoal) -> tuple[in
 def simulated(
     own: Candidate, load: Workload, rate: float, rows: float, aim: SearchGoal, replicas: int = 1
 ) -> dict[str, Any]:
-    """What comes of so many requests a second at some replicas, in whose engines about so many run at the
-    same time each."""
+    """Simulate `replicas` of a candidate under `rate` requests a second, while about `rows` requests run in
+    each engine."""
     lasting = MOST if own.apart else LIFETIMES * rows  # a line of prompts grows slowly
     count = int(min(max(FEWEST, lasting), MOST)) * own.decoders * replicas
     entries = dealt(load, count, rate)

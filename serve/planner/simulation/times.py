@@ -1,5 +1,5 @@
-"""How long a call takes: measured on this machine, as a run has recorded it, or a device's roofline with a
-stated efficiency."""
+"""Seconds of calls: measured on this machine, recorded in a run, or from a device's roofline with a stated
+efficiency."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,8 +23,12 @@ FIRST_CONTEXT = 128  # tokens; times are linear between contexts that double fro
 
 
 class StepCall(NamedTuple):
-    """What a step is asked: its shape, rows that are not empty, the tokens that they compute, and the tokens
-    that all of them have in the cache."""
+    """A call of a program.
+
+    rows: that are not empty.
+    tokens: that they compute.
+    cached: tokens that all of them have in the cache.
+    """
 
     shape: Shape
     rows: int
@@ -55,10 +59,13 @@ class Recorded:
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Times of shapes: of each some seconds, and so many more for each token that its rows have in the
-    cache. Shapes that were not measured take as long as the nearest that were, in proportion to their
-    areas. Where a shape's `spread` is known, a call is off its line by one of these ratios, by chance: who
-    comes at random meets long calls more often than short ones."""
+    """Seconds of shapes by measured lines.
+
+    table: seconds of a shape, and of each token that its rows have in the cache. Shapes that were not
+    measured take the seconds of the nearest one, in proportion to their areas.
+    spread: of a shape, ratios of measured seconds to its line. A call takes one of them by chance: requests
+    that arrive at random meet long calls more often than short ones.
+    """
 
     table: Mapping[Shape, tuple[float, float]]
     spread: Mapping[Shape, Sequence[float]] = field(default_factory=dict)
@@ -100,7 +107,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def ratios(points: Sequence[tuple[float, float]], base: float, slope: float) -> tuple[float, ...]:
-    """How many times its line each point is."""
+    """Return the ratio of each point to the line."""
     return tuple(y / (base + slope * x) for x, y in points if base + slope * x > 0)
 
 
@@ -119,9 +126,13 @@ class Host(NamedTuple):
 
 
 class Efficiency(NamedTuple):
-    """What real programs reach of a device's peaks, of its arithmetic and of its memory; and seconds that
-    each call takes beside, each exchange between devices, and the host for a step and for each of its
-    rows."""
+    """Efficiency of real programs on a device.
+
+    compute, memory: shares of the device's peaks.
+    call: seconds added to each call.
+    exchange: seconds added to each exchange between devices.
+    step, row: seconds of the host for a step, and for each of its rows.
+    """
 
     compute: float = 0.6
     memory: float = 0.75
@@ -156,7 +167,8 @@ class Demands:
         self._like = [first.setdefault(key, i) for i, key in alike]
 
     def of(self, shape: Shape, context: int, span: range, shards: int) -> Demand:
-        """That of the layers of a stage, whole; of `shards` over which experts are split one's part."""
+        """Return the work of the layers of a stage, whole, or of one shard if experts are split over
+        `shards`."""
         bare = self._part(None, False, shape, context, shards)
         ends = self._part(None, span.stop == self.config.num_layers, shape, context, shards)
         flops, moved = ends.flops, ends.bytes

@@ -60,9 +60,8 @@ class DecodeFlight(NamedTuple):
 
 @dataclass(eq=False)
 class DecodeFastForward:
-    """What an engine does step by step, as its scheduler plans it, with all rows that decode as one; the
-    engine goes on by itself from where they were given back. The meter's distributions do not hear of them.
-    """
+    """Steps of an engine in which all rows that decode are taken as one, as its scheduler plans them. The
+    engine goes on by itself after `give_back`. The meter's distributions leave these steps out."""
 
     engine: Engine
     programs: SimulatedPrograms
@@ -82,7 +81,7 @@ class DecodeFastForward:
 
     @cached_property
     def _may(self) -> bool:
-        """Whether steps of this engine decode one token of every row."""
+        """Steps of this engine decode one token of every row."""
         limits, windows = self.engine.scheduler.limits, self.engine.tables.windows
         return (
             self.engine.speculation is None
@@ -135,7 +134,7 @@ class DecodeFastForward:
         return (r for slot, r in scheduler.running.items() if slot not in scheduler.prefilling)
 
     def _have_pages(self, rows: int) -> bool:
-        """Whether some steps of so many rows lack no page."""
+        """Tell if `rows` rows have pages for some steps."""
         tables = self.engine.tables
         return all(
             part.full is None or part.full.free * part.page_size >= FEWEST * (rows + part.page_size)
@@ -166,7 +165,7 @@ class DecodeFastForward:
     # ------------------------------------------------------------ a step
 
     def _fits(self) -> bool:
-        """Whether rows that join have their last token next, and no row lacks a page in the next step."""
+        """Tell if joining rows have their last token next, and every row has a page for the next step."""
         tables, number = self.engine.tables, self.number + 1
         if any(len(row.request.tokens) > row.start + 1 for row in self._joining):
             return False
@@ -237,7 +236,7 @@ class DecodeFastForward:
         return {0} | {(window - 1) % size for window in windows if window}
 
     def _noted(self, plan: SchedulerOutput) -> list[DispatchedStep]:
-        """What is to be said of a plan in which no prompt is read."""
+        """Record a plan without prefill."""
         self.engine.scheduler.dispatched(plan)
         self.engine.meter.planned(self.engine.tables)
         return []

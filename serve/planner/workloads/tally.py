@@ -1,4 +1,4 @@
-"""What became of the requests of a workload, by the limits that they are to keep."""
+"""Statistics of a workload's requests, by the limits that they are to keep."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,7 +11,11 @@ SPANS = "queued", "ttft", "tpot", "e2e"
 
 
 class SLO(NamedTuple):
-    """What requests are to keep: seconds to the first token, and between tokens on average."""
+    """Limits of requests.
+
+    ttft: seconds to the first token.
+    tpot: seconds between tokens, on average.
+    """
 
     ttft: float = math.inf
     tpot: float = math.inf

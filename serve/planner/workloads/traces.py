@@ -1,6 +1,6 @@
-"""What a workload is: when requests arrive, how long they are, and which prompts begin alike. Traces are read
-line by line, in Azure's form (Patel et al., arXiv 2311.18677), Mooncake's (Qin et al., arXiv 2407.00079) and
-a compact one; or drawn from distributions."""
+"""Traces of workloads: when requests arrive, how long they are, and which prompts begin alike. They are read
+line by line, in the form of Azure (Patel et al., arXiv 2311.18677), of Mooncake (Qin et al., arXiv
+2407.00079) or in a compact one, or drawn from distributions."""
 
 import csv
 import math
@@ -152,5 +152,5 @@ def lognormal(random: Random, mean: float, spread: float = 0.8) -> int:
 
 
 def faster(entries: Iterable[TraceEntry], times: float) -> Iterator[TraceEntry]:
-    """The same requests, so many times as often."""
+    """Return the same requests `times` times as often."""
     return (replace(entry, arrival=entry.arrival / times) for entry in entries)

@@ -1,4 +1,4 @@
-"""What a workload asks for on average: its lengths, what its prompts share, and how often they come."""
+"""A workload and its averages: lengths, shared prompts, and rate."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -56,15 +56,15 @@ class Workload:
         return min(found / (self.prompt * len(self.entries)), 1.0)
 
     def within(self, tokens: int) -> "Workload":
-        """The requests of at most so many tokens."""
+        """Return the requests of at most `tokens` tokens."""
         return self if self.longest <= tokens else Workload([e for e in self.entries if length(e) <= tokens])
 
     def faster(self, times: float) -> "Workload":
-        """The same requests, so many times as often."""
+        """Return the same requests `times` times as often."""
         return self if times == 1 else Workload(list(faster(self.entries, times)))
 
     def repeated(self, count: int) -> "Workload":
-        """At least so many requests: the same again after their end, with blocks of their own."""
+        """Return at least `count` requests: the same again after their end, with blocks of their own."""
         entries, span = list(self.entries), self.entries[-1].arrival - self.entries[0].arrival
         gap = span / max(len(entries) - 1, 1)
         apart = 1 + max((name for e in entries for name in e.blocks), default=0)

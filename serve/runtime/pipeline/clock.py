@@ -1,4 +1,4 @@
-"""For how long the stages of a pipeline computed, and for how long they had nothing to do."""
+"""Seconds in which the stages of a pipeline computed, and in which they had no work."""
 
 import queue
 import threading
@@ -12,8 +12,8 @@ END = 10.0  # seconds that the end waits for a stage
 
 
 class StageRun(NamedTuple):
-    """A stage's program that was called with what was given, and what it made, in a step that entered the
-    first stage at some time; on a CPU it may be done when the call returns."""
+    """A call of a stage's program, in a step that entered the first stage at `entered`. On a CPU the results
+    may be there when the call returns."""
 
     entered: float
     called: float
@@ -26,15 +26,15 @@ RESET = StageRun(0.0, 0.0, 0.0, None, None)  # what was called before it does no
 
 
 class StageClock:
-    """Seconds in which each stage computed: from when its inputs were there until its results were; and
+    """Seconds in which each stage computed, from the arrival of its inputs to that of its results; and
     seconds in which a step was in one of the stages, which it leaves at the stage `exit`.
 
-    A thread a stage waits for arrays, so that nothing else has to; `stop` ends these.
+    A thread for each stage waits for arrays, so that nothing else has to; `stop` ends these threads.
     """
 
     def __init__(self, stages: int, exit: int = -1):
         self._exit = exit
-        self._stages = [Stage() for _ in range(stages)]
+        self._stages = [StageRuns() for _ in range(stages)]
         self._threads = [threading.Thread(target=stage.watch, daemon=True) for stage in self._stages]
         for thread in self._threads:
             thread.start()
@@ -48,7 +48,7 @@ class StageClock:
             stage.runs.put(RESET)
 
     def stop(self) -> None:
-        """End the threads, once what was called has been counted, but wait for END seconds each at most."""
+        """Count the calls so far, then end the threads; waits for END seconds each at most."""
         for stage in self._stages:
             stage.runs.put(None)
         for thread in self._threads:
@@ -63,7 +63,7 @@ class StageClock:
         return {"seconds": seconds, "busy_seconds": busy, "bubbles": bubbles}
 
 
-class Stage:
+class StageRuns:
     """The runs of a stage, one after the other."""
 
     def __init__(self):

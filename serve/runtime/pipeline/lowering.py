@@ -1,95 +1,101 @@
-"""The programs of a pipeline's stages, each for its own devices, before they are compiled."""
+"""The programs of a route's stages, each for its own devices, before they are compiled."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
 from ....kvcache.pages import KVCache
 from ....kvcache.placement import whole
-from ....kvcache.stages import cache_of, params_of
+from ....kvcache.stages import cache_of
 from ....model.pair import target_of
 from ..compiled.compile import StepArguments, batch_like
 from ..compiled.shapes import Shape, Sizes
 from ..steps.phases import TargetOnly
 from ..steps.step import StageZeroSlots
 from .relay import PipelinedStep, SlotUpdateReceiver, StageThreads
+from .route import FFN, Stage
 from .steps import StageStep, front_of
-
-
-class StageRoute(Protocol):
-    """A step's way over groups of devices: through stages of consecutive layers, or to and fro between the
-    halves of each layer."""
-
-    @property
-    def caches(self) -> Sequence[KVCache]:
-        """Shapes of the cache's parts."""
-        ...
-
-    def place(self, stage: int) -> Sharding: ...
-
-    def lower(self, shape: Shape) -> list[jax.stages.Lowered]: ...
-
-    def joined(
-        self, stages: StageThreads, ear: SlotUpdateReceiver, programs: Sequence[Any]
-    ) -> Callable[..., Any]:
-        """A shape's compiled programs, in the order of `lower`, called as one device's is."""
-        ...
 
 
 @dataclass(frozen=True)
 class StageLowering:
-    """What the stages' programs follow from: phases, an engine's arguments as shapes, its sizes, and the
-    layers of each stage."""
+    """Lowers the stages of a route.
+
+    like: an engine's arguments as shapes, with their places.
+    """
 
     phases: TargetOnly
     like: StepArguments
     sizes: Sizes
-    spans: Sequence[range]
+    route: Sequence[Stage]
 
-    def place(self, stage: int) -> Sharding:
-        """Where a stage has what is on each of its devices."""
-        layer = target_of(self.like.params).layers[self.spans[stage].start]
-        return whole(layer.any_norm.gain.sharding)
+    def place(self, stage: Stage) -> Sharding:
+        """The sharding of what a stage has on each of its devices."""
+        layers = target_of(self.like.params).layers
+        layer = layers[min(stage.layers.start, len(layers) - 1)]
+        own = jax.tree.leaves(layer.ffn)[0] if stage.half == FFN else layer.any_norm.gain
+        return whole(own.sharding)
+
+    @property
+    def front(self) -> StageZeroSlots:
+        """Shapes of what the first stage knows of the slots."""
+        return at(front_of(self.like.slots), self.place(self.route[0]))
 
     @property
     def caches(self) -> list[KVCache]:
-        return [cache_of(self.like.cache, span) for span in self.spans]
+        """Shapes of the cache's parts: one for each stage with pools."""
+        return [cache_of(self.like.cache, stage.pools) for stage in self.route if stage.pools]
 
-    def joined(self, stages: StageThreads, ear: SlotUpdateReceiver, programs: Sequence[Any]) -> PipelinedStep:
-        hand = tuple(self.place(stage) for stage in range(1, len(self.spans)))
-        return PipelinedStep(stages, tuple(programs), hand, self.place(0), ear)
+    @cached_property
+    def firsts(self) -> list[int]:
+        """For each stage the index of the first with the same program: halves of layers that are alike share
+        theirs, since weights and keys are arguments."""
+        keys = [
+            (stage.group, *self._kind(stage), *jax.tree.flatten(self._own(stage))) for stage in self.route
+        ]
+        return [keys.index(key) for key in keys]
+
+    def _kind(self, stage: Stage) -> tuple[Any, ...]:
+        kinds = [self.phases.target.layers[i] for i in stage.layers]
+        return stage.first, stage.last, *((kind.ffn for kind in kinds) if stage.half == FFN else kinds)
+
+    def _own(self, stage: Stage) -> tuple[Any, KVCache | None]:
+        cache = cache_of(self.like.cache, stage.pools) if stage.pools else None
+        return stage.params(target_of(self.like.params)), cache
 
     def lower(self, shape: Shape) -> list[jax.stages.Lowered]:
-        """A program for each stage."""
-        lowered, handed = [], None
-        for stage in range(len(self.spans)):
-            traced = self._trace(shape, stage, handed)
-            lowered.append(traced.lower())
-            handed = traced.out_info[1]
-        return lowered
+        """A program for each stage that is the first of its kind."""
+        traced: dict[int, Any] = {}
+        kept: dict[int, Any] = {}  # by groups
+        handed: Any = self.front
+        following = [*self.route[1:], self.route[0]]
+        for stage, then, i in zip(self.route, following, self.firsts, strict=True):
+            if i not in traced:
+                traced[i] = self._trace(shape, stage, kept.get(stage.group), handed)
+            _, own, _, out = traced[i].out_info
+            kept[stage.group], handed = at(own, self.place(stage)), at(out, self.place(then))
+        return [program.lower() for program in traced.values()]
 
-    def _trace(self, shape: Shape, stage: int, handed: Any) -> Any:
-        span, here = self.spans[stage], self.place(stage)
-        cut = StageStep(self.phases.target, span, shape.phase, self.phases.acceptance)
-        cache, params = cache_of(self.like.cache, span), params_of(target_of(self.like.params), span)
+    def _trace(self, shape: Shape, stage: Stage, kept: Any, handed: Any) -> Any:
+        here, (params, cache) = self.place(stage), self._own(stage)
         pools = jax.tree.map(lambda pool: pool.sharding, cache)
-        batch = batch_like(shape, self.sizes, here)
-        if stage == 0:
-            jitted = jax.jit(cut.enter, donate_argnums=1, out_shardings=(pools, here))
-            return jitted.trace(params, cache, front_at(self.like, here), batch)
-        if stage < len(self.spans) - 1:
-            jitted = jax.jit(cut.go_on, donate_argnums=1, out_shardings=(pools, here))
-            return jitted.trace(params, cache, at(handed, here), batch)
-        jitted = jax.jit(cut.leave, donate_argnums=(1, 2), out_shardings=(pools, here, here, here))
-        return jitted.trace(params, cache, self.like.slots, at(handed, here), batch)
+        step = StageStep(self.phases.target, stage, shape.phase, self.phases.acceptance)
+        jitted = jax.jit(step.run, donate_argnums=(1, 2), out_shardings=(pools, here, here, here))
+        slots = self.like.slots if stage.last else None
+        batch = None if stage.half == FFN else batch_like(shape, self.sizes, here)
+        return jitted.trace(params, cache, slots, kept, handed, batch)
 
-
-def front_at(like: StepArguments, where: Sharding) -> StageZeroSlots:
-    """The shapes of what the first stage knows of the slots."""
-    return at(front_of(like.slots), where)
+    def joined(
+        self, threads: StageThreads, ear: SlotUpdateReceiver, programs: Sequence[Any]
+    ) -> PipelinedStep:
+        """A shape's compiled programs, in the order of `lower`, called as the program of one device is."""
+        each = dict(zip(dict.fromkeys(self.firsts), programs, strict=True))
+        places = tuple(map(self.place, self.route))
+        return PipelinedStep(threads, tuple(self.route), tuple(each[i] for i in self.firsts), places, ear)
 
 
 def at(tree: Any, where: Sharding) -> Any:

@@ -1,4 +1,4 @@
-"""The programs of a model whose layers lie in stages, or in halves: called as those of one device are."""
+"""Programs of a model whose layers lie in stages, or in halves, called as those of one device are."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,44 +7,39 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from ....kvcache.pages import KVCache
-from ....kvcache.stages import is_apart, stages
 from ....model.pair import Params
 from ..compiled.compile import Programs, StepArguments, lower_zeros
 from ..compiled.executable_cache import JoinedPrograms
 from ..compiled.shapes import Shape
 from ..steps.phases import TargetOnly
 from ..steps.step import Seat, Slots, StageZeroSlots
-from .apart import Apart
-from .lowering import StageLowering, StageRoute, front_at
+from .lowering import StageLowering
 from .relay import SlotUpdateReceiver, StagedCache, StagedSlots, StageThreads
-from .ring import ATTENTION, PARTS
+from .route import route
 from .steps import seat_front, with_updates
 
 
 class StagedPrograms(Programs):
     """Programs for parameters that lie in stages, or whose feed-forward layers lie apart (`kvcache.stages`).
-    What they give is promised; the cache and the slots are passed on as promises."""
+    The cache, the slots and results are futures."""
 
     def __init__(self, phases: Any, params: Params, *sizes: Any):
         assert isinstance(phases, TargetOnly), "models and heads draft on one device"
-        self._spans = [] if is_apart(params) else stages(params)
-        self.stages = (
-            StageThreads(self._spans, len(self._spans) - 1) if self._spans else StageThreads(PARTS, ATTENTION)
-        )
+        self._route = route(params)
+        names = list(dict.fromkeys(stage.name for stage in self._route))
+        self.stages = StageThreads(names, self._route[-1].group)
         super().__init__(phases, params, *sizes)
 
     @cached_property
-    def course(self) -> StageRoute:
+    def lowering(self) -> StageLowering:
         phases: Any = self._phases
-        if not self._spans:
-            return Apart(phases, self.like, self.sizes)
-        return StageLowering(phases, self.like, self.sizes, self._spans)
+        return StageLowering(phases, self.like, self.sizes, self._route)
 
     def report(self) -> dict[str, Any]:
-        names = [f"{span.start}-{span.stop - 1}" for span in self._spans] or [*PARTS]
-        return super().report() | {"stages": {"layers": names} | self.stages.clock.report()}
+        return super().report() | {"stages": {"layers": self.stages.names} | self.stages.clock.report()}
 
     def begin(self, state: StepArguments) -> None:
         self.stages.clock.reset()
@@ -57,27 +52,28 @@ class StagedPrograms(Programs):
 
     def _lower(self, shape: Shape) -> JoinedPrograms:
         with self._lowering:
-            programs = self.course.lower(shape)
+            programs = self.lowering.lower(shape)
         return JoinedPrograms([*programs, self._lower_hear()], self._joined)
 
     def _joined(self, *compiled: Any) -> Any:
         *programs, hear = compiled
-        return self.course.joined(self.stages, SlotUpdateReceiver(self.stages, hear), programs)
-
-    @property
-    def _front(self) -> StageZeroSlots:
-        return front_at(self.like, self.course.place(0))
+        return self.lowering.joined(self.stages, SlotUpdateReceiver(self.stages, hear), programs)
 
     # ------------------------------------------------------------ slots and cache
 
+    @property
+    def _here(self) -> Sharding:
+        """Where the first stage has what is on each of its devices."""
+        return self.lowering.place(self._route[0])
+
     def _lower_hear(self) -> jax.stages.Lowered:
-        front = self._front
+        front = self.lowering.front
         whose = jax.ShapeDtypeStruct(front.live.shape, bool)
-        return jax.jit(with_updates, out_shardings=self.course.place(0)).lower(front, front, whose)
+        return jax.jit(with_updates, out_shardings=self._here).lower(front, front, whose)
 
     def _lower_seat(self) -> JoinedPrograms:
-        one, here = jax.ShapeDtypeStruct((), jnp.int32), self.course.place(0)
-        front = jax.jit(seat_front, out_shardings=here).lower(self._front, one, one)
+        one, here = jax.ShapeDtypeStruct((), jnp.int32), self._here
+        front = jax.jit(seat_front, out_shardings=here).lower(self.lowering.front, one, one)
         return JoinedPrograms([super()._lower_seat(), front], self._seats)
 
     def _seats(self, own: Any, front: Any) -> Any:
@@ -104,13 +100,13 @@ class StagedPrograms(Programs):
         return load
 
     def _lower_slots(self) -> JoinedPrograms:
-        return JoinedPrograms([super()._lower_slots(), lower_zeros(self._front)], self._slots)
+        return JoinedPrograms([super()._lower_slots(), lower_zeros(self.lowering.front)], self._slots)
 
     def _slots(self, own: Callable[[], Slots], front: Callable[[], StageZeroSlots]) -> Any:
         return lambda: StagedSlots(own(), front())
 
     def _lower_cache(self) -> JoinedPrograms:
-        return JoinedPrograms([lower_zeros(cache) for cache in self.course.caches], join_caches)
+        return JoinedPrograms([lower_zeros(cache) for cache in self.lowering.caches], join_caches)
 
 
 def join_caches(*fresh: Callable[[], KVCache]) -> Callable[[], StagedCache]:

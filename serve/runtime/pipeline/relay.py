@@ -1,9 +1,9 @@
-"""How a step runs through the stages: each has a thread that dispatches its programs, hands hidden states on,
-and goes on with the next step. No step waits for the host: the last stage sends the tokens that it samples to
-the first, on the devices.
+"""Execution of a step on a route. Each group of devices has a thread, which dispatches its programs and hands
+hidden states on. No step waits for the host: the last stage sends the tokens that it samples to the first, on
+the devices.
 
-One program a stage (as PipeDream has them, Harlap et al., arXiv 1806.03377) lets stages differ in size and
-compute different phases at the same time.
+One program a stage (as in PipeDream, Harlap et al., arXiv 1806.03377) lets stages differ in size and compute
+different phases at the same time.
 """
 
 import time
@@ -19,17 +19,18 @@ import numpy as np
 from jax.sharding import Sharding
 
 from ....kvcache.pages import ON_DEVICE, Batch, KVCache
-from ....kvcache.stages import joined, params_of
+from ....kvcache.stages import joined
 from ....model.transformer import Decoder
 from ..compiled.futures import StepFuture, arrived
 from .clock import StageClock
+from .route import FFN, Stage
 
 MOST_NEWS = 32  # steps whose tokens the first stage has not heard of
 
 
 class StageThreads:
-    """A thread for each stage, in which its programs are dispatched one after the other, each as soon as what
-    it is given has arrived. Steps end in the stage `exit`."""
+    """A thread for each group of devices. It dispatches programs one after the other, each as soon as its
+    inputs have arrived. Steps end in the group `exit`."""
 
     def __init__(self, names: Sequence[Any], exit: int = -1):
         self.names, self.exit, self.clock = names, exit, StageClock(len(names), exit)
@@ -41,18 +42,18 @@ class StageThreads:
         return len(self.names)
 
     def drain(self) -> None:
-        """Until all that was asked so far is done, or has failed: no job holds arrays any more."""
+        """Wait until all jobs so far are done or have failed, so that no job holds arrays any more."""
         wait(list(self._asked))
         for thread in self._threads:
             thread.submit(lambda: None).result()
 
     def do(self, stage: int, work: Callable[..., Any], *given: Any) -> StepFuture:
-        """Call work in a stage's thread with what was given, once all of it has arrived. No thread waits for
-        that, so that a stage may be given what comes of its own later work."""
+        """Call work in a stage's thread once all inputs have arrived. No thread waits for them, so an input
+        may come from later work of the same stage."""
         return self.results(1, stage, lambda *arrived: (work(*arrived),), *given)[0]
 
     def results(self, count: int, stage: int, work: Callable[..., Any], *given: Any) -> list[StepFuture]:
-        """The same for work that has so many results: each may go while others are held."""
+        """The same for work with `count` results, each of which can be freed while others are held."""
         promised = [Future[Any]() for _ in range(count)]
         for one in promised:
             self._asked.add(one)
@@ -99,7 +100,7 @@ def settle(promised: "Sequence[Future[Any]]", job: "Future[Any]") -> None:
 
 @dataclass(frozen=True)
 class StagedCache:
-    """Pools by stages; `arrived` has those of all."""
+    """The cache in parts; `arrived` joins them."""
 
     parts: tuple[Any, ...]  # of each stage a KVCache, or the promise of one
 
@@ -108,7 +109,7 @@ class StagedCache:
 
 
 class SlotUpdate(NamedTuple):
-    """What a step has changed: the slots of its rows, and what the last stage knows of them."""
+    """Change of the slots by a step: the slots of its rows, and their state in the last stage."""
 
     slots: frozenset[int]
     front: StepFuture
@@ -116,8 +117,12 @@ class SlotUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class StagedSlots:
-    """The slots, which are the last stage's own; what the first knows of them, and what it has yet to
-    hear."""
+    """The slots.
+
+    own: in the last stage.
+    front: what the first stage knows of them.
+    news: updates that the first stage has not merged yet.
+    """
 
     own: Any
     front: Any
@@ -127,20 +132,20 @@ class StagedSlots:
         return arrived(self.own)
 
     def without(self, slot: int) -> tuple[SlotUpdate, ...]:
-        """The news, but for those of a slot that has another request."""
+        """Return the updates without those of a slot that has another request."""
         return tuple(news._replace(slots=news.slots - {slot}) for news in self.news)
 
 
 @dataclass(frozen=True)
 class SlotUpdateReceiver:
-    """The first stage's program that takes in what it is told."""
+    """Merges updates from the last stage into the first stage's slots, by the program `hear`."""
 
     stages: StageThreads
     hear: Any
 
     def front(self, slots: StagedSlots, rows: frozenset[int]) -> tuple[Any, tuple[SlotUpdate, ...]]:
-        """What the first stage knows once it has heard of the last step of each of some rows' slots, and what
-        it has yet to hear."""
+        """Apply pending updates up to the newest one that these rows depend on. Returns the first stage's
+        slots, and the updates still pending."""
         wanted = [i + 1 for i, news in enumerate(slots.news) if news.slots & rows]
         count = max([*wanted, len(slots.news) - MOST_NEWS, 0])
         front = slots.front
@@ -156,55 +161,61 @@ class SlotUpdateReceiver:
 
 @dataclass(frozen=True)
 class PipelinedStep:
-    """A shape's programs, one a stage, called as the program of one device is. `hand` are the shardings of
-    what stages 1, 2, ... are handed, `back` that of what the first is told, and `ear` takes in."""
+    """A shape's programs, called as the program of one device is.
+
+    programs, places: of each stage of the route.
+    """
 
     stages: StageThreads
+    route: tuple[Stage, ...]
     programs: tuple[Any, ...]
-    hand: tuple[Sharding, ...]
-    back: Sharding
+    places: tuple[Sharding, ...]
     ear: SlotUpdateReceiver
 
     def __call__(
         self, params: Decoder, cache: StagedCache, slots: StagedSlots, batch: Batch
     ) -> tuple[StagedCache, StagedSlots, StepFuture]:
-        do, last = self.stages.do, len(self.stages) - 1
-        weights = [params_of(params, span) for span in self.stages.names]
-        front, news = self.ear.front(slots, awaited(batch))
-        done = do(0, self._enter, weights[0], cache.parts[0], front, batch)
-        parts = [done.part(0)]
-        for stage in range(1, last):
-            done = do(stage, self._go_on(stage), weights[stage], cache.parts[stage], done.part(1), batch)
-            parts.append(done.part(0))
-        done = do(last, self._leave, weights[last], cache.parts[last], slots.own, done.part(1), batch)
-        told = do(last, lambda front: front, done.part(3))  # alone: the rest of the results may go
-        news = (*news, SlotUpdate(changed(batch), told))
-        return StagedCache((*parts, done.part(0))), StagedSlots(done.part(1), front, news), done.part(2)
+        handed, news = self.ear.front(slots, awaited(batch))
+        front, own, pools, parts = handed, batch, iter(cache.parts), []
+        if self.returns:  # many programs take it
+            own = self.stages.do(0, lambda: jax.device_put(batch, self.places[0]))
+        kept: dict[int, Any] = {}  # by groups: what the next visit needs
+        output = None
+        for i, stage in enumerate(self.route):
+            pool, seen = next(pools) if stage.pools else None, None if stage.half == FFN else own
+            given = pool, slots.own if stage.last else None, kept.get(stage.group), handed, seen
+            run = partial(self._run, i)
+            part, kept[stage.group], output, handed = self.stages.results(
+                4, stage.group, run, stage.params(params), *given
+            )
+            parts += [part] if stage.pools else []
+        news = (*news, SlotUpdate(changed(batch), handed))
+        return StagedCache(tuple(parts)), StagedSlots(kept[self.route[-1].group], front, news), output
+
+    @property
+    def returns(self) -> bool:
+        """A step visits a group of devices again."""
+        return len(self.route) > len(self.stages)
 
     def as_text(self) -> str:
         """The compiled programs."""
-        return "\n".join(program.as_text() or "" for program in self.programs)
+        return "\n".join(program.as_text() or "" for program in dict.fromkeys(self.programs))
 
-    def _enter(self, params: Any, cache: Any, front: Any, batch: Batch) -> Any:
-        entered = time.perf_counter()
-        cache, handed = self.programs[0](params, cache, front, batch)
-        self.stages.clock.ran(0, entered, entered, front, handed.hidden)
-        return cache, (jax.device_put(handed, self.hand[0]), entered)
-
-    def _go_on(self, stage: int) -> Callable[..., Any]:
-        def go_on(params: Any, cache: Any, given: Any, batch: Batch) -> Any:
-            (handed, entered), called = given, time.perf_counter()
-            cache, out = self.programs[stage](params, cache, handed, batch)
-            self.stages.clock.ran(stage, entered, called, handed, out.hidden)
-            return cache, (jax.device_put(out, self.hand[stage]), entered)
-
-        return go_on
-
-    def _leave(self, params: Any, cache: Any, slots: Any, given: Any, batch: Batch) -> Any:
-        (handed, entered), called = given, time.perf_counter()
-        cache, slots, output, front = self.programs[-1](params, cache, slots, handed, batch)
-        self.stages.clock.ran(len(self.stages) - 1, entered, called, handed, output.sampled.token)
-        return cache, slots, output, jax.device_put(front, self.back)
+    def _run(
+        self, i: int, params: Any, pool: Any, slots: Any, kept: Any, given: Any, batch: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """Dispatch a stage's program: its pools, what its group keeps, the output, and what the next stage
+        is handed: results on its devices, and when the step entered the first."""
+        called = time.perf_counter()
+        handed, entered = given if i else (given, called)
+        pool, kept, output, out = self.programs[i](params, pool, slots, kept, handed, batch)
+        if self.returns:
+            # Which micro-batch a group takes next depends on whose hidden states are there. An accelerator
+            # that was handed a whole step ahead would keep the others out.
+            jax.block_until_ready((pool, kept, output, out))
+        self.stages.clock.ran(self.route[i].group, entered, called, handed, out)
+        out = jax.device_put(out, self.places[(i + 1) % len(self.route)])
+        return pool, kept, output, out if self.route[i].last else (out, entered)
 
 
 def changed(batch: Batch) -> frozenset[int]:

@@ -1,5 +1,5 @@
-"""Which layers each stage of a pipeline has: consecutive ones, such that the slowest stage is as fast as can
-be."""
+"""Partition of layers into pipeline stages: consecutive ones, so that the slowest stage is as fast as
+possible."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -15,10 +15,10 @@ from ....model.tree import is_spec
 
 
 def split(config: ModelConfig, stages: int) -> list[range]:
-    """The layers of each stage, by the numbers that a step reads: those of the layers, and the head's in the
-    last stage. The embedding costs no product, a step reads few of its rows.
+    """Return the layers of each stage, balanced by the parameters that a step reads: those of the layers, and
+    the head's in the last stage. The embedding costs no product, and a step reads few of its rows.
 
-    Raises ValueError for more stages than layers, and for layers that read more than what comes from the one
+    Raises ValueError for more stages than layers, and for layers that read more than the output of the one
     before.
     """
     if stages > 1 and (config.layer_input or any(borrowed(kind) for kind in config.layers)):
@@ -37,7 +37,7 @@ def split(config: ModelConfig, stages: int) -> list[range]:
 
 
 def borrowed(kind: LayerKind) -> bool:
-    """Whether the keys of a layer are another's."""
+    """Tell if a layer reads the keys of another."""
     return isinstance(kind.mixer, GroupedQuery) and kind.mixer.borrows > 0
 
 
@@ -46,8 +46,8 @@ def numbers(spec: Any) -> int:
 
 
 def balanced(costs: Sequence[int], stages: int, behind: int = 0) -> list[range]:
-    """Consecutive ranges of costs with the smallest possible largest sum, to the last of which `behind` is
-    added; of several the most even."""
+    """Return consecutive ranges of costs with the smallest possible largest sum, and of several the most
+    even. `behind` is added to the last."""
     until = [0, *accumulate(costs)]
 
     @cache

@@ -1,28 +1,30 @@
-"""What each stage of a pipeline computes of a step. Together they are `programs.step`, cut between layers:
-the first stage embeds, the last one samples."""
+"""Computation of a stage. The stages of a route together are `steps.step`, cut between layers or inside of
+them: the first stage embeds, the last one samples."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ....kvcache.paged import Paged
 from ....kvcache.pages import Batch, KVCache, positions
 from ....kvcache.stages import config_of
 from ....model.config import ModelConfig
 from ....model.layers import normalise
-from ....model.transformer import Decoder, embed, through
+from ....model.transformer import Decoder, Layer, after_ffn, attention_half, embed, ffn_half, through, turns
 from ....model.tree import pytree
 from ....sampling.accept import RULES
 from ....sampling.params import NO_TOKEN
 from ..steps.places import rows_of_one
 from ..steps.step import Output, Slots, StageZeroSlots, awake, judged, lengths, sampled
+from .route import ATTENTION, FFN, Stage
 
 
 @pytree
 class StageActivations:
-    """What a stage hands to the next: hidden states, and what only the first knows of the batch."""
+    """Hidden states between stages, and what only the first stage knows of the batch."""
 
     hidden: Any  # [B,T,D]; of a verification [rows,1,D]
     tokens: Any  # int32 [B,T]
@@ -32,48 +34,81 @@ class StageActivations:
 
 @dataclass(frozen=True)
 class StageStep:
-    """A phase's part for the layers of one stage."""
+    """A stage's part of a phase."""
 
     config: ModelConfig  # of all stages
-    span: range
+    stage: Stage
     phase: str
     acceptance: str = "coupled"
 
-    def enter(
-        self, params: Decoder, cache: KVCache, front: StageZeroSlots, batch: Batch
-    ) -> tuple[KVCache, StageActivations]:
-        """The first stage."""
-        return self.go_on(params, cache, self.embedded(params, front, batch), batch)
+    def run(
+        self,
+        params: Any,
+        cache: KVCache | None,
+        slots: Slots | None,
+        kept: StageActivations | None,
+        given: Any,
+        batch: Batch | None,
+    ) -> tuple[Any, Any, Output | None, Any]:
+        """Compute the stage.
 
-    def embedded(self, params: Decoder, front: StageZeroSlots, batch: Batch) -> StageActivations:
-        """What the first layer is handed."""
-        batch = awake(front, batch)
-        fed = self.fed(batch)
-        x = embed(params, self.config, fed.tokens, positions(fed))
-        return StageActivations(x, batch.tokens, batch.count, lengths(front, fed))
+        cache: the pools of its layers.
+        slots: given to the last stage.
+        kept: what the last stage on this group of devices has kept, of an attention half.
+        given: what the stage before hands on; the first stage is given what it knows of the slots.
 
-    def go_on(
-        self, params: Decoder, cache: KVCache, handed: StageActivations, batch: Batch
+        Returns the cache, what the group keeps (the last stage the slots), the output of the last stage, and
+        what the next stage is given.
+        """
+        if self.stage.half == FFN:
+            return None, None, None, ffn_half(params, self.config.layers[self.stage.layers.start], given)
+        assert batch is not None
+        handed, inner = self._handed(params, kept, given, batch), None
+        if self.stage.half == ATTENTION and cache is not None:
+            cache, handed, inner = self._attend(params.layers[-1], cache, handed, batch)
+        elif cache is not None:
+            cache, handed = self._through(params.layers, cache, handed, batch)
+        if self.stage.last:
+            assert slots is not None
+            return cache, *self._outcome(params, slots, handed, batch)
+        return (cache, None, None, handed) if inner is None else (cache, handed, None, inner)
+
+    def _handed(
+        self, params: Decoder, kept: StageActivations | None, given: Any, batch: Batch
+    ) -> StageActivations:
+        """Return the activations before the stage's first layer."""
+        if self.stage.first:
+            batch = awake(given, batch)
+            fed = self._fed(batch)
+            x = embed(params, self.config, fed.tokens, positions(fed))
+            return StageActivations(x, batch.tokens, batch.count, lengths(given, fed))
+        if kept is None:
+            return given
+        return replace(kept, hidden=after_ffn(params.layers[0], self.config, kept.hidden, given))
+
+    def _through(
+        self, layers: Sequence[Layer], cache: KVCache, handed: StageActivations, batch: Batch
     ) -> tuple[KVCache, StageActivations]:
-        """A stage's layers."""
-        fed = self.fed(device_batch(batch, handed))
-        attend, config = Paged(fed, self.config.windows), config_of(self.config, self.span)
-        x, cache = through(
-            params.layers, config, handed.hidden, positions(fed), handed.lengths, attend, cache
-        )
+        """Whole layers."""
+        fed, config = self._fed(device_batch(batch, handed)), config_of(self.config, self.stage.layers)
+        attend = Paged(fed, self.config.windows)
+        x, cache = through(layers, config, handed.hidden, positions(fed), handed.lengths, attend, cache)
         return cache, replace(handed, hidden=x)
 
-    def leave(
-        self, params: Decoder, cache: KVCache, slots: Slots, handed: StageActivations, batch: Batch
-    ) -> tuple[KVCache, Slots, Output, StageZeroSlots]:
-        """The last stage."""
-        cache, handed = self.go_on(params, cache, handed, batch)
-        return cache, *self.outcome(params, slots, handed, batch)
+    def _attend(
+        self, layer: Layer, cache: KVCache, handed: StageActivations, batch: Batch
+    ) -> tuple[KVCache, StageActivations, Float[Array, "B T D"]]:
+        """A layer up to its feed-forward layer, and what that is given."""
+        fed, config = self._fed(device_batch(batch, handed)), config_of(self.config, self.stage.layers)
+        (turn,) = turns(config, positions(fed), handed.lengths)
+        attend, kind = Paged(fed, self.config.windows), config.layers[0]
+        x, inner, cache = attention_half(layer, kind, config, handed.hidden, turn, attend, cache, 0)
+        return cache, replace(handed, hidden=x), inner
 
-    def outcome(
+    def _outcome(
         self, params: Decoder, slots: Slots, handed: StageActivations, batch: Batch
     ) -> tuple[Slots, Output, StageZeroSlots]:
-        """What comes of what the last layer hands on."""
+        """Sample from the hidden states behind the last layer."""
         batch, hidden = device_batch(batch, handed), normalise(handed.hidden, params.norm, self.config.norm)
         if self.phase == "verify":
             slots, output = judged(params, self.config, slots, batch, hidden, None, RULES[self.acceptance])
@@ -81,7 +116,7 @@ class StageStep:
             slots, output = sampled(params, self.config, slots, batch, hidden)
         return slots, output, front_of(slots)
 
-    def fed(self, batch: Batch) -> Batch:
+    def _fed(self, batch: Batch) -> Batch:
         return rows_of_one(batch) if self.phase == "verify" else batch
 
 
@@ -102,7 +137,7 @@ def seat_front(front: StageZeroSlots, slot: Int[Array, ""], end: Int[Array, ""])
 
 
 def with_updates(front: StageZeroSlots, news: StageZeroSlots, whose: Bool[Array, " C"]) -> StageZeroSlots:
-    """What the first stage knows once it has heard of some slots."""
+    """Merge the state of the slots in `whose` into what the first stage knows."""
     return StageZeroSlots(
         jnp.where(whose, news.last, front.last), jnp.where(whose, news.live, front.live), front.end
     )

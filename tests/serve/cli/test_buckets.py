@@ -9,10 +9,11 @@ import pytest
 from conftest import ROOT, random_model
 
 from duetto import LLM, SamplingParams
-from duetto.serve.cli.buckets import StepTokens, best_edges, lengths_of, padding, rehearse
-from duetto.serve.cli.buckets import alone as alone_of
+from duetto.serve.cli.buckets import lengths_of
 from duetto.serve.cli.main import main
 from duetto.serve.options.engine import EngineOptions
+from duetto.serve.planner.buckets import StepTokens, best_edges, padding, rehearse
+from duetto.serve.planner.buckets import alone as alone_of
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.runtime.compiled.shapes import Sizes, can_share, prefills, table
 

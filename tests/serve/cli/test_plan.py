@@ -12,6 +12,7 @@ import pytest
 
 from duetto.model.config import ModelConfig
 from duetto.model.pair import Pair, PairConfig
+from duetto.model.sharding import device_bytes
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, nbytes
 from duetto.sampling.params import SamplingParams
@@ -24,9 +25,6 @@ from duetto.serve.planner.planning import (
     abstract_arguments,
     abstract_params,
     compile_for,
-    device_bytes,
-    make_rows,
-    memory_of,
     plan_job,
 )
 from duetto.serve.planner.roofline.floor import Demand, demand, pair_demand
@@ -34,6 +32,7 @@ from duetto.serve.planner.roofline.measured import STATUS
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.report import render
 from duetto.serve.planner.roofline.targets import here
+from duetto.serve.planner.stage_plans import stage_plans
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.compiled.sizing import choose_sizes
 
@@ -123,12 +122,13 @@ def test_a_floor_is_the_slower_of_two():
 def test_memory_is_what_the_arrays_take():
     job = small_job(64)
     arguments, shape = abstract_arguments(job), Shape("decode", 8, 1)
-    rows = make_rows(dataclasses.replace(job, options=EngineOptions(max_num_seqs=8)), arguments, [shape])
-    memory = memory_of(job, arguments, rows)
+    job = dataclasses.replace(job, options=EngineOptions(max_num_seqs=8))
+    (stage,) = stage_plans(job, arguments, [shape])
+    memory = stage.memory
     assert memory.weights == nbytes(abstract(decoder_spec(SMALL), jnp.dtype("float32")))
     assert memory.cache == 2 * SMALL.num_layers * 32 * 64 * 4 * 32 * 4
     assert memory.slots == device_bytes(arguments.slots)
-    compiled = [row.facts for row in rows if row.facts]
+    compiled = [row.facts for row in stage.rows if row.facts]
     assert [memory.temporaries] == [f.temporaries for f in compiled]
 
 
@@ -198,13 +198,16 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]):
 PEAK = """
 from duetto.model.config import ModelConfig
 from duetto.serve.planner.planning import *
+from duetto.serve.planner.stage_plans import *
 from duetto.serve.planner.roofline.targets import here
 config = ModelConfig.uniform(16384, 512, 1536, 2, 8, 4, 64, tied_embeddings=True)
-job = EnginePlan("small", config, "float32", EngineOptions(), here(), Sizes(2048, 16, (2048,), 64), 256)
-arguments = abstract_arguments(job)
-rows = [make_row(job, arguments, Shape("decode", 8, 1))]
-memory, rows = measured(job, arguments, memory_of(job, arguments, rows), rows)
-print(memory.total, memory.peak, rows[0].seconds)
+options = EngineOptions(max_num_seqs=8)
+job = EnginePlan("small", config, "float32", options, here(), Sizes(2048, 16, (2048,), 64), 256)
+arguments, shape = abstract_arguments(job), Shape("decode", 8, 1)
+(stage,) = stage_plans(job, arguments, [shape])
+stage = measured(job, arguments, stage)
+seconds = {row.shape: row.seconds for row in stage.rows}
+print(stage.memory.total, stage.memory.peak, seconds[shape])
 """
 
 

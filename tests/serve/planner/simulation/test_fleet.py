@@ -6,7 +6,7 @@ from cases.simulated import Even, simulation
 
 from duetto.serve.kv.routing.placement import best, in_turn
 from duetto.serve.planner.simulation.fleet import Fleet, outcome
-from duetto.serve.planner.simulation.handed import SimulatedLink
+from duetto.serve.planner.simulation.offload import SimulatedLink
 from duetto.serve.planner.workloads.tally import SLO, SLOStats
 from duetto.serve.planner.workloads.traces import TraceEntry
 

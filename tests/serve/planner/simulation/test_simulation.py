@@ -17,7 +17,7 @@ from duetto.model.tree import abstract
 from duetto.serve.planner.roofline.bubbles import endless
 from duetto.serve.planner.roofline.floor import demand
 from duetto.serve.planner.roofline.targets import GPUS
-from duetto.serve.planner.simulation.clock import SimulatedStages
+from duetto.serve.planner.simulation.device import SimulatedStages
 from duetto.serve.planner.simulation.fleet import Fleet
 from duetto.serve.planner.simulation.run import Simulation
 from duetto.serve.planner.simulation.times import Demands, Efficiency, MeasuredTimes, Roofline, StepCall

@@ -20,6 +20,7 @@ from duetto.serve.planner.roofline.targets import described
 from duetto.serve.runtime.compiled.compile import arguments_like
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.pipeline.lowering import StageLowering
+from duetto.serve.runtime.pipeline.route import route
 from duetto.serve.runtime.steps.phases import TargetOnly
 
 STAGES, WORDS = 4, 32_000
@@ -37,7 +38,7 @@ def test_stages_keep_their_weights_and_keys_and_reduce_twice_a_layer(target, eac
     like = arguments_like(PairConfig(config), params, SIZES)
     shape, spans = Shape("decode", 64, 1), stages(params)
     with described(found):
-        lowered = StageLowering(TargetOnly(config), like, SIZES, spans).lower(shape)
+        lowered = StageLowering(TargetOnly(config), like, SIZES, route(params)).lower(shape)
         compiled = [facts(program.compile()) for program in lowered]
     hidden = shape.rows * config.hidden_size * 2
     logits = {f"f32[{n},{m}]" for v in (WORDS, WORDS // each) for n, m in ((shape.rows, v), (v, shape.rows))}

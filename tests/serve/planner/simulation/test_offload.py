@@ -4,8 +4,8 @@ import pytest
 from cases.simulated import Even, simulation
 
 from duetto.serve.planner.simulation.fleet import Fleet
+from duetto.serve.planner.simulation.offload import swap
 from duetto.serve.planner.simulation.run import Simulation
-from duetto.serve.planner.simulation.tiers import swap
 from duetto.serve.planner.workloads.traces import TraceEntry
 
 PAGE_BYTES = 1000

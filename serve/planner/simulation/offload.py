@@ -1,12 +1,12 @@
-"""Pages in the host's memory in simulated time: the engine's own rules of what is kept and fetched, with
-pages that have no content, over a link that takes its time."""
+"""KV offload and disaggregated prefill in simulated time: pages without content over links that take their
+time, by the engine's own rules of what is kept and fetched."""
 
 import heapq
 import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,16 +14,75 @@ from ....kvcache.tables import PageTables, Tables
 from ...kv.offload.host import HostTier
 from ...kv.offload.mover import FETCHES, FEWEST, PageFetch, PageMover
 from ...kv.offload.tier import Key, window_of
-from ...kv.offload.tiering import PAUSE, KVOffloader
+from ...kv.offload.tiering import PAUSE, KVOffloader, NoOffload
 from ...runtime.compiled.transfers import OFFERED
-from .clock import SimulatedClock
-from .handed import SimulatedLink
+from .device import SimulatedClock
 from .run import Simulation
+
+
+@dataclass
+class SimulatedLink:
+    """A link on which pages are sent one after the other; a token's keys take `token_seconds`."""
+
+    token_seconds: float = 0.0
+    free: float = 0.0
+
+    def carried(self, moment: float, tokens: int) -> float:
+        """Return when the keys of `tokens` tokens arrive that are sent from a moment on."""
+        self.free = max(moment, self.free) + tokens * self.token_seconds
+        return self.free
+
+
+# ---------------------------------------------------------------- disaggregated prefill
+
+
+class SimulatedRemotePages(NoOffload):
+    """Page finder of a decode engine. A prompt enters the queue when all of its pages have arrived. Prompts
+    that lose their pages later are computed here."""
+
+    def __init__(self, tables: PageTables):
+        super().__init__(tables)
+        self._there: set[bytes] = set()
+
+    def expect(
+        self, prompt: Sequence[int], names: Sequence[bytes], source: str | None = None
+    ) -> PageFetch | None:
+        self._there.update(names)
+        return None
+
+    def find(self, names: Sequence[bytes], ticket: PageFetch | None) -> Tables:
+        return self.tables.find(names, lambda group, name: name in self._there)
+
+    def look(
+        self, names: Sequence[bytes], ticket: PageFetch | None
+    ) -> tuple[Tables | None, PageFetch | None]:
+        return self.find(names, ticket), ticket
+
+    def admit(
+        self,
+        found: Tables,
+        names: Sequence[bytes],
+        tokens: Sequence[int],
+        pages: Tables,
+        ticket: PageFetch | None,
+    ) -> None:
+        own = names[: len(found[0])]
+        self.tables.name(pages, own, 0, tokens)
+        self._there.difference_update(own)
+
+
+def handed_to(simulations: Iterable[Simulation]) -> None:
+    """Let engines find the pages that were computed for them."""
+    for own in simulations:
+        own.engine.scheduler.tiers = SimulatedRemotePages(own.engine.tables)
+
+
+# ---------------------------------------------------------------- pages in the host's memory
 
 
 @dataclass(frozen=True)
 class BlankPage:
-    """A page without content, of so many bytes."""
+    """A page without content."""
 
     nbytes: int
 
@@ -33,7 +92,7 @@ class BlankPage:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of pages of each window, which copy nothing."""
+    """Page copies that copy nothing; `page_bytes` of each window."""
 
     page_bytes: Sequence[int]
 
@@ -46,8 +105,8 @@ class Copies:
 
 @dataclass(eq=False)
 class SimulatedMover:
-    """What `KVOffloader` asks of a mover. Pages go out and come back over two ways, one behind the other on
-    each; those on their way out are there already for whoever asks."""
+    """Page mover of a `KVOffloader`. Pages go out and come back over two links. Pages on their way out can be
+    fetched already."""
 
     tier: HostTier
     transfers: Copies
@@ -92,7 +151,7 @@ class SimulatedMover:
         ticket.dropped, ticket.parts = True, []
 
     def deliver(self) -> None:
-        """Let those who wait have what has come by now."""
+        """Deliver the pages that have arrived by now."""
         while self._coming and self._coming[0][0] <= self.clock():
             _, _, ticket, keys = heapq.heappop(self._coming)
             assert ticket.pending is not None
@@ -100,7 +159,7 @@ class SimulatedMover:
             ticket.pending.set()
 
     def wait(self, seconds: float) -> None:
-        """Let time pass until something comes, or so many seconds."""
+        """Advance the clock until a page arrives, or by `seconds`."""
         if self._coming:
             self.clock.wait_until(min(self._coming[0][0], self.clock() + seconds))
 
@@ -126,8 +185,7 @@ class SimulatedOffloader(KVOffloader):
 
 
 def swap(own: Simulation, most_bytes: int, page_bytes: Sequence[int], bandwidth: float) -> None:
-    """Let an engine keep pages of so many bytes, one of each window, in the host's memory, over a link of so
-    many bytes/s."""
+    """Let an engine keep `most_bytes` of pages in the host's memory, over a link of `bandwidth` bytes/s."""
     mover = SimulatedMover(HostTier(most_bytes), Copies(page_bytes), own.clock, 1 / bandwidth)
     meter = own.engine.meter
     own.engine.scheduler.tiers = SimulatedOffloader(mover, own.engine.tables, meter.token_seconds)
