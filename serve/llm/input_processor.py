@@ -97,14 +97,9 @@ class InputProcessor:
         completions have already. The parameters are copied: changing them later has no effect. Raises
         ValueError or TypeError, naming what is wrong.
         """
-        pooling = None
-        if isinstance(params, PoolingParams):
-            params, pooling = PREFILL, self._settled(params)
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
+        params, pooling = self._copied(params)
         if type(priority) is not int:
             raise TypeError(f"priority is an integer, not {shown(priority)}")
-        params = params.clone()
         text, tokens = self.tokens(prompt)
         self.check(tokens, params, written)
         end = self.end(tokens, params)
@@ -144,6 +139,13 @@ class InputProcessor:
             request.obey()
             if request.finish_reason == "abort":
                 raise ValueError(request.stop_reason)
+
+    def _copied(self, params: Any) -> tuple[SamplingParams, PoolingParams | None]:
+        if isinstance(params, PoolingParams):
+            return PREFILL.clone(), self._settled(params)
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
+        return params.clone(), None
 
     def _settled(self, params: PoolingParams) -> PoolingParams:
         """Fill in the model's own pooling. Raises ValueError for what the model does not have."""

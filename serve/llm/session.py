@@ -193,9 +193,13 @@ class Session:
 
     def _pieces(self, group: RequestGroup) -> Generator[Delta]:
         cursor = StreamCursor(group)
+
+        def take() -> list[Delta]:
+            return cursor.take() if self.engine else []  # `engine` raises after `close`
+
         try:
             self.submit([group])
-            for pieces in self._run_until(lambda: cursor.at_end, cursor.take):
+            for pieces in self._run_until(lambda: cursor.at_end, take):
                 yield from pieces
         finally:
             self._enqueue_drop(group)
