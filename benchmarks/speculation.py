@@ -117,7 +117,7 @@ def prompts(rows: int) -> dict[str, list[str]]:
 def serve(model: str | None, rows: int, config: dict[str, Any] | None = None) -> LLM:
     # what is timed is to be the same each time
     return LLM(
-        model, max_num_seqs=rows, max_model_len=512, serve_while_compiling=False, speculative_config=config
+        model, max_num_seqs=rows, max_model_len=512, background_compilation=False, speculative_config=config
     )
 
 

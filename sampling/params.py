@@ -4,22 +4,25 @@ Names, defaults and meaning are vLLM's. A new parameter is a field here (and in 
 and a line of `PIPELINE` in `processors`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 from jaxtyping import Int32
 
 from ..fields import knob
 from ..model.tree import pytree
-from ..refusals import check_neutral, unknown
+from ..neutral import NEUTRAL, check_neutral
+from ..refusals import unknown
 from .checks import ALL, MAX_INT32, MAX_LOGPROBS, MAX_N, MAX_TEMPERATURE, checked, converted, require
-from .neutral import NEUTRAL, known_names
 from .structured import StructuredOutputsParams
+
+T = TypeVar("T")
 
 MAX_STOP_IDS = 64  # stop token ids of a request, the model's end-of-sequence ids included
 MAX_BAD_WORDS = 64  # banned sequences of two tokens and more; single tokens are not limited
@@ -38,7 +41,26 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
-@known_names
+def with_neutral_names(cls: type[T]) -> type[T]:
+    """Make a dataclass accept neutral sampling parameters too. Its `__init__` raises TypeError for an unknown
+    name, with the nearest known one."""
+    names, plain = [f.name for f in fields(cls)], cls.__init__  # type: ignore[arg-type]
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        for name in [name for name in given if name not in names]:
+            if name not in NEUTRAL["sampling"]:
+                raise TypeError(unknown("sampling parameter", name, names))
+            check_neutral("sampling", name, given.pop(name))
+        plain(self, *args, **given)
+
+    cls.__init__ = init
+    for name, values in NEUTRAL["sampling"].items():
+        setattr(cls, name, values[0])
+    return cls
+
+
+@with_neutral_names
 @dataclass
 class SamplingParams:
     """Parameters of one request: how its tokens are chosen, how many, and what is reported; settable until it
@@ -57,50 +79,46 @@ class SamplingParams:
         1.0, "divides positive, multiplies negative logits of tokens seen in prompt or output"
     )
     temperature: float = knob(1.0, "divides the logits; 0 is greedy")
-    top_p: float = knob(1.0, "draw from the fewest tokens whose probabilities sum to p; 1 is off")
+    top_p: float = knob(1.0, "draw from the fewest tokens whose probabilities sum to p or more; 1 is off")
     top_k: int = knob(0, "draw from the k most likely tokens only; 0 or -1 is off")
-    min_p: float = knob(
-        0.0, "draw from tokens at least this share of the most likely one's probability; 0 is off"
+    min_p: float = knob(0.0, "minimum probability of a token, as a fraction of the highest one; 0 is off")
+    seed: int | None = knob(None, "64-bit seed, with which a request gives the same tokens again; -1 is none")
+    stop: str | Sequence[str] | None = knob(None, "string or strings that end the output")
+    stop_token_ids: Sequence[int] | None = knob(
+        None, "token ids that end the output, besides the model's own"
     )
-    seed: int | None = knob(
-        None, "64-bit integer; the same request with the same seed gives the same tokens; -1 is none"
-    )
-    stop: str | Sequence[str] | None = knob(
-        None, "a string or strings that end the output when they appear in the text"
-    )
-    stop_token_ids: Sequence[int] | None = knob(None, "token ids that end the output, beside the model's own")
-    ignore_eos: bool = knob(False, "go on after the model's end-of-sequence token")
-    max_tokens: int | None = knob(16, "most tokens generated; null is up to the model's length")
-    min_tokens: int = knob(0, "neither stop ids nor stop strings end the output before this many tokens")
+    ignore_eos: bool = knob(False, "continue after the model's end-of-sequence token")
+    max_tokens: int | None = knob(16, "maximum generated tokens; null is up to the model's length")
+    min_tokens: int = knob(0, "tokens before which neither stop ids nor stop strings end the output")
     logprobs: int | None = knob(
         None,
-        "report each token's log-probability and this many alternatives, at most the engine's max_logprobs; "
-        "-1 is the whole vocabulary",
+        "report the log-probability of each token and of this many alternatives, at most the engine's "
+        "max_logprobs; -1 is the whole vocabulary",
     )
-    prompt_logprobs: int | None = knob(None, "the same of each prompt token")
+    prompt_logprobs: int | None = knob(None, "report the same for each prompt token")
     _: KW_ONLY
     structured_outputs: StructuredOutputsParams | None = field(
         default=None,
         metadata={"help": "a JSON schema, regular expression, choice or grammar that the output follows"},
     )
     bad_words: Sequence[str] | None = knob(None, "strings that are never generated")
-    logit_bias: Mapping[int, float] | None = knob(None, "added to the logits of the given token ids")
-    allowed_token_ids: Sequence[int] | None = knob(None, "the only token ids that may be generated")
+    logit_bias: Mapping[int, float] | None = knob(None, "values added to the logits of token ids")
+    allowed_token_ids: Sequence[int] | None = knob(None, "only these token ids may be generated")
     include_stop_str_in_output: bool = knob(False, "keep the stop string that ended the text")
-    skip_special_tokens: bool = knob(True, "leave special tokens out of the text")
+    skip_special_tokens: bool = knob(True, "omit special tokens from the text")
     spaces_between_special_tokens: bool = knob(True, "only true is supported")
-    detokenize: bool = knob(True, "give text, not only token ids")
+    detokenize: bool = knob(True, "return text, not only token ids")
     output_kind: RequestOutputKind = field(
         default=RequestOutputKind.CUMULATIVE,
-        metadata={"help": "what LLMEngine and AsyncLLM report of a request on its way", "flag": False},
+        metadata={"help": "tokens in each report of LLMEngine and AsyncLLM", "flag": False},
     )
 
     def __post_init__(self):
         check_together(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in NEUTRAL:
-            check_neutral(name, value, NEUTRAL)
+        if name in NEUTRAL["sampling"]:
+            check_neutral("sampling", name, value)
         elif name not in FIELD_TYPES:
             raise AttributeError(unknown("sampling parameter", name, FIELD_TYPES))
         else:

@@ -8,14 +8,9 @@ from typing import Any
 import msgspec
 
 from ..fields import converted, knob
-from ..refusals import Table, check_neutral, shown, unknown
+from ..neutral import NEUTRAL, check_neutral
+from ..refusals import shown, unknown
 
-# Fields of vLLM's that are not here, and their values that ask for nothing.
-NEUTRAL: Table = {
-    "disable_additional_properties": (False, None),
-    "structural_tag": (None,),
-    "disable_fallback": (False, True, None),
-}
 Options = tuple[tuple[str, Any], ...]
 
 
@@ -80,16 +75,11 @@ def structured(value: Any) -> StructuredOutputsParams | None:
         )
     names, given = [f.name for f in fields(StructuredOutputsParams)], {}
     for name, one in value.items():
-        if name in NEUTRAL:
-            check_neutral(f"structured_outputs.{name}", one, dotted(NEUTRAL))
+        if (dotted := f"structured_outputs.{name}") in NEUTRAL["structured_outputs"]:
+            check_neutral("structured_outputs", dotted, one)
         elif name not in names:
             raise ValueError(unknown("field of structured_outputs", str(name), names))
         elif one is not None:
             kind = StructuredOutputsParams.__annotations__[name]
             given[name] = converted(f"structured_outputs.{name}", one, kind)
     return StructuredOutputsParams(**given)
-
-
-def dotted(table: Table) -> Table:
-    """The names as a request's field says them."""
-    return {f"structured_outputs.{name}": values for name, values in table.items()}

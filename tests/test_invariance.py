@@ -25,7 +25,7 @@ CHUNKS = {"max_prefill_tokens": 32, "max_num_seqs": 16, "page_size": 128, "decod
 # Each option has another value somewhere, and no more programs than that takes: only the base has prefills of
 # several rows.
 TIGHT = {  # so few pages that requests are preempted
-    "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 32, "fixed_products": True,
+    "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 32, "batch_invariant_matmul": True,
 }  # fmt: skip
 FEWER = {  # of models whose layers have both in another; what is their own is shown by this one
     "int8": CHUNKS,  # products of sixteen rows
@@ -206,7 +206,7 @@ def assert_same_bits(model: Model, serve, expected, options, embeddings=None) ->
         llm.update_params(model.params)
         is_wrapped = is_fixed(llm.engine.params)
         assert jax.tree.structure(llm.params) == jax.tree.structure(model.params)
-    assert is_wrapped == ("fixed_products" in options and model.params.embed.dtype == "bfloat16")
+    assert is_wrapped == ("batch_invariant_matmul" in options and model.params.embed.dtype == "bfloat16")
     assert [bits(o) for o in found] == expected
     assert report["compilations"] == 0
     return report

@@ -26,7 +26,7 @@ class Ours:
         options = {"max_batched_token_mem": setting.seats * setting.longest, **sizes, **setting.options}
         if dtype == "auto" and default_device().platform == "cpu":
             dtype = "float32"  # whatever the processor multiplies: bfloat16 is another column
-        options["serve_while_compiling"] = False  # what is timed is to be the same each time
+        options["background_compilation"] = False  # what is timed is to be the same each time
         self.llm = LLM(folder, dtype=dtype, **options)
         self.longest, self.draw = setting.longest, np.random.default_rng(2)
         self.decoding: tuple[int, int] | None = None

@@ -38,7 +38,7 @@ def model_of(run: Run, name: str, form: str | None) -> BenchModel:
     config = replace(PRESETS[name], layers=PRESETS[name].layers[: run.layers or LAYERS])
     is_fixed = form == "fixed"
     params = init(jax.random.key(0), form_spec(config, None if is_fixed else form), jnp.dtype(run.dtype))
-    options = EngineOptions(page_size=PAGE, fixed_products=is_fixed)
+    options = EngineOptions(page_size=PAGE, batch_invariant_matmul=is_fixed)
     return BenchModel(name, config, fixed(params) if is_fixed else params, options)
 
 
@@ -66,11 +66,11 @@ def classes(run: Run) -> Iterator[Row]:
     configuration."""
     config = replace(PRESETS[run.shape], layers=PRESETS[run.shape].layers[: run.layers or LAYERS])
     params = init(jax.random.key(0), form_spec(config, None), jnp.dtype(run.dtype))
-    for fixed_products in (False, True):
-        options = replace(TINY if run.dry else LOAD, fixed_products=fixed_products)
+    for batch_invariant_matmul in (False, True):
+        options = replace(TINY if run.dry else LOAD, batch_invariant_matmul=batch_invariant_matmul)
         with LLM.from_params(config, params, compilation_cache=None, **asdict(options)) as llm:
             found, every = llm.engine.classes, list(llm.engine.programs.steps)
-        what = "fixed products" if fixed_products else "XLA's products"
+        what = "fixed products" if batch_invariant_matmul else "XLA's products"
         same = len(found.prefill) + len(found.decode)
         yield Row("estimates", f"shapes of one class, {what}", same, f"of {len(every)}", same / len(every))
         yield Row("estimates", f"prefill and decode of one class, {what}", float(found.same_bits), "of 1")

@@ -20,7 +20,7 @@ def short(bench: Bench) -> Iterator[Row]:
     prefills and where each takes the first free seat."""
     requests = at_once(entries(TIMES * bench.amount.requests), bench.vocabulary)
     settings = {
-        name: Setting(bench.seats, LONGEST, {"prompt_hold": hold, "enable_prefix_caching": False})
+        name: Setting(bench.seats, LONGEST, {"max_prefill_delay": hold, "enable_prefix_caching": False})
         for name, hold in ((GATHERED, math.inf), (AT_ONCE, 0.0))
     }
     found: dict[str, list[Served]] = {name: [] for name in settings}

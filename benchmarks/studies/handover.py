@@ -32,7 +32,7 @@ SCALE = Scale(divisor=4, prompt=384, output=64)
 VOCABULARY = 250  # tokens that are no marks of the shipped model
 SIZES = [
     "--max-model-len", "512", "--max-num-seqs", "16", "--max-prefill-tokens", "256", "--page-size", "16",
-    "--max-queued", "4096", "--no-serve-while-compiling", "--quiet",
+    "--max-queued", "4096", "--no-background-compilation", "--quiet",
 ]  # fmt: skip
 
 

@@ -55,7 +55,7 @@ SEATS = 64
 SHORT = 64  # lengths of the trace are divided by so much for real servers
 SERVER = [
     "-m", "duetto", "serve", "--port", "0", "--quiet", "--max-num-seqs", "4", "--max-model-len", "384",
-    "--page-size", "8", "--max-batched-token-mem", "1536", "--prompt-hold", "0",
+    "--page-size", "8", "--max-batched-token-mem", "1536", "--max-prefill-delay", "0",
 ]  # fmt: skip
 READ, WRITE = 1 / 1000, 0.02  # seconds: a token of a prompt, a step (an 8B model on an H100, over DIVISOR)
 

@@ -224,7 +224,7 @@ def main() -> None:
     entries = [SCALE(e) for e in read(AZURE)[: args.requests]]
     rows: list[dict[str, Any]] = []
     with LLM(
-        max_num_seqs=SEATS, max_model_len=LONGEST, max_prefill_tokens=256, serve_while_compiling=False
+        max_num_seqs=SEATS, max_model_len=LONGEST, max_prefill_tokens=256, background_compilation=False
     ) as llm:
         at_once = [TraceEntry(0.0, e.prompt, e.output) for e in entries]
         served(llm.engine, at_once, clock)

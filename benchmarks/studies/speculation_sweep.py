@@ -94,7 +94,7 @@ def texts(count: int) -> list[str]:
 def serve(rows: int, config: dict[str, Any] | None = None) -> LLM:
     # what is timed is to be the same each time
     return LLM(
-        None, max_num_seqs=rows, max_model_len=1024, serve_while_compiling=False, speculative_config=config
+        None, max_num_seqs=rows, max_model_len=1024, background_compilation=False, speculative_config=config
     )
 
 

@@ -5,26 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...refusals import check_neutral, shown
+from ...neutral import NEUTRAL, check_neutral
+from ...refusals import shown
 from ..families import fields
 
-# Of these fields only values that change nothing; others say how an adapter was trained.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "modules_to_save": (None, []),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "use_qalora": (False, None),
-    "use_bdlora": (None, False),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
-}
 # Ways to begin that change the weights beside which the adapter is learnt.
 CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
@@ -43,8 +27,8 @@ class AdapterConfig:
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> "AdapterConfig":
         """Raises ValueError with the field, its value, and what is allowed."""
-        for name in (name for name in NEUTRAL if name in raw):
-            check_neutral(name, raw[name], NEUTRAL)
+        for name in (name for name in NEUTRAL["adapter"] if name in raw):
+            check_neutral("adapter", name, raw[name])
         begun = raw.get("init_lora_weights", True)
         if isinstance(begun, str) and begun.lower().startswith(CHANGING):
             raise ValueError(

@@ -9,10 +9,10 @@ from .transposed import is_transposed, transposed, untransposed
 T = TypeVar("T")
 
 
-def prepared(params: T, fixed_products: bool) -> T:
+def prepared(params: T, batch_invariant_matmul: bool) -> T:
     """Parameters, or ShapeDtypeStructs, as their device multiplies them."""
     params = parted(transposed(params))
-    return fixed(params) if fixed_products else params
+    return fixed(params) if batch_invariant_matmul else params
 
 
 def prepared_as(served: Any, params: T) -> T:

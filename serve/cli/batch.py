@@ -1,4 +1,4 @@
-"""`duetto batch`: a file of prompts answered; a killed job goes on where it stopped."""
+"""`duetto batch`: answer a file of prompts. A killed job resumes where it stopped."""
 
 import argparse
 import os
@@ -22,70 +22,62 @@ from ..options.flags import given, json_object, positive
 from ..runtime.compiled.jaxcache import keep_compiled
 from ..runtime.multihost.rendezvous import join
 from ..text.tools.tool_parsers import format_named
-from .common import (
-    cache_flags,
-    check_cache,
-    check_report,
-    checked,
-    engine_flags,
-    engine_options,
-    finish,
-    llm_arguments,
-    model_flags,
-    report_flags,
-    resolve_once,
-    sampling_flags,
-    start,
-)
+from . import common
 
 if TYPE_CHECKING:
     from ..jobs.workers.remote import WorkerPool
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", help='JSON lines in OpenAI\'s batch format or plain; "-" is standard input')
+    parser.add_argument("input", help='JSON lines, in OpenAI\'s batch format or plain; "-" is standard input')
     parser.add_argument(
-        "output", help='where the answers go, in the order of the input; "-" is standard output'
+        "output", help='file for the answers, in the order of the input; "-" is standard output'
     )
-    parser.add_argument("--seed", type=int, default=0, help="seeds lines that bring no seed (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of lines without a seed (default: 0)")
     parser.add_argument(
-        "--in-flight", type=positive, metavar="INT", help="lines in the engine (default: 4 max-num-seqs)"
+        "--in-flight",
+        type=positive,
+        metavar="INT",
+        help="maximum lines in the engine (default: 4 max-num-seqs)",
     )
     parser.add_argument(
         "--model-name",
         default="duetto",
-        help="the model's name in answers to lines that name none (default: duetto)",
+        help="name of the model in answers to lines that name none (default: duetto)",
     )
     parser.add_argument(
         "--tool-call-parser",
         metavar="STR",
-        help="notation of the model's calls of tools, as hermes (default: that of its chat template)",
+        help="format of the model's tool calls, such as hermes (default: that of its chat template)",
     )
     parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="say what the start is doing, and show a bar",
+        help="show the progress of the start and of the job",
     )
     parser.add_argument(
-        "--ray", type=positive, metavar="INT", help="engines in so many actors of Ray; needs duetto[ray]"
+        "--ray",
+        type=positive,
+        metavar="INT",
+        help="number of Ray actors with an engine each; needs duetto[ray]",
     )
     parser.add_argument(
         "--ray-options",
         type=json_object,
         default={},
         metavar="JSON",
-        help='what Ray reserves for each actor, as {"num_gpus": 1}',
+        help='resources of each Ray actor, such as {"num_gpus": 1}',
     )
-    model_flags(parser)
-    report_flags(parser)
-    sampling_flags(parser, "for lines that do not say otherwise", ("seed", "spaces_between_special_tokens"))
-    engine_flags(parser)
-    cache_flags(parser)
+    common.model_flags(parser)
+    common.report_flags(parser)
+    common.sampling_flags(parser, "for lines that do not set them", ("seed", "spaces_between_special_tokens"))
+    common.engine_flags(parser)
+    common.cache_flags(parser)
 
 
 def check_ray(args: argparse.Namespace) -> None:
-    """What actors cannot do ends the program as a usage error."""
+    """End the program as a usage error for flags that Ray actors cannot have."""
     for name in ("load_cache", "save_cache") if args.ray else ():
         if vars(args)[name] is not None:
             args.usage_error(
@@ -98,19 +90,19 @@ def check_ray(args: argparse.Namespace) -> None:
 
 
 def start_actors(args: argparse.Namespace, options: EngineOptions) -> "WorkerPool":
-    """Engines in actors of Ray's as one."""
+    """Start engines in Ray actors, behind one pool."""
     from ...ray import RayBackend
     from ..engine.startup.origin import Origin
     from ..jobs.workers.remote import WorkerPool
 
     tokenizer, _ = Origin.of(args.model, args.tokenizer, weights=False).words()
-    crew = RayBackend(llm_arguments(args, replace(options, use_tqdm_on_load=False)), args.ray_options)
+    crew = RayBackend(common.llm_arguments(args, replace(options, use_tqdm_on_load=False)), args.ray_options)
     return WorkerPool(crew, args.ray, tokenizer, options)
 
 
 def own_dtype(args: argparse.Namespace, folder: Path, options: EngineOptions) -> str:
-    """The dtype that the answers follow from. Of a job on Ray the one given: each actor's machine chooses,
-    and answers name what it has chosen."""
+    """Return the dtype that decides the answers. For a job on Ray it is --dtype, since each actor's machine
+    chooses; answers name the choice."""
     if args.ray:
         return args.dtype
     keep_compiled(None if args.compilation_cache == "none" else args.compilation_cache)
@@ -119,7 +111,7 @@ def own_dtype(args: argparse.Namespace, folder: Path, options: EngineOptions) ->
 
 
 def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
-    """What counts bytes of answers that outlive a lost run; None for streams."""
+    """Return a counter of the bytes of answers that survive a lost run; None for streams."""
     if "-" in (args.input, args.output):
         return None
     journal = JobFiles(Path(os.path.realpath(args.output))).journal
@@ -127,12 +119,11 @@ def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    check_report(args)
-    check_cache(args)
+    common.check_files(args)
     check_ray(args)
     if args.tool_call_parser is not None:
-        checked(args, lambda: format_named(args.tool_call_parser))
-    asked = options = engine_options(args)
+        common.checked(args, lambda: format_named(args.tool_call_parser))
+    asked = options = common.engine_options(args)
     if options.speculation.acceptance == "rejection":
         args.usage_error(
             "--speculative-config: acceptance=rejection is not allowed in a batch: "
@@ -140,11 +131,11 @@ def run(args: argparse.Namespace) -> int:
             "so that a resumed job would not write the same answers; leave it out"
         )
     sampling = given(SamplingParams, args, leave_out=("seed",))
-    checked(args, lambda: SamplingParams.from_dict(sampling))
-    folder, options = resolve_once(args, options)
+    common.checked(args, lambda: SamplingParams.from_dict(sampling))
+    folder, options = common.resolve_once(args, options)
     sampling = options.recommended(checked_defaults(folder).sampling) | sampling
     join(asked)
-    adapters = checked(args, lambda: modules_of(asked.lora_modules))
+    adapters = common.checked(args, lambda: modules_of(asked.lora_modules))
     options = options.on(memory_limit(default_device()))
     job = BatchOptions(
         in_flight=args.in_flight or 4 * options.seats * (args.ray or 1),
@@ -159,11 +150,11 @@ def run(args: argparse.Namespace) -> int:
     )
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured
-        options = replace(options, serve_while_compiling=False)
+        options = replace(options, background_compilation=False)
     begin = partial(
-        start if args.ray is None else start_actors,
+        common.start if args.ray is None else start_actors,
         args,
-        replace(options, prompt_hold=options.patience(awaited=False)),
+        replace(options, max_prefill_delay=options.patience(awaited=False)),
     )
     if options.node_rank:
         begin()  # which ends with rank 0
@@ -173,6 +164,6 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         job,
         fingerprint(folder, tokenizer, own_dtype(args, folder, options), options),
-        lambda report: finish(report, args),
+        lambda report: common.finish(report, args),
         args.report,
     )

@@ -1,10 +1,9 @@
-"""`duetto bench`: what decode, prefill and a start take on this machine, beside what they cannot be faster
-than.
+"""`duetto bench`: measured times of decode, prefill and start on this machine, with their roofline floors.
 
 A program is called back to back on a batch that is on the device; its time is the median over groups of
-calls. The host gap is what the engine adds: its wall time for a step, less the program's, as a share of the
-former; groups of both are interleaved, and the gap is the median of their pairs. Host work is the median of
-an engine's steps over a device that takes no time: what is left is Python.
+calls. The host gap is the share of an engine's step in which the program does not run: groups of program
+calls and of steps are interleaved, and the gap is the median of their pairs. Host work is the median time of
+an engine's steps on a device that takes no time.
 """
 
 import argparse
@@ -57,7 +56,7 @@ HOST_ROWS = (32, 256)
 
 @dataclass(frozen=True)
 class BenchModel:
-    """What is measured: a model's parameters in memory, and the engine's options."""
+    """A model to measure: its parameters in memory, and the engine's options."""
 
     name: str
     config: ModelConfig
@@ -71,8 +70,11 @@ class BenchModel:
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure: a program at a context, its median seconds, tokens/s, its floor, and the host gap of the
-    engine's step."""
+    """A measured program.
+
+    part: key of MEASURES. what: the program. context: tokens in the cache. seconds: median of a call. floor:
+    roofline minimum, seconds. host_gap: share of an engine's step in which the program does not run.
+    """
 
     part: str
     what: str
@@ -84,7 +86,7 @@ class Figure:
 
 
 def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
-    """Random parameters of a preset, or a folder's. Raises ValueError for a pipeline, and for shards."""
+    """Load a folder, or draw a preset's parameters. Raises ValueError for a pipeline, and for shards."""
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if getattr(options, name) > 1:
             raise ValueError(
@@ -109,7 +111,7 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Seconds of a call among `repeats` back to back, where only the last is waited for."""
+    """Return the seconds of a call among `repeats` back to back; only the last one is waited for."""
 
     def group() -> Any:
         for _ in range(repeats - 1):
@@ -120,7 +122,7 @@ def group_seconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """The median of GROUPS groups of calls, after one call that does not count."""
+    """Return the median of GROUPS groups of calls, after one call to warm up."""
     jax.block_until_ready(call())
     return statistics.median(group_seconds(call, repeats) for _ in range(GROUPS))
 
@@ -129,7 +131,7 @@ def median_seconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 class Bench:
-    """One compiled program, and a state that it is called on again and again."""
+    """A compiled program, with a state and a batch to call it on repeatedly."""
 
     def __init__(self, model: BenchModel, shape: Shape, context: int):
         W, rows = model.options.page_size, shape.sequences
@@ -151,7 +153,7 @@ class Bench:
 
 
 def measure(model: BenchModel, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Figure:
-    """A row for one program whose every row has `context` tokens in the cache."""
+    """Measure one program; each of its rows has `context` tokens in the cache."""
     seconds = median_seconds(Bench(model, shape, context).step, repeats)
     kept = model.options.kv_cache_dtype
     least = demand(shape, model.config, model.dtype, context, model.params, kept)
@@ -163,8 +165,7 @@ def measure(model: BenchModel, shape: Shape, context: int, repeats: int, peaks: 
 
 
 def bench_decode(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
-    """Steps of one token for each width and context, and the engine's time for such steps at the first
-    context."""
+    """Measure decode steps of one token for each width and context, and the host gap at the first context."""
     for width in args.widths:
         for i, context in enumerate(args.contexts):
             row = measure(model, Shape("decode", width, 1), context, args.repeats, peaks)
@@ -173,10 +174,10 @@ def bench_decode(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> I
 
 
 def host_gap(model: BenchModel, width: int, context: int, repeats: int) -> float:
-    """Share of an engine's step, with `width` requests decoding from `context` tokens on, in which the
-    program does not run.
+    """Return the share of an engine's step in which the program does not run: `width` requests decode from
+    `context` tokens on.
 
-    Where the context is a multiple of attention's block, both read the same number of blocks.
+    If the context is a multiple of attention's block, both read the same number of blocks.
     """
     program = Bench(model, Shape("decode", width, 1), context)
     jax.block_until_ready(program.step())
@@ -184,7 +185,7 @@ def host_gap(model: BenchModel, width: int, context: int, repeats: int) -> float
 
         def step() -> Any:
             llm.step()
-            return llm.engine.cache  # waited for with the step that is still on its way
+            return llm.engine.cache  # ready once the step in flight is
 
         jax.block_until_ready(step())
         pairs = [(group_seconds(program.step, repeats), group_seconds(step, repeats)) for _ in range(GROUPS)]
@@ -193,12 +194,12 @@ def host_gap(model: BenchModel, width: int, context: int, repeats: int) -> float
 
 @contextmanager
 def decoding(model: BenchModel, width: int, context: int, repeats: int) -> Iterator[LLM]:
-    """An engine whose requests have read their prompts and decode for as long as a measurement takes."""
+    """Start an engine whose requests are prefilled and decode for as long as a measurement takes."""
     chunks = width * -(-context // model.options.prefill_tokens)
     length = context + chunks + GROUPS * repeats + 8
     options = replace(
         model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False,
-        serve_while_compiling=False,
+        background_compilation=False,
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, max_tokens=length - context, ignore_eos=True, detokenize=False)
     with LLM.from_params(model.config, model.params, compilation_cache=None, **asdict(options)) as llm:
@@ -212,19 +213,19 @@ def decoding(model: BenchModel, width: int, context: int, repeats: int) -> Itera
 
 
 def prefills(llm: LLM) -> int:
-    """Prefill programs that were dispatched so far."""
+    """Return the number of prefill programs dispatched so far."""
     return sum(n for name, n in llm.report()["steps"].items() if name.startswith("prefill"))
 
 
 def bench_prefill(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
-    """One prompt in one call, for each length."""
+    """Measure a prefill of one prompt, for each length."""
     for length in args.lengths:
         yield measure(model, Shape("prefill", 1, length), 0, args.repeats, peaks)
 
 
 def bench_startup(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
-    """From parameters in memory to a first token, and to a warm engine: with an empty directory of compiled
-    programs, and with what that left."""
+    """Measure a start, from parameters in memory to the first token and to a warm engine: first with an empty
+    folder of compiled programs, then with the folder that the first start filled."""
     with tempfile.TemporaryDirectory() as folder:
         keep_compiled(folder)
         for what in ("cold", "warm"):
@@ -244,8 +245,7 @@ def bench_startup(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> 
 
 
 def bench_host(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
-    """The host's work for a step, on a device that takes no time; its text too, where the model has a
-    tokenizer."""
+    """Measure the host's work for a step, with detokenization if the model has a tokenizer."""
     words = (
         None if args.shape else Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
     )
@@ -264,38 +264,48 @@ MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "host": bench_host
 def add_flags(parser: argparse.ArgumentParser) -> None:
     model_flags(parser)
     group = parser.add_argument_group("what to measure")
-    group.add_argument("--parts", nargs="+", choices=MEASURES, default=list(MEASURES), help="default: all")
     group.add_argument(
-        "--shape", choices=sorted(PRESETS), help="random weights of a well-known model's sizes"
+        "--parts", nargs="+", choices=MEASURES, default=list(MEASURES), help="parts to measure (default: all)"
     )
     group.add_argument(
-        "--widths", type=numbers, default=(1, 8, 32), help="rows of a decode (default: 1,8,32)"
+        "--shape",
+        choices=sorted(PRESETS),
+        help="random weights in the sizes of a known model, instead of --model",
     )
     group.add_argument(
-        "--contexts", type=numbers, default=(128, 512), help="tokens in the cache (default: 128,512)"
+        "--widths", type=numbers, default=(1, 8, 32), help="rows of a decode step (default: 1,8,32)"
     )
     group.add_argument(
-        "--lengths", type=numbers, default=(64, 128, 256, 512), help="prompts (default: 64,128,256,512)"
+        "--contexts",
+        type=numbers,
+        default=(128, 512),
+        help="tokens of each row in the cache (default: 128,512)",
     )
     group.add_argument(
-        "--repeats", type=positive, default=16, help="calls in a row, five times over (default: 16)"
+        "--lengths",
+        type=numbers,
+        default=(64, 128, 256, 512),
+        help="tokens of a prompt (default: 64,128,256,512)",
+    )
+    group.add_argument(
+        "--repeats", type=positive, default=16, help="calls of a group; five groups are timed (default: 16)"
     )
     group.add_argument(
         "--host-gap",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="run the engine too, at the first context",
+        help="also measure the engine's host gap, at the first context",
     )
-    group.add_argument("--json", metavar="FILE", help="write the figures as JSON too")
+    group.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
     engine_flags(parser, alone=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints each figure as it is measured. Raises ValueError for a model that cannot be loaded."""
+    """Print each figure when it is measured. Raises ValueError for a model that cannot be loaded."""
     raise_on_interrupt()
     options = engine_options(args)
     if default_device().platform == "cpu":
-        keep_freed()  # as an engine does: programs alone would pay for their temporaries' pages in every call
+        keep_freed()  # as an engine does; else each call would fault in its temporaries
     model = load_model(args, options)
     target = here(measure=True)
     rows = []

@@ -1,4 +1,4 @@
-"""What commands share: the flags of a model and its engine, and how a command line becomes an `LLM`."""
+"""Flags of a model and its engine, which commands share, and the `LLM` that they start."""
 
 import argparse
 import logging
@@ -24,37 +24,37 @@ T = TypeVar("T")
 def model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="MODEL",
-        help="a Hugging Face folder, or an id on the hub such as Qwen/Qwen3-0.6B "
-        "(default: the small model that ships)",
+        help="a Hugging Face folder, or an id on the Hugging Face hub such as Qwen/Qwen3-0.6B "
+        "(default: the small model that is included)",
     )  # fmt: skip
     parser.add_argument("--revision", help="branch, tag or commit of a model on the hub")
-    parser.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
     parser.add_argument(
-        "--tokenizer", metavar="MODEL", help="another folder or id to take the tokenizer from"
+        "--dtype",
+        default="auto",
+        help="data type of the weights: auto (default), float32, bfloat16 or float16",
     )
+    parser.add_argument("--tokenizer", metavar="MODEL", help="folder or id of another model's tokenizer")
     parser.add_argument("--tokenizer-revision", help="branch, tag or commit of the tokenizer")
     parser.add_argument(
-        "--download-dir", metavar="DIR", help="where models of the hub are kept (default: the hub's cache)"
+        "--download-dir", metavar="DIR", help="folder for downloaded models (default: the hub's cache)"
     )
     parser.add_argument(
         "--compilation-cache", default="auto", metavar="DIR",
-        help='where compiled programs are kept (default: in your cache directory); "none" keeps none',
+        help='folder for compiled programs (default: in your cache directory); "none" disables it',
     )  # fmt: skip
 
 
 def engine_flags(parser: argparse.ArgumentParser, alone: bool = False) -> None:
-    """Flags of an engine, `alone` in its process."""
+    """Add the flags of an engine; `alone`: without those of several processes."""
     leave_out = ("seed", *PROCESSES) if alone else ("seed",)
     add_fields(parser, EngineOptions, "engine", leave_out)
 
 
 def cache_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--load-cache", metavar="DIR", help="find the prompts that --save-cache has kept there"
+        "--load-cache", metavar="DIR", help="load the KV cache that --save-cache has saved there"
     )
-    parser.add_argument(
-        "--save-cache", metavar="DIR", help="keep the prompts and answers that the cache holds at the end"
-    )
+    parser.add_argument("--save-cache", metavar="DIR", help="save the KV cache at the end")
 
 
 def sampling_flags(parser: argparse.ArgumentParser, whose: str, leave_out: Sequence[str]) -> None:
@@ -65,9 +65,9 @@ def sampling_flags(parser: argparse.ArgumentParser, whose: str, leave_out: Seque
 
 def report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--quiet", action="store_true", help="say nothing of the start, and show no report at the end"
+        "--quiet", action="store_true", help="no progress of the start, and no report at the end"
     )
-    parser.add_argument("--report", metavar="FILE", help="write the closing report as JSON")
+    parser.add_argument("--report", metavar="FILE", help="write the final report as JSON")
     parser.add_argument(
         "--log-level", default="warning", choices=("debug", "info", "warning", "error"),
         help="least level of log lines on standard error; debug has the reason why a request waits",
@@ -75,12 +75,12 @@ def report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain",
         action="store_true",
-        help="add to the report what each compiled program did beside its floor",
+        help="add each compiled program's time and its roofline floor to the report",
     )
 
 
 def checked(args: argparse.Namespace, make: Callable[[], T]) -> T:
-    """What `make` makes of flags; a value that is not allowed ends the program as a usage error."""
+    """Return `make()`; a ValueError or TypeError ends the program as a usage error."""
     try:
         return make()
     except (TypeError, ValueError) as error:
@@ -93,7 +93,7 @@ def engine_options(args: argparse.Namespace) -> EngineOptions:
 
 
 def sampling_params(args: argparse.Namespace, defaults: "SamplingParams") -> "SamplingParams":
-    """The defaults with what the command line says."""
+    """Return the defaults, changed by the command line."""
     return checked(args, lambda: replace(defaults, **given(type(defaults), args)))
 
 
@@ -103,7 +103,7 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
 
     raise_on_interrupt()
     log_from(args.log_level)
-    key_in(options.cluster_key_file)  # what is wrong is said before a model is loaded
+    key_in(options.cluster_key_file)  # fails before a model is loaded
     check_tiers(options)
     options = replace(options, use_tqdm_on_load=not args.quiet and getattr(args, "progress", True))
     llm = LLM(**llm_arguments(args, options))
@@ -124,15 +124,17 @@ def log_from(level: str) -> None:
 
 
 def llm_arguments(args: argparse.Namespace, options: EngineOptions) -> dict[str, Any]:
-    """What `LLM` is made with."""
+    """Return the keywords of `LLM`."""
     kept = None if args.compilation_cache == "none" else args.compilation_cache
     names = ("model", "dtype", "tokenizer", "revision", "tokenizer_revision", "download_dir")
     return {name: vars(args)[name] for name in names} | {"compilation_cache": kept} | asdict(options)
 
 
 def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path, EngineOptions]:
-    """Puts folders in the place of ids, so that all that follows reads the same files; the model's, and
-    options without ids."""
+    """Replace hub ids by folders, so that all later reads see the same files.
+
+    Returns the model's folder, and the options without ids.
+    """
     from ..engine.startup.origin import Origin
 
     names = ("revision", "tokenizer_revision", "download_dir")
@@ -142,15 +144,11 @@ def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path
     return origin.model, origin.settled(options, download_dir=args.download_dir)
 
 
-def check_report(args: argparse.Namespace) -> None:
-    """Raises ValueError, before anything runs, where --report cannot be written or is no report's place."""
+def check_files(args: argparse.Namespace) -> None:
+    """Check --report, --load-cache and --save-cache before anything runs. Raises ValueError for a file that
+    cannot be written, or is of another kind."""
     if args.report:
         check_path(args.report)
-
-
-def check_cache(args: argparse.Namespace) -> None:
-    """Raises ValueError, before anything runs, where --load-cache or --save-cache cannot be what they are
-    to be."""
     if args.load_cache is not None or args.save_cache is not None:
         from ..llm.snapshots import check_places
 
@@ -158,7 +156,7 @@ def check_cache(args: argparse.Namespace) -> None:
 
 
 def finish(report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Shows an engine's report on standard error, and writes it where --report says."""
+    """Show an engine's report on standard error, and write it to --report."""
     if not args.quiet:
         tell(f"\n{render(report)}")
     if args.report:

@@ -1,4 +1,4 @@
-"""`duetto route`: one address for several servers."""
+"""`duetto route`: a router, one address for several servers."""
 
 import argparse
 
@@ -7,9 +7,11 @@ from ..options.router import RouterOptions
 from ..options.server import ServerOptions
 from .common import checked
 
-# of a server alone
-LEFT_OUT = ("served_model_name", "max_unread", "ping", "profile_dir", "otlp_traces_endpoint")
-LEFT_OUT += ("kv_events_config", "kv_events_endpoint")
+# Options of a server without a router.
+LEFT_OUT = (
+    "served_model_name", "max_stream_backlog", "keepalive_interval", "profile_dir", "otlp_traces_endpoint",
+    "kv_events_config", "kv_events_endpoint",
+)  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,6 @@ def run(args: argparse.Namespace) -> int:
     server = checked(args, lambda: ServerOptions(**given(ServerOptions, args, LEFT_OUT)))
     keys = keys_in(server.api_key_file) if server.api_key_file else []
     check_certificates(server)
-    naming(options)  # what is wrong with the tokenizer is said before anything is served
+    naming(options)  # fails before anything is served
     with reserved(server) as own:
         return routed(options, server, own, keys)

@@ -190,7 +190,7 @@ def begin_decode(config: ModelConfig, params: Decoder, options: EngineOptions, c
     for address, place in places_of(str(options.kv_address)).items():
         client = RemotePrefillClient(place, ways, key_file=options.cluster_key_file)
         closing.callback(client.close)
-        tiers[address] = RemoteKVTier(client, options.kv_patience)
+        tiers[address] = RemoteKVTier(client, options.kv_transfer_timeout)
     return Session(start_engine(config, params, options, RemoteKVPool(tiers)))
 
 
@@ -207,4 +207,6 @@ def begin_both(config: ModelConfig, params: Decoder, options: EngineOptions, clo
     prefills.serve(session)
     closing.callback(prefills.close)
     here = apart(config, params, range(first, first + second)) if second else params
-    return Session(start_engine(config, here, theirs, peer=RemoteKVTier(prefills, options.kv_patience)))
+    return Session(
+        start_engine(config, here, theirs, peer=RemoteKVTier(prefills, options.kv_transfer_timeout))
+    )

@@ -11,6 +11,7 @@ import numpy as np
 from ...checkpoints.adapters.adapter import Adapter
 from ...lora.request import LoRARequest, checked
 from ...model.pooling import Pooler, Pooling, PoolingParams
+from ...neutral import PROMPT
 from ...refusals import shown
 from ...sampling.checks import ALL
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
@@ -30,15 +31,6 @@ from .request_group import RequestGroup
 from .vllm import check_all
 
 TEXTUAL = ("prompt", "prompt_token_ids")  # keys of a prompt that is a mapping
-# vLLM's keys, which are allowed if their value is empty
-BESIDE = (
-    "multi_modal_data",
-    "mm_processor_kwargs",
-    "multi_modal_uuids",
-    "prompt_embeds",
-    "cache_salt",
-    "data_parallel_rank",
-)
 PREFILL = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # its one token is ignored
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -178,7 +170,7 @@ class InputProcessor:
     def _mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
         """Ids take precedence over text, which is then only repeated in the result."""
         others = [
-            name for name in prompt if name not in TEXTUAL and not (name in BESIDE and not prompt[name])
+            name for name in prompt if name not in TEXTUAL and not (name in PROMPT and not prompt[name])
         ]
         if not prompt or others:
             raise TypeError(

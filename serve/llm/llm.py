@@ -335,7 +335,7 @@ class LLM:
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Tqdm = True) -> list[RequestOutput]:
         """Run all queued requests to their end; return the results in the order of their queueing."""
-        check_all(output_type=output_type)
+        check_all(output_type=None if output_type is RequestOutput else output_type)
         with progress(self.session.count_queued, use_tqdm) as on_ended:
             return self._outputs(self.session.wait(on_ended))
 

@@ -3,15 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from ...refusals import Table, check_neutral
-from ..text.outputs import RequestOutput
-
-NEUTRAL: Table = {
-    "tokenization_kwargs": (None, {}),
-    "mm_processor_kwargs": (None, {}),
-    "chat_template_content_format": ("auto", "string"),
-    "output_type": (None, RequestOutput),
-}
+from ...neutral import check_neutral
 
 
 def check_all(**given: Any) -> None:
@@ -19,7 +11,7 @@ def check_all(**given: Any) -> None:
     here."""
     for name, value in given.items():
         for one in value if isinstance(value, (list, tuple)) and value else [value]:
-            check_neutral(name, one, NEUTRAL)
+            check_neutral("call", name, one)
 
 
 def refused(name: str, instead: str) -> Callable[..., NoReturn]:

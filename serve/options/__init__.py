@@ -1,1 +1,1 @@
-"""Every knob of an engine, with its meaning, default and limits."""
+"""Options of engine, server and router: meaning, default and limits of each."""

@@ -1,54 +1,82 @@
-"""Command-line flags made from the fields of a dataclass: name, type, default and help are written once, in
-the field."""
+"""Command-line flags of a dataclass: each field declares name, type, default and help of its flag."""
 
 import argparse
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ...refusals import RepeatedKey, unique
+from ...refusals import RepeatedKey, renamed, unique
+from ..host.streams import tell
 
 
 def add_fields(
     parser: argparse.ArgumentParser, record: type, title: str, leave_out: Collection[str] = ()
 ) -> None:
-    """A flag for each field; only those that are given appear in the namespace, under the field's name."""
+    """Add a flag for each field, and a hidden one for its former name.
+
+    The namespace has only flags that are on the command line, under their fields' names.
+    """
     group, hints = parser.add_argument_group(title), get_type_hints(record)
+    add = partial(group.add_argument, default=argparse.SUPPRESS)
     for f in fields(record):
-        if f.name not in leave_out and f.metadata.get("flag", True):
-            default = "" if f.default is None else f" (default: {f.default})"
-            text = (f.metadata["help"] + default).replace("%", "%%")
-            flag = f"--{f.name.replace('_', '-')}"
-            how = reading(hints[f.name])
-            if several := f.metadata.get("several"):  # after one flag
-                how |= {"action": "extend", "nargs": "+", "metavar": several}
-            group.add_argument(flag, default=argparse.SUPPRESS, help=text, **how)
+        if f.name in leave_out or not f.metadata.get("flag", True):
+            continue
+        how: dict[str, Any] = reading(hints[f.name])
+        text = f.metadata["help"]
+        if several := f.metadata.get("several"):  # after one flag
+            how |= {"action": "extend", "nargs": "+", "metavar": several}
+        if text != argparse.SUPPRESS:
+            text = (text + ("" if f.default in (None, ()) else f" (default: {f.default})")).replace("%", "%%")
+        short = [f.metadata["short"]] if "short" in f.metadata else []
+        add(f"--{f.name.replace('_', '-')}", *short, help=text, **how)
+        if former := f.metadata.get("formerly"):
+            words = [f"--{former.replace('_', '-')}"]
+            if "action" in how:
+                how, words = {"nargs": 0}, [*words, words[0].replace("--", "--no-")]
+            how["action"] = FormerFlag
+            add(*words, dest=f.name, help=argparse.SUPPRESS, **how)
+
+
+class FormerFlag(argparse.Action):
+    """Sets an option under its former flag, and writes a note to standard error."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        former, name = str(option_string), self.dest.replace("_", "-")
+        is_no = former.startswith("--no-")
+        tell(f"{parser.prog}: {renamed(former, f'--no-{name}' if is_no else f'--{name}')}")
+        setattr(namespace, self.dest, not is_no if self.nargs == 0 else values)
 
 
 def given(record: type, args: argparse.Namespace, leave_out: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a record that the command line set."""
+    """Return the fields of a record that are on the command line."""
     values = vars(args)
     return {f.name: values[f.name] for f in fields(record) if f.name in values and f.name not in leave_out}
 
 
 def reading(hint: Any) -> dict[str, Any]:
-    """How argparse reads a field of this type: lists by repeating the flag, tuples by commas, mappings and
-    records as JSON, `none` where it is allowed."""
+    """Return argparse's arguments for a field of this type.
+
+    A list repeats its flag, a tuple has commas, a mapping or a record is JSON. Any is JSON or text. `none` is
+    read if None is allowed.
+    """
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     origins = {get_origin(kind) or kind for kind in ([hint] if get_origin(hint) in CONTAINERS else kinds)}
     if bool in origins:
         return {"action": argparse.BooleanOptionalAction}
+    if Any in origins:
+        return {"type": or_none(json_or_text)}
+    wrap = or_none if type(None) in get_args(hint) else lambda kind: kind
     if Mapping in origins or any(map(is_dataclass, origins)):
-        return {"type": json_object, "metavar": "JSON"}
+        return {"type": wrap(json_object), "metavar": "JSON"}
     if tuple in origins:
-        return {"type": numbers, "metavar": "INT,INT,..."}
+        return {"type": wrap(numbers), "metavar": "INT,INT,..."}
     if Sequence in origins:
         item = int if Sequence[int] in kinds else str
         return {"action": "append", "type": item, "metavar": f"{item.__name__.upper()} (repeatable)"}
     kind = next((kind for kind in (float, str) if kind in origins), int)
-    optional = type(None) in get_args(hint)
-    return {"type": or_none(kind) if optional else kind, "metavar": kind.__name__.upper()}
+    return {"type": wrap(kind), "metavar": kind.__name__.upper()}
 
 
 CONTAINERS = (Sequence, Mapping)
@@ -60,6 +88,14 @@ def or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
     read.__name__ = kind.__name__  # argparse names the type in its error
     return read
+
+
+def json_or_text(text: str) -> Any:
+    """Return the value of JSON, or the text itself if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def positive(text: str) -> int:

@@ -1,36 +1,32 @@
-"""The keywords of `LLM`: options of ours, and the names and neutral values that scripts for vLLM give."""
+"""The keywords of `LLM`: engine options, their former names, and the names and neutral values of vLLM."""
 
+import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any, get_type_hints
 
 from ...fields import converted
-from ...refusals import check_neutral, unknown
+from ...neutral import EFFECTLESS, NEUTRAL, check_neutral
+from ...refusals import renamed, unknown
 from .engine import EngineOptions
-from .neutral import EFFECTLESS, VALUES
 
 OTHER_NAMES = {"max_num_batched_tokens": "max_prefill_tokens", "block_size": "page_size"}
-# Those of `LLM` itself, for the nearest name of one that is unknown.
+FORMER = {f.metadata["formerly"]: f.name for f in fields(EngineOptions) if "formerly" in f.metadata}
+# Keywords of `LLM` itself, which an error about an unknown name may suggest.
 OWN = (
-    "model",
-    "dtype",
-    "tokenizer",
-    "revision",
-    "tokenizer_revision",
-    "download_dir",
-    "hf_token",
-    "mesh",
+    "model", "dtype", "tokenizer", "revision", "tokenizer_revision", "download_dir", "hf_token", "mesh",
     "compilation_cache",
-)
+)  # fmt: skip
 
 
 def engine_options(given: Mapping[str, Any]) -> EngineOptions:
-    """Keywords as options; None is what it would be if it were not given.
+    """Return keywords as options; None is the default.
 
-    Raises TypeError for a name that is none, ValueError for a value that is not allowed.
+    Warns of former names. Raises TypeError for an unknown name, ValueError for a value that is not allowed.
     """
     types, options = get_type_hints(EngineOptions), {}
     for name, value in given.items():
-        ours = OTHER_NAMES.get(name, name)
+        ours = (OTHER_NAMES | FORMER).get(name, name)
         if ours not in types:
             check_keyword(name, value, types)
         elif value is None:
@@ -38,20 +34,27 @@ def engine_options(given: Mapping[str, Any]) -> EngineOptions:
         elif ours in options:
             raise TypeError(f"{ours} is given under two names: {name} is the second")
         else:
+            if name in FORMER:
+                warnings.warn(renamed(name, ours), FutureWarning, stacklevel=2)
             options[ours] = converted(name, value, types[ours])
     return EngineOptions(**options)
 
 
+def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by their current names; a file of an earlier version may have former ones."""
+    return {FORMER.get(name, name): value for name, value in values.items()}
+
+
 def check_keyword(name: str, value: Any, options: Iterable[str]) -> None:
-    """Raise unless a keyword for vLLM asks for nothing that is not done here."""
-    if name not in VALUES and name not in EFFECTLESS:
+    """Raise TypeError for an unknown keyword, ValueError for one of vLLM's whose value is not neutral."""
+    if name not in NEUTRAL["engine"] and name not in EFFECTLESS:
         raise TypeError(
             unknown(
                 "option",
                 name,
                 [*(n for n in OWN if n != name), *sorted(options)],
-                also=[*OTHER_NAMES, *VALUES],
+                also=[*OTHER_NAMES, *NEUTRAL["engine"]],
             )
         )
-    if value is not None and name in VALUES:
-        check_neutral(name, value, VALUES)
+    if value is not None and name in NEUTRAL["engine"]:
+        check_neutral("engine", name, value)

@@ -1,11 +1,11 @@
-"""Which servers a router stands in front of, and what it does where one is lost."""
+"""Options of the router: its replicas, and how it handles the loss of one."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...fields import knob
-from ...refusals import shown
+from ...refusals import check_positive, require, shown
 
 REPLICA = re.compile(r"https?://[^/?#@=\s]+/?")
 ADDRESS = re.compile(r"\S+:\d{1,5}")
@@ -14,66 +14,67 @@ EVENTS = re.compile(r"(tcp|ipc)://\S+")
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """The replicas of a service, and how requests are dealt to them. Raises ValueError for what is not
-    allowed."""
+    """Replicas, and their limits. Raises ValueError for a value that is not allowed."""
 
-    replica: Sequence[str] = knob((), "address of a server, as http://host:8000; repeatable")
+    replica: Sequence[str] = knob((), "address of a server, as http://host:8000")
     prefill: Sequence[str] = knob(
-        (), "address of a server that computes prompts for the replicas, and the kv_address where they ask "
-        "it, as http://host:8001=host:14579; repeatable",
-    )  # fmt: skip
-    tokenizer: str | None = knob(
-        None, "folder of the replicas' tokenizer: pages are named by tokens then, as the replicas name them; "
-        "default: by the letters of the text",
-    )  # fmt: skip
-    kv_events: Sequence[str] | None = knob(
-        None, "where a replica tells of its pages, as tcp://host:5557; one for each replica in their order, "
-        "then for each prefill; needs tokenizer and page_size; default: what was sent is thought to be there",
-    )  # fmt: skip
-    page_size: int = knob(64, "tokens of a page, as the replicas have it")
-    cache_tokens: int = knob(1 << 18, "tokens that a replica's cache is thought to hold without kv_events")
-    max_in_flight: int = knob(64, "requests of a replica at a time; others wait here")
-    attempts: int = knob(3, "replicas that a request is sent to at most, one after the other")
-    resume: bool = knob(
-        True, "let answers of a replica that is lost go on in another; only for duetto's servers"
+        (),
+        "address of a server that prefills for the replicas, and its kv_address, as "
+        "http://host:8001=host:14579",
     )
-    health_period: float = knob(1.0, "seconds between looks at a replica's health")
-    health_timeout: float = knob(5.0, "seconds that its answer may take; a replica that misses two is lost")
-    max_absence: float = knob(
-        30.0, "seconds that requests wait while no replica is there; then they end with 503"
+    tokenizer: str | None = knob(
+        None,
+        "folder of the replicas' tokenizer, to compare prompts by tokens as they do; default: by characters",
+    )
+    kv_events: Sequence[str] | None = knob(
+        None,
+        "endpoint of a replica's KV cache events, as tcp://host:5557: one for each replica, then for each "
+        "prefill; needs tokenizer and page_size; default: a replica is assumed to cache what it was sent",
+    )
+    page_size: int = knob(64, "tokens of a page of the KV cache, as in the replicas")
+    cache_tokens: int = knob(1 << 18, "tokens that a replica's cache is assumed to hold, without kv_events")
+    max_in_flight: int = knob(64, "maximum requests in a replica at once; others wait in the router")
+    max_attempts: int = knob(3, "maximum replicas that a request is sent to", formerly="attempts")
+    resume: bool = knob(
+        True, "failover: resume streams of a lost replica on another; for duetto's servers only"
+    )
+    health_period: float = knob(1.0, "seconds between two health checks of a replica")
+    health_timeout: float = knob(
+        5.0, "seconds for the answer to a health check; two without an answer lose the replica"
+    )
+    replica_timeout: float = knob(
+        30.0, "seconds that requests wait while no replica is available; then 503", formerly="max_absence"
     )
 
     def __post_init__(self):
-        if not self.replica:
-            raise ValueError("replica is missing: the address of a server, as http://host:8000")
+        require(bool(self.replica), "replica is missing: the address of a server, as http://host:8000")
         for url in self.replica:
-            if not REPLICA.fullmatch(url):
-                raise ValueError(f"replica {shown(url)} is not allowed: http[s]://host[:port]")
+            refusal = f"replica {shown(url)} is not allowed: http[s]://host[:port]"
+            require(REPLICA.fullmatch(url) is not None, refusal)
         for pair in self.prefill:
             url, _, address = pair.partition("=")
-            if not REPLICA.fullmatch(url) or not ADDRESS.fullmatch(address):
-                raise ValueError(f"prefill {shown(pair)} is not allowed: http[s]://host[:port]=host:port")
-        if len(set(self.servers)) < len(self.servers):
-            raise ValueError(f"replica {shown(self.servers)} is not allowed: each has another address")
+            is_pair = REPLICA.fullmatch(url) and ADDRESS.fullmatch(address)
+            refusal = f"prefill {shown(pair)} is not allowed: http[s]://host[:port]=host:port"
+            require(is_pair is not None, refusal)
+        are_different = len(set(self.servers)) == len(self.servers)
+        require(are_different, f"replica {shown(self.servers)} is not allowed: each has another address")
         self._check_events()
-        for name in ("page_size", "cache_tokens", "max_in_flight", "attempts", "health_period",
-                     "health_timeout", "max_absence"):  # fmt: skip
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} {shown(getattr(self, name))} is not allowed: more than 0")
+        sizes = "page_size", "cache_tokens", "max_in_flight", "max_attempts"
+        check_positive(self, (*sizes, "health_period", "health_timeout", "replica_timeout"))
 
     @property
     def servers(self) -> list[str]:
-        """All of them: those that answer, then those that prefill."""
+        """Addresses of all servers: those that answer, then those that prefill."""
         return [*self.replica, *(pair.partition("=")[0] for pair in self.prefill)]
 
     def _check_events(self) -> None:
         if self.kv_events is None:
             return
-        if len(self.kv_events) != len(self.servers):
-            told = f"{len(self.kv_events)} for {len(self.servers)} replicas"
-            raise ValueError(f"kv_events is not allowed {told}: one for each, in their order")
-        if self.tokenizer is None:
-            raise ValueError("kv_events is not allowed without tokenizer: events name pages by their tokens")
+        count, servers = len(self.kv_events), len(self.servers)
+        refusal = f"kv_events is not allowed {count} for {servers} replicas: one for each, in their order"
+        require(count == servers, refusal)
+        refusal = "kv_events is not allowed without tokenizer: events name pages by their tokens"
+        require(self.tokenizer is not None, refusal)
         for place in self.kv_events:
-            if not EVENTS.fullmatch(place):
-                raise ValueError(f"kv_events {shown(place)} is not allowed: tcp://host:port, or ipc://path")
+            refusal = f"kv_events {shown(place)} is not allowed: tcp://host:port, or ipc://path"
+            require(EVENTS.fullmatch(place) is not None, refusal)

@@ -1,4 +1,4 @@
-"""How an engine guesses tokens ahead: the choices of `speculative_config`, under vLLM's names."""
+"""Speculative decoding: the keys of `speculative_config`, under vLLM's names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,53 +11,51 @@ from ...sampling.token_tree import TokenTree
 
 MAX_GUESSES = 64
 METHODS = {
-    "none": "no guesses",
-    "ngram": "what followed the same tokens earlier in the request",
-    "suffix": "what followed them most often in the request and in finished outputs",
+    "none": "no speculation",
+    "ngram": "tokens that followed the same n-gram earlier in the request",
+    "suffix": "tokens that followed it most often in the request and in finished outputs",
     "draft_model": "a small model with the same tokenizer",
     "heads": "a trained head on the model's last hidden state",
-    "tree": "the likeliest guesses of a head or draft model, several a place",
+    "tree": "the likeliest tokens of a head or draft model, several at a position",
 }
 WITH_MODEL = ("draft_model", "heads", "tree")
 
 
 def choice(default: Any, methods: tuple[str, ...], help: str) -> Any:
-    """`methods` are those that the field means something to, all if there is none."""
+    """Declare a key of some `methods`, or of all if none is named."""
     return knob(default, help, methods=methods)
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """One way to guess and to verify. A method's own keys are refused with every other method.
+    """A method of drafting and verifying tokens. A method's own keys are refused with every other method.
 
     Raises ValueError (a value is not allowed) or TypeError (a wrong type or an unknown key); the message
     names the key, its value and what is allowed.
     """
 
-    method: str | None = choice(None, (), "how tokens are guessed; left out, with a model: draft_model")
-    num_speculative_tokens: int = choice(4, (), f"guesses a step at most (1..{MAX_GUESSES})")
+    method: str | None = choice(None, (), "method that drafts tokens; default with a model: draft_model")
+    num_speculative_tokens: int = choice(4, (), f"maximum draft tokens of a step (1..{MAX_GUESSES})")
     acceptance: str = choice(
-        "coupled", (), "coupled: the same tokens as without; rejection: the same distribution"
+        "coupled", (), "coupled: the same tokens as without speculation; rejection: the same distribution"
     )
     adaptive: bool = choice(
-        True, (), "let a controller shorten the guesses, to none where they cost more than they give"
+        True, (), "let a controller draft fewer tokens, or none where drafting costs more than it saves"
     )
     model: str | None = choice(None, WITH_MODEL, "folder of the draft model or of the heads")
-    prompt_lookup_max: int | None = choice(
-        None, ("ngram",), "longest run of tokens that is looked up; default 3"
-    )
+    prompt_lookup_max: int | None = choice(None, ("ngram",), "longest n-gram that is looked up; default 3")
     prompt_lookup_min: int | None = choice(
-        None, ("ngram",), "shortest one; default as the longest, or 1 without either"
+        None, ("ngram",), "shortest n-gram; default as the longest, or 1 without either"
     )
-    suffix_decoding_max_tree_depth: int = choice(24, ("suffix",), "longest match that is compared")
+    suffix_decoding_max_tree_depth: int = choice(24, ("suffix",), "maximum tokens of a match")
     suffix_decoding_max_cached_tokens: int = choice(
-        100_000, ("suffix",), "tokens of finished outputs that are kept"
+        100_000, ("suffix",), "maximum tokens of finished outputs that are kept"
     )
     suffix_decoding_max_spec_factor: float = choice(
-        1.0, ("suffix",), "guesses for each token of a match, at most"
+        1.0, ("suffix",), "maximum draft tokens for each token of a match"
     )
     suffix_decoding_min_token_prob: float = choice(
-        0.1, ("suffix",), "least frequency of a guess and all before it"
+        0.1, ("suffix",), "minimum frequency of a draft token together with all before it"
     )
     speculative_token_tree: tuple[tuple[int, ...], ...] | None = choice(
         None, ("tree",), "paths of child numbers, such as [[0], [1], [0, 0]]"
@@ -68,7 +66,7 @@ class SpeculativeConfig:
 
     @cached_property
     def tree(self) -> TokenTree | None:
-        """What is guessed, where guesses branch."""
+        """The tree of draft tokens; None if a draft is a chain."""
         if self.method != "tree":
             return None
         if self.speculative_token_tree is None:
@@ -77,14 +75,14 @@ class SpeculativeConfig:
 
     @property
     def guesses(self) -> int:
-        """The most guesses of a row that can be accepted; 0 without speculation."""
+        """Maximum draft tokens of a row that can be accepted; 0 without speculation."""
         if self.method == "none":
             return 0
         return self.num_speculative_tokens if self.tree is None else self.tree.depth
 
     @classmethod
     def from_dict(cls, values: "Mapping[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig":
-        """A configuration from the keys of a JSON object; None and {} are no speculation."""
+        """Return the configuration of a JSON object; None and {} are no speculation."""
         if isinstance(values, SpeculativeConfig):
             return values
         types = get_type_hints(cls)
@@ -103,7 +101,7 @@ class SpeculativeConfig:
 
 
 def lookup(shortest: int | None, longest: int | None) -> dict[str, int]:
-    """Both ends where one or none is given: as in vLLM one stands for the other."""
+    """Return both lengths of an n-gram: as in vLLM, one that is missing equals the other."""
     if shortest is None:
         shortest, longest = (1, 3) if longest is None else (longest, longest)
     return {"prompt_lookup_min": shortest, "prompt_lookup_max": shortest if longest is None else longest}

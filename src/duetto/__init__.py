@@ -1,12 +1,15 @@
 """duetto: large language models in JAX, as pure prefill and decode steps over a donated, paged KV cache."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .compat import modules
+
 if TYPE_CHECKING:
-    from .engine.arg_utils import AsyncEngineArgs, EngineArgs
-    from .engine.async_llm_engine import AsyncLLMEngine
-    from .engine.llm_engine import LLMEngine
+    from .compat.arg_utils import AsyncEngineArgs, EngineArgs
+    from .compat.async_llm import AsyncLLMEngine
+    from .compat.llm_engine import LLMEngine
     from .inputs import PromptType, TextPrompt, TokensPrompt
     from .model.pooling import PoolingParams
     from .sampling.params import BeamSearchParams, SamplingParams
@@ -31,16 +34,18 @@ HOMES = {
         ("CompletionOutput", "Delta", "EmbeddingRequestOutput", "Logprob", "RequestOutput"),
         ".serve.text.outputs",
     ),
-    **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), ".engine.arg_utils"),
-    "LLMEngine": ".engine.llm_engine",
-    "AsyncLLMEngine": ".engine.async_llm_engine",
+    **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), ".compat.arg_utils"),
+    "LLMEngine": ".compat.llm_engine",
+    "AsyncLLMEngine": ".compat.async_llm",
     **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), ".inputs"),
 }
 
 
+modules.install(sys.modules[__name__])
+
+
 def __getattr__(name: str) -> Any:
-    """Public names are imported at their first use (PEP 562), so that `duetto --help` does not wait for
-    jax."""
+    """Import a public name at its first use (PEP 562): `duetto --help` does not wait for jax."""
     if name == "__version__":
         return import_module("importlib.metadata").version("duetto")
     if name not in HOMES:

@@ -1,4 +1,4 @@
-"""Fields of the records that users fill in: how they are declared, and how their values are converted."""
+"""Fields of records that users fill in: their declaration, and the conversion of their values."""
 
 from dataclasses import field
 from typing import Any
@@ -7,13 +7,16 @@ import msgspec
 
 
 def knob(default: Any, help: str, **about: Any) -> Any:
-    """A dataclass field with its help; `flag=False` among `about` keeps it off the command line."""
+    """Return a dataclass field with its help.
+
+    about: `flag=False` keeps it off the command line, `formerly` is its former name, `short` a short flag,
+    `several` the metavar of a flag with several values.
+    """
     return field(default=default, metadata={"help": help, **about})
 
 
 def converted(name: str, value: Any, kind: Any) -> Any:
-    """A value as a field's type (an int becomes a float, a list a tuple). Raises TypeError with the field's
-    name."""
+    """Convert a value to a field's type (int to float, list to tuple). Raises TypeError that names it."""
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:

@@ -75,7 +75,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     params = spread(config, params, layout_of(options))
     params = in_form(params, options.quantization, params.embed.dtype)
     check_experts(params)
-    params = prepared(params, options.fixed_products)
+    params = prepared(params, options.batch_invariant_matmul)
     if device.platform == "cpu":
         keep_freed()
     count = stations(params)
@@ -138,7 +138,7 @@ def may_serve_early(options: EngineOptions, params: Params) -> bool:
     """Return True if an engine may serve before all of its programs are compiled: on one device, without
     adapters, whose places are used to compare programs, and if threads see jax's settings as they are here,
     not only in a block of code."""
-    if not options.serve_while_compiling or options.enable_lora or len(devices(params)) > 1:
+    if not options.background_compilation or options.enable_lora or len(devices(params)) > 1:
         return False
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: jax.config.values).result() == jax.config.values

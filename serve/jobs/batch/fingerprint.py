@@ -12,24 +12,27 @@ from ...engine.speculation.beside import find
 from ...host.devices import default_device
 from ...llm.audit.facts import machine
 from ...options.engine import EngineOptions
+from ...options.keywords import FORMER
 from .source import file_hash
 
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".txt")
 
 # Options that decide no answer, and those that are known by more than their values.
 ELSEWHERE = (
-    "seed", "audit_log", "use_tqdm_on_load", "lora_modules", "prompt_hold", "serve_while_compiling",
+    "seed", "audit_log", "use_tqdm_on_load", "lora_modules", "max_prefill_delay", "background_compilation",
     "speculative_config", "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address",
-    "kv_transport", "kv_patience", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds",
-    "cluster_key_file",
+    "kv_transport", "kv_transfer_timeout", "node_rank", "master_addr", "master_port",
+    "distributed_timeout_seconds", "cluster_key_file",
 )  # fmt: skip
+# Journals and reports have options under the names of their first version: a rename ends no job.
+WRITTEN = {name: former for former, name in FORMER.items()}
 
 
 def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: EngineOptions) -> dict[str, str]:
     """Return hashes of the folders' contents, the engine's flags, the device, versions and settings. Raises
     OSError."""
     words = {} if tokenizer is None else {"tokenizer": contents(tokenizer)}
-    flags = {k: str(v) for k, v in asdict(options).items() if k not in ELSEWHERE}
+    flags = {WRITTEN.get(k, k): str(v) for k, v in asdict(options).items() if k not in ELSEWHERE}
     return {
         "model": contents(model),
         **words,

@@ -9,6 +9,7 @@ import msgspec
 
 from ...llm.audit.chain import START, ChainLine, read
 from ...llm.audit.facts import NEEDED
+from ...options.keywords import current_names
 
 
 class AdapterName(msgspec.Struct, frozen=True):
@@ -68,7 +69,7 @@ class Start(msgspec.Struct):
     versions: dict[int, str | None] = {}
 
     def __post_init__(self):
-        self.versions = {0: self.weights}
+        self.versions, self.options = {0: self.weights}, current_names(self.options)
         if others := sorted(self.options.keys() - set(NEEDED)):
             raise ValueError(f"options: {others[0]!r} is not allowed, a log has {', '.join(NEEDED)}")
 

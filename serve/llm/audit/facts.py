@@ -20,9 +20,9 @@ from ...text.tokenizer.tokenizer import Tokenizer
 
 # Options with which an engine runs the same requests with the same bits.
 NEEDED = (
-    "max_model_len", "kv_cache_dtype", "quantization", "fixed_products", "max_logprobs", "reproducible",
-    "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens", "page_size", "max_batched_token_mem",
-    "enable_lora", "max_loras", "max_lora_rank", "lora_modules",
+    "max_model_len", "kv_cache_dtype", "quantization", "batch_invariant_matmul", "max_logprobs",
+    "reproducible", "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens", "page_size",
+    "max_batched_token_mem", "enable_lora", "max_loras", "max_lora_rank", "lora_modules",
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
         "dtype": str(engine.params.embed.dtype),
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": str(options.quantization),
-        "fixed_products": str(options.fixed_products),
+        "fixed_products": str(options.batch_invariant_matmul),
         "shapes": ", ".join(map(str, canonical)),
         **({} if products is None else {"products": products}),
     }

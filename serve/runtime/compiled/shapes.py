@@ -116,7 +116,7 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> 
     contract decode may be narrow, and prefill on a CPU too."""
     seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
     canonical = Canonical.on(platform, options, sizes)
-    may_differ = options.reproducible and not options.fixed_products
+    may_differ = options.reproducible and not options.batch_invariant_matmul
     fewest, chunk = SMALLEST_WIDTH, SMALLEST_CHUNK
     if may_differ:
         fewest, chunk = canonical.decode.rows, canonical.prefill.tokens

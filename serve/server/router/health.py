@@ -55,7 +55,7 @@ class Health:
         now = time.monotonic()
         if any(one.is_up for one in self._line.replicas):
             self._since = now
-        elif now - self._since > self._options.max_absence:
+        elif now - self._since > self._options.replica_timeout:
             self._line.fail(HttpError(503, "no replica is there", "unavailable"))
 
     async def _probe(self, replica: Replica, path: str) -> tuple[int, str]:

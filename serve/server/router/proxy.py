@@ -162,8 +162,8 @@ class Proxy:
 
     async def _answer(self, request: ProxyRequest, job: RoutedRequest, place: int, send: Send) -> None:
         attempt = 1
-        while attempt <= self.options.attempts:
-            last = attempt == self.options.attempts
+        while attempt <= self.options.max_attempts:
+            last = attempt == self.options.max_attempts
             replica = await self._replica(request, job, place, send)
             if replica is None:
                 return

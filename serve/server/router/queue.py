@@ -60,9 +60,9 @@ class RequestQueue:
         heapq.heappush(self._places, place)
         self.advance()
         try:
-            return await asyncio.wait_for(place.seat, self._options.max_wait)
+            return await asyncio.wait_for(place.seat, self._options.queue_timeout)
         except TimeoutError:
-            reason = f"no replica was free within {self._options.max_wait:g} s"
+            reason = f"no replica was free within {self._options.queue_timeout:g} s"
             raise HttpError(503, reason, "max_wait") from None
         except asyncio.CancelledError:
             if place.seat.done() and not place.seat.cancelled() and place.seat.exception() is None:

@@ -93,7 +93,7 @@ class Service:
         self._shares = FairQueue()
         self.max_model_len = llm.engine.sizes.max_model_len
         self.lag = EventLoopLag(self._loop)
-        self._pinging = self._loop.call_later(options.ping, self._ping)
+        self._pinging = self._loop.call_later(options.keepalive_interval, self._ping)
         self._driver = Driver(llm.session, self._deliver, self._fail)
         self._preparing = TaskPreparer(llm, self._driver, self.replies)
 
@@ -135,8 +135,8 @@ class Service:
         admitted request; RequestError for what is not allowed; ClientLeft if `receive` reports a disconnect
         while grammars are compiled."""
         flows: list[StreamHandle] = []
-        end = self._loop.time() + self.options.max_wait
-        stream = OutputStream(lambda: self._leave(flows), self.options.max_unread)
+        end = self._loop.time() + self.options.queue_timeout
+        stream = OutputStream(lambda: self._leave(flows), self.options.max_stream_backlog)
         try:
             with self.under_way(), self._room(sum(task.params.n for task in tasks), is_admitted):
                 prepared = await self._prepared(tasks, is_admitted, end, receive)
@@ -263,7 +263,7 @@ class Service:
             if place.stream.is_silent:
                 place.stream.wake()
             place.stream.is_silent = True
-        self._pinging = self._loop.call_later(self.options.ping, self._ping)
+        self._pinging = self._loop.call_later(self.options.keepalive_interval, self._ping)
 
     def _late(self, flow: StreamHandle) -> None:
         if (place := self._places.pop(flow, None)) is None:
@@ -272,7 +272,7 @@ class Service:
         place.stream.fail(self._too_late())
 
     def _too_late(self) -> HttpError:
-        seconds = f"{self.options.max_wait:g} s"
+        seconds = f"{self.options.queue_timeout:g} s"
         return HttpError(503, f"nothing was generated within {seconds}", "max_wait")
 
     def _leave(self, flows: Sequence[StreamHandle]) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ....refusals import Table, among
+from ....neutral import NEUTRAL
+from ....refusals import among
 from ..outputs import CompletionOutput
 from ..tools.stream_reader import ToolCallStart
 from .errors import RequestError, require
@@ -12,15 +13,6 @@ from .fields import of_response, of_text
 from .tasks import Task, task_of_body
 
 TEXT = ("input_text", "output_text", "text")  # types of parts that have text
-# Further fields, besides those of a chat, with the values that ask for nothing.
-NEUTRAL: Table = {
-    "background": (False,),
-    "include": ([],),
-    "max_tool_calls": (),
-    "reasoning": ({}, {"effort": None, "summary": None}, {"effort": None}, {"summary": None}),
-    "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
-    "truncation": ("disabled",),
-}
 KEPT = {
     "previous_response_id": "nothing is kept between requests: send the whole conversation as input",
     "conversation": "nothing is kept between requests: send the whole conversation as input",
@@ -40,8 +32,13 @@ def task_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ta
         require(name not in KEPT, name, value, KEPT.get(name, ""))
         if name == "text":
             chat |= of_text(value)
-        elif name in NEUTRAL:
-            require(among(value, NEUTRAL[name]), name, value, "only what asks for nothing is supported")
+        elif name in NEUTRAL["response"]:
+            require(
+                among(value, NEUTRAL["response"][name]),
+                name,
+                value,
+                "only what asks for nothing is supported",
+            )
         else:
             require(name not in MEANT, name, value, f"{MEANT.get(name)} is meant")
             chat[RENAMED.get(name, name)] = value

@@ -6,11 +6,10 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from ....refusals import Table
+from ....neutral import HARMLESS, NEUTRAL, Table
 from ....sampling.checks import LIMITS
 from ....sampling.params import SamplingParams
-from . import bodies, responses
-from .neutral import HARMLESS, NEUTRAL
+from . import bodies
 from .tasks import BODY, DEFAULTS
 
 Schema = dict[str, Any]
@@ -63,12 +62,12 @@ FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
 def body_of(form: str, defaults: Mapping[str, Any]) -> Body:
     """Return the body of a completion, a chat or a response, with default sampling parameters."""
     name, records, example = FORMS[form]
-    table = {**NEUTRAL, **(responses.NEUTRAL if form == "response" else {})}
+    table = {**NEUTRAL["body"], **(NEUTRAL["response"] if form == "response" else {})}
     own = {**DEFAULTS["completion" if form == "completion" else "chat"], **defaults}
     return Body(name, records, example, without_effect(table), own, closed=True)
 
 
-def without_effect(table: Table = NEUTRAL) -> dict[str, Schema]:
+def without_effect(table: Table = NEUTRAL["body"]) -> dict[str, Schema]:
     """Return fields that are accepted without effect, with the values that a table allows."""
     neutral = {
         name: {"enum": [*values, None], "description": "accepted as far as it asks for nothing"}

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from ....model.pooling import PoolingParams
+from ....neutral import HARMLESS, NEUTRAL
 from ....refusals import among, nearest
 from ....sampling.params import SamplingParams
 from ..tokenizer.chat import ChatTemplateError, apply_chat, check_messages
@@ -18,7 +19,6 @@ from .bodies import ChatFields, CompletionFields, FormatFields, ToolFields, name
 from .dialect import Dialect
 from .errors import RequestError, flag, require
 from .fields import toolbox_of, with_structured
-from .neutral import HARMLESS, NEUTRAL
 
 Form = Literal["plain", "completion", "chat", "embedding"]
 MAX_CHOICES = 128  # completions of one request: OpenAI's limit
@@ -126,9 +126,9 @@ def with_effect(given: dict[str, Any], known: frozenset[str], others: frozenset[
     for a field of the neutral table that asks for something."""
     fields = {}
     for name, value in given.items():
-        if name in NEUTRAL and name not in known | others:
-            allowed = " or ".join(json.dumps(x) for x in NEUTRAL[name])
-            require(among(value, NEUTRAL[name]), name, value, f"only {allowed} is supported")
+        if name in NEUTRAL["body"] and name not in known | others:
+            allowed = " or ".join(json.dumps(x) for x in NEUTRAL["body"][name])
+            require(among(value, NEUTRAL["body"][name]), name, value, f"only {allowed} is supported")
         elif name not in HARMLESS | others:
             fields[name] = value
     return fields

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ....refusals import Table, check_neutral
+from ....neutral import without_neutral
 from .added import content
 from .hiding import without_mark
 from .lengths import Measure, measure_of
@@ -30,19 +30,13 @@ if TYPE_CHECKING:
 
 HELD = 4096  # characters; encoding a longer text releases the interpreter lock
 Encode = Callable[[str, bool, str], list[int]]
-# Keywords of Transformers' tokenizers, with the values that ask for nothing.
-NEUTRAL: Table = {
-    "text_pair": (None,),
-    "padding": (False, None, "do_not_pad"),
-    "truncation": (False, None, "do_not_truncate"),
-    "max_length": (None,),
-    "return_tensors": (None,),
-    "return_attention_mask": (True, None),
-    "return_assistant_tokens_mask": (False,),
-    "tokenizer_kwargs": (None, {}),
-    "clean_up_tokenization_spaces": (False, None),
-}
 LONG = 100_000  # characters; a shorter text is tokenized to count its tokens
+
+
+def check_all_neutral(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of Transformers that asks for something, TypeError for any other."""
+    if others := without_neutral("tokenizer", options):
+        raise TypeError(f"unknown argument {next(iter(others))!r}")
 
 
 class Encoding(dict[str, Any]):
@@ -171,7 +165,7 @@ class Tokenizer:
     ) -> Encoding:
         """Return `input_ids` and `attention_mask` of a text, or lists of them for several texts. Raises
         ValueError for padding, truncation and tensors, which are not supported."""
-        refuse_all(neutral)
+        check_all_neutral(neutral)
         if isinstance(text, str):
             return encoding(self.encode(text, add_special_tokens))
         return encoding([self.encode(one, add_special_tokens) for one in text])
@@ -245,7 +239,7 @@ class Tokenizer:
 
         options |= {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
         options |= {"tools": tools}
-        variables = refuse(options)
+        variables = without_neutral("tokenizer", options)
         several = isinstance(conversation, list) and conversation and isinstance(conversation[0], list)
         each = conversation if several else [conversation]
         if not tokenize:
@@ -260,7 +254,7 @@ class Tokenizer:
     def decode(self, ids: Any, skip_special_tokens: bool = False, **neutral: Any) -> Any:
         """Return the text of token ids, or of one; ids outside the vocabulary are left out. For lists of ids,
         return a list of texts."""
-        refuse_all(neutral)
+        check_all_neutral(neutral)
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
         ids = [ids] if isinstance(ids, int) else list(ids)
         if ids and not isinstance(ids[0], Integral):
@@ -323,19 +317,3 @@ def encoding(ids: list[Any]) -> Encoding:
     several = bool(ids) and isinstance(ids[0], list)
     mask = [[1] * len(one) for one in ids] if several else [1] * len(ids)
     return Encoding(input_ids=ids, attention_mask=mask)
-
-
-def refuse(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are not Transformers' own. Raises ValueError for one of these that asks for
-    something."""
-    for name, value in options.items():
-        if name in NEUTRAL:
-            check_neutral(name, value, NEUTRAL)
-    return {name: value for name, value in options.items() if name not in NEUTRAL}
-
-
-def refuse_all(options: Mapping[str, Any]) -> None:
-    """Raise as `refuse`, and TypeError for an option that Transformers does not have."""
-    others = refuse(options)
-    if others:
-        raise TypeError(f"unknown argument {next(iter(others))!r}")

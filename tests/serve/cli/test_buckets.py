@@ -80,7 +80,9 @@ def test_a_rehearsal_takes_the_steps_that_an_engine_takes(longest: int, kinds: i
     steps = list(rehearse(work, EngineOptions(**sizes)))
     assert sum(step.tokens for step in steps) == sum(p for p, _ in work)
     model = random_model("tiny")
-    with LLM.from_params(model.config, model.params, reproducible=False, prompt_hold=0.0, **sizes) as llm:
+    with LLM.from_params(
+        model.config, model.params, reproducible=False, max_prefill_delay=0.0, **sizes
+    ) as llm:
         tokens_of(llm, work, temperature=0.0)
         taken = llm.report()["steps"]
     names = [f"prefill[{n // 32},32]" for step in steps for n in step.shared]

@@ -2,15 +2,17 @@
 vLLM's names."""
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict, fields, replace
 from importlib import import_module
 
 import pytest
 
 from duetto import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
+from duetto.compat.argparse_utils import FlexibleArgumentParser
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.keywords import OWN, engine_options
-from duetto.utils.argparse_utils import FlexibleArgumentParser
 
 NAMES = {
     "sampling_params": "BeamSearchParams RequestOutputKind SamplingParams",
@@ -112,3 +114,18 @@ def test_prompts_are_mappings():
 def test_a_name_that_asks_for_what_is_not_here_says_what():
     with pytest.raises(ImportError, match="StructuredOutputsParams has taken its place"):
         from duetto.sampling_params import GuidedDecodingParams  # noqa: F401
+
+
+def test_vllms_modules_are_found_without_jax_and_their_classes_can_be_pickled():
+    code = """
+import sys
+import duetto.v1.engine.async_llm, duetto.utils
+from importlib.util import find_spec
+assert find_spec("duetto.entrypoints.llm") and not hasattr(duetto.outputs, "__all__")
+assert "jax" not in sys.modules
+import pickle
+from duetto.engine.arg_utils import EngineArgs
+assert pickle.loads(pickle.dumps(EngineArgs("m", seed=3))) == EngineArgs("m", seed=3)
+assert duetto.v1.engine.async_llm.AsyncLLM is duetto.AsyncLLMEngine
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

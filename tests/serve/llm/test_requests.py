@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from duetto import LLM, SamplingParams
-from duetto.engine.llm_engine import LLMEngine
+from duetto import LLM, LLMEngine, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 LONG = replace(GREEDY, max_tokens=60)

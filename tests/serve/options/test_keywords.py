@@ -12,12 +12,11 @@ from duetto.checkpoints.folders import overridden
 from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.kinds import GroupedQuery
-from duetto.sampling.neutral import NEUTRAL
+from duetto.neutral import EFFECTLESS, NEUTRAL
 from duetto.serve.engine.startup.folder import DEMO, load_folder
 from duetto.serve.engine.startup.origin import Origin
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.keywords import OTHER_NAMES, engine_options
-from duetto.serve.options.neutral import EFFECTLESS, VALUES
 
 USUAL = {
     "max_num_seqs": None, "enable_prefix_caching": None, "seed": None, "enable_chunked_prefill": False,
@@ -31,14 +30,14 @@ USUAL = {
 
 def test_what_asks_for_nothing_changes_nothing():
     assert engine_options(USUAL) == EngineOptions(load_format="safetensors", hf_overrides={}, max_loras=4)
-    everything = {name: values[0] for name, values in VALUES.items() if values} | EFFECTLESS
+    everything = {name: values[0] for name, values in NEUTRAL["engine"].items() if values} | EFFECTLESS
     assert engine_options(everything) == EngineOptions()
-    assert engine_options(dict.fromkeys([*VALUES, *EFFECTLESS, *OTHER_NAMES])) == EngineOptions()
+    assert engine_options(dict.fromkeys([*NEUTRAL["engine"], *EFFECTLESS, *OTHER_NAMES])) == EngineOptions()
 
 
 def test_no_name_is_in_two_tables():
     ours = set(vars(EngineOptions()))
-    assert not set(VALUES) & set(EFFECTLESS) and not ours & {*VALUES, *EFFECTLESS}
+    assert not set(NEUTRAL["engine"]) & set(EFFECTLESS) and not ours & {*NEUTRAL["engine"], *EFFECTLESS}
 
 
 @pytest.mark.parametrize(
@@ -169,10 +168,10 @@ def test_positions_are_vllms():
 
 
 def test_neutral_sampling_parameters_are_accepted_and_no_others():
-    neutral = {name: values[0] for name, values in NEUTRAL.items()}
+    neutral = {name: values[0] for name, values in NEUTRAL["sampling"].items()}
     params = SamplingParams(**neutral, temperature=0.5)
     assert params == SamplingParams(temperature=0.5)
-    assert {name: getattr(params, name) for name in NEUTRAL} == neutral
+    assert {name: getattr(params, name) for name in NEUTRAL["sampling"]} == neutral
     params.extra_args = {}
     with pytest.raises(ValueError, match="truncate_prompt_tokens=5 is not supported: only None"):
         SamplingParams.from_dict({"truncate_prompt_tokens": 5})

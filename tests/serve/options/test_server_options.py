@@ -10,7 +10,7 @@ REFUSED = [
     ({"port": 65536}, "port 65536 is not allowed"),
     ({"served_model_name": ["demo", ""]}, "served_model_name '' is not allowed"),
     ({"max_queued": 0}, "max_queued 0 is not allowed: more than 0"),
-    ({"max_wait": float("nan")}, "max_wait nan is not allowed"),
+    ({"queue_timeout": float("nan")}, "queue_timeout nan is not allowed"),
     ({"allowed_origins": ["https://a.example/"]}, "allowed_origins 'https://a.example/' is not allowed"),
     ({"allowed_origins": ["a.example"]}, "allowed_origins 'a.example' is not allowed"),
     ({"allowed_origins": ['["*"]']}, "scheme://host"),

@@ -21,7 +21,7 @@ KEYS = "first-key", "second-key"
 LIMIT = 600.0  # seconds: a server that hangs fails a test
 OPTIONS = [
     "--port", "0", "--max-num-seqs", "8", "--max-prefill-tokens", "64", "--max-model-len", "256",
-    "--page-size", "16", "--prompt-hold", "0", "--no-serve-while-compiling",
+    "--page-size", "16", "--max-prefill-delay", "0", "--no-background-compilation",
 ]  # fmt: skip
 
 

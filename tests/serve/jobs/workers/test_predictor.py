@@ -10,7 +10,7 @@ from duetto import SamplingParams
 from duetto.ray import ERROR, Predictor, ProcessorConfig, finished
 
 SIZES = {"max_num_seqs": 4, "max_prefill_tokens": 32, "max_model_len": 128, "page_size": 16}
-OWN: dict[str, Any] = SIZES | {"prompt_hold": 0.0, "serve_while_compiling": False}
+OWN: dict[str, Any] = SIZES | {"max_prefill_delay": 0.0, "background_compilation": False}
 
 
 class Frame(dict):

@@ -125,7 +125,7 @@ def test_the_other_engine_may_fail(one, pair, monkeypatch, caplog):
         ({"kv_role": "both", "enable_prefix_caching": False}, "without enable_prefix_caching: pages have no"),
         ({"kv_role": "both", "kv_transport": "nixl"}, "kv_transport 'nixl' is not allowed with kv_role both"),
         ({"kv_transport": "rdma"}, "kv_transport 'rdma' is not allowed: shared_memory, tcp, nixl, or None"),
-        ({"kv_patience": -1.0}, "kv_patience -1.0 is not allowed: 0 or more seconds"),
+        ({"kv_transfer_timeout": -1.0}, "kv_transfer_timeout -1.0 is not allowed: 0 or more seconds"),
     ],
 )
 def test_what_cannot_be_is_refused(options, why):

@@ -73,7 +73,7 @@ def test_wide_prefills_for_an_h200_are_alike_and_narrow_decodes_are_not():
 @pytest.mark.extras
 def test_fixed_products_are_alike_at_every_number_of_rows():
     plan = job_for(found_target("h200"), "8b")
-    plan = dataclasses.replace(plan, options=EngineOptions(fixed_products=True))
+    plan = dataclasses.replace(plan, options=EngineOptions(batch_invariant_matmul=True))
     shapes = Shape("decode", 64, 1), Shape("decode", 128, 1), Shape("prefill", 1, 512)
     rows = [make_row(plan, abstract_arguments(plan), shape) for shape in shapes]
     found = {str(row.shape): row.facts.products for row in rows if row.facts}

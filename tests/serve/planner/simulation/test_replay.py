@@ -73,7 +73,7 @@ def workload() -> list[TraceEntry]:
 def real() -> Iterator[tuple[Engine, EngineOptions]]:
     options = EngineOptions(
         max_num_seqs=4, page_size=16, max_model_len=160, max_prefill_tokens=64, max_batched_token_mem=320,
-        reproducible=False, serve_while_compiling=False,
+        reproducible=False, background_compilation=False,
     )  # fmt: skip
     engine = start_engine(TINY, init(jax.random.key(0), decoder_spec(TINY), "float32"), options)
     yield engine, options

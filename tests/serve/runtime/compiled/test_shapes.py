@@ -46,8 +46,8 @@ def test_fixed_products_let_an_accelerator_be_as_narrow_as_a_cpu_under_the_contr
     load = {"max_num_seqs": 64, "max_prefill_tokens": 512}
     cpu = shapes("cpu", **load)
     wide = {"prefill": [s for s in cpu["prefill"] if s not in ((2, 32), (4, 32))]}
-    assert shapes("gpu", **load, fixed_products=True) == cpu | wide
-    assert shapes("cpu", **load, fixed_products=True) == shapes("cpu", **load)
+    assert shapes("gpu", **load, batch_invariant_matmul=True) == cpu | wide
+    assert shapes("cpu", **load, batch_invariant_matmul=True) == shapes("cpu", **load)
 
 
 def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
@@ -75,8 +75,8 @@ def test_canonical_shapes_are_in_the_table(seats: int, prefill: int):
     options = EngineOptions(max_num_seqs=seats, max_prefill_tokens=prefill)
     sizes = Sizes(4096, seats, (64,), 64)
     buckets = tuple(sorted({64, round_up(prefill, 64)}))
-    others = replace(options, prefill_buckets=buckets), replace(options, fixed_products=True)
-    both = replace(options, prefill_buckets=buckets, fixed_products=True)
+    others = replace(options, prefill_buckets=buckets), replace(options, batch_invariant_matmul=True)
+    both = replace(options, prefill_buckets=buckets, batch_invariant_matmul=True)
     for platform, chosen in product(("cpu", "gpu", "tpu"), (options, *others, both)):
         canonical = Canonical.on(platform, chosen, sizes)
         assert set(canonical) <= set(table(chosen, sizes, True, platform))

@@ -23,7 +23,7 @@ RANK = Path(__file__).with_name("rank.py")
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 70, 3))]
 SMALL: dict[str, Any] = {  # a cache of one request's length for two that run: they preempt each other
     "max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 2, "max_prefill_tokens": 64,
-    "page_size": 16, "tensor_parallel_size": 2, "prompt_hold": 0.0,
+    "page_size": 16, "tensor_parallel_size": 2, "max_prefill_delay": 0.0,
 }  # fmt: skip
 MIXTURE = {
     "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 48, "intermediate_size": 64,

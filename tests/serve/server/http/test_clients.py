@@ -12,8 +12,8 @@ import pytest
 from duetto import LLM, PoolingParams, SamplingParams
 
 OPTIONS = {
-    "max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16, "prompt_hold": 0.0,
-    "serve_while_compiling": False,
+    "max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16,
+    "max_prefill_delay": 0.0, "background_compilation": False,
 }  # fmt: skip
 TEXTS = ["def add(a, b):", "import os\n", "class Stack:", "for i in range("]
 ASKED: list[dict[str, Any]] = [

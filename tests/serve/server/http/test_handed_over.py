@@ -22,7 +22,7 @@ from duetto.serve.runtime.multihost.supervisor import free_port
 
 SMALL = [
     "--max-num-seqs", "4", "--max-prefill-tokens", "32", "--max-model-len", "256", "--page-size", "16",
-    "--prompt-hold", "0", "--no-serve-while-compiling", "--quiet",
+    "--max-prefill-delay", "0", "--no-background-compilation", "--quiet",
     "--max-batched-token-mem", "1024",  # the least recently used pages are soon written over
 ]  # fmt: skip
 FORKS = get_context("forkserver")

@@ -54,7 +54,7 @@ def routing() -> Callable[..., None]:
 
 
 async def routed(test: Callable[[Router], Awaitable[None]], count: int, keys: list[str], given: dict) -> None:
-    limits = {name: given.pop(name) for name in ("max_queued", "max_wait") if name in given}
+    limits = {name: given.pop(name) for name in ("max_queued", "queue_timeout") if name in given}
     server = ServerOptions(**limits)
     helpers = given.pop("prefills", 0)  # the last of the fakes, at addresses p:0, p:1 and so on
     fakes = [await FakeReplica().start() for _ in range(count + helpers)]

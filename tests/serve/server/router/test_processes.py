@@ -55,7 +55,7 @@ class Process:
 
 
 def replica_at(port: int, *words: str) -> Process:
-    own = ["--port", str(port), "--quiet", "--prompt-hold", "0", "--no-serve-while-compiling"]
+    own = ["--port", str(port), "--quiet", "--max-prefill-delay", "0", "--no-background-compilation"]
     return Process("serve", *SIZES, *own, *words)
 
 

@@ -71,7 +71,7 @@ def test_what_is_known_of_a_replica_may_be_old(routing, known, now):
             router.replicas[0].is_ready = True
         assert router.fakes[0].asked and router.proxy.resumed == len(router.fakes[0].asked)
 
-    routing(test, count=5, health_period=60.0, attempts=2)
+    routing(test, count=5, health_period=60.0, max_attempts=2)
 
 
 @pytest.mark.parametrize("realm", ["one", ""])

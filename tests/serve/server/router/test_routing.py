@@ -101,7 +101,8 @@ def test_one_that_cannot_be_saved_ends_with_an_error(routing):
         text = await router.words()
         events = [json.loads(part[6:]) for part in text.split("\n\n") if part.startswith("data: ")]
         assert (
-            "went away" in events[-1]["error"]["message"] and len(events) == 1 + router.proxy.options.attempts
+            "went away" in events[-1]["error"]["message"]
+            and len(events) == 1 + router.proxy.options.max_attempts
         )
         reply = await router.client.post("/v1/completions", json={"prompt": "x"})
         assert reply.status_code == 502 and reply.json()["error"]["code"] == "replica_lost"
@@ -221,7 +222,7 @@ def test_nobody_waits_for_ever(routing):
         reply = await router.client.post("/v1/completions", json={"prompt": "x"})
         assert reply.status_code == 503 and "no replica is there" in reply.json()["error"]["message"]
 
-    routing(test, count=1, max_absence=0.3, health_timeout=0.05)
+    routing(test, count=1, replica_timeout=0.3, health_timeout=0.05)
 
 
 def test_a_router_that_ends_finishes_what_is_under_way(routing):

@@ -12,10 +12,10 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from duetto import SamplingParams
+from duetto.neutral import HARMLESS, NEUTRAL
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.http.main import app
 from duetto.serve.server.streams.completion_request import parse_completion, parse_response
-from duetto.serve.text.openai.neutral import HARMLESS, NEUTRAL
 from duetto.serve.text.openai.tasks import BODY
 
 FORMS: list[tuple[Any, str]] = [
@@ -71,7 +71,7 @@ def test_references_lead_somewhere(document):
 @pytest.mark.parametrize("form, path", FORMS)
 def test_fields_are_those_that_are_read(document, form, path):
     found = fields(document, path)
-    assert found.keys() >= BODY | NEUTRAL.keys() | HARMLESS | {"model", "stream", "stream_options"}
+    assert found.keys() >= BODY | NEUTRAL["body"].keys() | HARMLESS | {"model", "stream", "stream_options"}
     post = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     read = parse_response if form == "response" else partial(parse_completion, form)
     for name, schema in found.items():

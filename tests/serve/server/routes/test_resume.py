@@ -35,7 +35,7 @@ ASKED = {
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     sizes: Any = {"max_num_seqs": 4, "max_prefill_tokens": 32, "max_model_len": 128, "page_size": 16}
-    with LLM(prompt_hold=0.0, serve_while_compiling=False, use_tqdm_on_load=False, **sizes) as llm:
+    with LLM(max_prefill_delay=0.0, background_compilation=False, use_tqdm_on_load=False, **sizes) as llm:
         yield llm
 
 

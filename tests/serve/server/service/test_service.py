@@ -113,7 +113,7 @@ def test_a_slow_reader_costs_others_nothing(monkeypatch):
             with pytest.raises(HttpError, match="4 pieces wait"):
                 await anext(slow.stream.pieces())
 
-    run(test, monkeypatch, max_unread=4)
+    run(test, monkeypatch, max_stream_backlog=4)
 
 
 def test_nothing_waits_for_an_engine_that_has_failed(monkeypatch, capsys):
@@ -128,7 +128,7 @@ def test_nothing_waits_for_an_engine_that_has_failed(monkeypatch, capsys):
             async with service.call([task()], ""):
                 pass
 
-    run(test, monkeypatch, max_wait=0.01)
+    run(test, monkeypatch, queue_timeout=0.01)
     assert "RuntimeError: boom" in capsys.readouterr().err
 
 
@@ -139,7 +139,7 @@ def test_who_waits_too_long_is_told(monkeypatch):
                 await anext(call.stream.pieces())
         assert told.value.status == 503 and driver.left == call.flows
 
-    run(test, monkeypatch, max_wait=0.01)
+    run(test, monkeypatch, queue_timeout=0.01)
 
 
 def test_clients_with_keys_get_equal_shares(monkeypatch):
@@ -212,7 +212,7 @@ def test_the_longest_wait_counts_from_the_arrival(monkeypatch):
                 pass
         goes_on.set()
 
-    run(test, monkeypatch, max_wait=0.05)
+    run(test, monkeypatch, queue_timeout=0.05)
 
 
 def test_the_end_comes_when_all_calls_have_ended(monkeypatch):

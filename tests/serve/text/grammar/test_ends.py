@@ -12,7 +12,7 @@ PROMPT, COUNT = "def f(x):", 24
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(max_num_seqs=8, max_model_len=128, serve_while_compiling=False) as own:
+    with LLM(max_num_seqs=8, max_model_len=128, background_compilation=False) as own:
         yield own
 
 

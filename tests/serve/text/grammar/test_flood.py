@@ -19,7 +19,7 @@ PRIMES = (999979, 999983, 999961, 999959, 999953, 999931, 999917, 999907)
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(max_num_seqs=8, max_model_len=128, serve_while_compiling=False, prompt_hold=0.0) as own:
+    with LLM(max_num_seqs=8, max_model_len=128, background_compilation=False, max_prefill_delay=0.0) as own:
         yield own
 
 
@@ -65,7 +65,7 @@ def test_the_longest_wait_counts_from_the_arrival(llm):
     """A grammar for which no request waits any more is compiled no further."""
 
     async def served() -> None:
-        service = Service(llm, ServerOptions(max_wait=0.5), {})
+        service = Service(llm, ServerOptions(queue_timeout=0.5), {})
         flood = [asyncio.ensure_future(seconds(service, task(n))) for n in PRIMES[:4]]
         began = time.monotonic()
         found = await asyncio.gather(*flood, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""What is reported of a request on its way: all so far, what is new, or only its end."""
+"""Reports of a running request: all tokens so far, the new ones, or only the end."""
 
 from dataclasses import dataclass, replace
 
@@ -10,7 +10,7 @@ from ..serve.text.outputs import CompletionOutput, RequestOutput
 
 @dataclass
 class Progress:
-    """How much of one request was reported. `kind` is its sampling parameters' `output_kind`."""
+    """Tokens of one request that were reported. `kind` is its sampling parameters' `output_kind`."""
 
     kind: RequestOutputKind
     generated: int = 0  # tokens of all its completions
@@ -34,7 +34,7 @@ class Progress:
 
 
 def since(output: CompletionOutput, place: tuple[int, int]) -> CompletionOutput:
-    """What a completion has beyond a number of tokens and of characters."""
+    """Return a completion without its first tokens and characters."""
     tokens, characters = place
     logprobs = None if output.logprobs is None else output.logprobs[tokens:]
     return replace(

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..serve.options.flags import json_or_text
+
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """Takes `--max_model_len` for `--max-model-len` and the other way round, `--config FILE` (YAML or JSON,
-    from option to value; what the command line says counts more), and `--option.a.b VALUE` for a part of an
-    option that is JSON."""
+    """Accepts `--max_model_len` for `--max-model-len` and the reverse, and `--option.a.b VALUE` for a part of
+    a JSON option. `--config FILE` reads options from YAML or JSON; the command line has precedence."""
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Iterable[str] | None = None, namespace: Any = None
@@ -23,7 +24,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         )
 
     def _spelled(self, word: str) -> str:
-        """An option's name as it was added, if one of its spellings was."""
+        """Return a word with its option spelled as it was added, if it was."""
         name, equals, value = word.partition("=")
         name, dot, path = name.partition(".")
         if name.startswith("--"):
@@ -32,17 +33,13 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return name + dot + path + equals + value
 
     def _configured(self, words: list[str]) -> list[str]:
-        """The options of a file that `--config` names, before the words beside it."""
+        """Return the options of the file that `--config` names, then all other words."""
         if "--config" in self._option_string_actions:
             return words
-        for i, word in enumerate(words):
-            name, _, file = word.partition("=")
-            if name == "--config":
-                file, rest = (
-                    (file, words[i + 1 :]) if file else ("".join(words[i + 1 : i + 2]), words[i + 2 :])
-                )
-                return [*self._read(file), *words[:i], *rest]
-        return words
+        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        own.add_argument("--config")
+        found, rest = own.parse_known_args(words)
+        return rest if found.config is None else [*self._read(found.config), *rest]
 
     def _read(self, file: str) -> list[str]:
         import yaml
@@ -56,20 +53,19 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return [word for name, value in found.items() for word in self._as_words(str(name), value)]
 
     def _as_words(self, name: str, value: Any) -> list[str]:
-        """An option of a file as the command line would have it; one that is false is left out where nothing
-        says no."""
+        """Return a file's option as words of a command line; False is left out without a `--no-` flag."""
         name = name.replace("_", "-")
-        if value is False:
-            return [word for word in [f"--no-{name}"] if word in self._option_string_actions]
         if value is True:
             return [f"--{name}"]
+        if value is False:
+            return [f"--no-{name}"] if f"--no-{name}" in self._option_string_actions else []
         if isinstance(value, list):
             return [f"--{name}", *map(str, value)]
         return [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
 
 
 def joined(words: Iterable[str]) -> list[str]:
-    """Words in which the parts of an option, `--option.a.b VALUE`, are one JSON object."""
+    """Return words with the parts of an option, `--option.a.b VALUE`, joined to one JSON object."""
     kept = []
     parts = {}
     given = iter(words)
@@ -82,13 +78,5 @@ def joined(words: Iterable[str]) -> list[str]:
         place = parts.setdefault(option, {})
         for key in path[:-1]:
             place = place.setdefault(key, {})
-        place[path[-1]] = parsed(value if equals else next(given, ""))
+        place[path[-1]] = json_or_text(value if equals else next(given, ""))
     return kept + [word for option, value in parts.items() for word in (option, json.dumps(value))]
-
-
-def parsed(text: str) -> Any:
-    """A value of JSON, or the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

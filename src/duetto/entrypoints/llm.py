@@ -1,5 +1,0 @@
-"""The name of `vllm.entrypoints.llm`."""
-
-from ..serve.llm.llm import LLM
-
-__all__ = ["LLM"]

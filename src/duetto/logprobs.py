@@ -1,5 +1,0 @@
-"""The names of `vllm.logprobs`."""
-
-from .serve.text.outputs import Logprob
-
-__all__ = ["Logprob"]

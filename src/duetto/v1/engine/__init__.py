@@ -1,1 +1,0 @@
-"""Modules under the names that they have in vLLM."""

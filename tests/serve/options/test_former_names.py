@@ -1,0 +1,73 @@
+"""Options that were renamed are accepted under their former names, with a note."""
+
+import argparse
+import json
+
+import pytest
+
+from duetto import EngineArgs
+from duetto.compat.argparse_utils import FlexibleArgumentParser
+from duetto.serve.jobs.batch.fingerprint import fingerprint
+from duetto.serve.jobs.verify.claims import Start
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.options.flags import add_fields, given
+from duetto.serve.options.keywords import FORMER, engine_options
+from duetto.serve.options.router import RouterOptions
+from duetto.serve.options.server import ServerOptions
+
+ENGINE = {
+    "prompt_hold": ("max_prefill_delay", 1.5),
+    "kv_patience": ("kv_transfer_timeout", 3.0),
+    "serve_while_compiling": ("background_compilation", False),
+    "fixed_products": ("batch_invariant_matmul", True),
+}
+FLAGS = [
+    *((EngineOptions, former, *now) for former, now in ENGINE.items()),
+    (ServerOptions, "max_unread", "max_stream_backlog", 7),
+    (ServerOptions, "max_wait", "queue_timeout", 2.5),
+    (ServerOptions, "ping", "keepalive_interval", 1.0),
+    (RouterOptions, "max_absence", "replica_timeout", 4.0),
+    (RouterOptions, "attempts", "max_attempts", 2),
+]
+
+
+def test_the_engines_former_names_are_these():
+    assert {former: name for former, (name, _) in ENGINE.items()} == FORMER
+
+
+@pytest.mark.parametrize("former", ENGINE)
+def test_a_keyword(former):
+    name, value = ENGINE[former]
+    with pytest.warns(FutureWarning, match=f"{former} is now {name}"):
+        assert engine_options({former: value}) == EngineOptions(**{name: value})
+    with pytest.warns(FutureWarning, match=f"{former} is now {name}"):
+        assert getattr(EngineArgs(**{former: value}), name) == value
+    assert engine_options({former: None}) == EngineOptions()
+    with pytest.raises(TypeError, match="given under two names"):
+        engine_options({name: value, former: value})
+
+
+@pytest.mark.parametrize("record, former, name, value", FLAGS)
+def test_a_flag(record, former, name, value, capsys):
+    parser = argparse.ArgumentParser("duetto")
+    add_fields(parser, record, "options")
+    no, flag = "no-" if value is False else "", former.replace("_", "-")
+    args = parser.parse_args([f"--{no}{flag}", *([] if isinstance(value, bool) else [str(value)])])
+    assert given(record, args) == {name: value}
+    now = name.replace("_", "-")
+    assert f"duetto: --{no}{flag} is now --{no}{now}" in capsys.readouterr().err
+    assert f"--{now}" in parser.format_help() and f"--{flag}" not in parser.format_help()
+
+
+def test_a_file_of_options(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text(json.dumps({"serve_while_compiling": False, "kv-patience": 3, "fixed_products": True}))
+    args = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(["--config", str(file)])
+    found = args.background_compilation, args.kv_transfer_timeout, args.batch_invariant_matmul
+    assert found == (False, 3.0, True)
+
+
+def test_jobs_and_logs_of_before_are_those_of_now(tmp_path):
+    assert fingerprint(tmp_path, None, "auto", EngineOptions())["--fixed-products"] == "False"
+    start = Start(None, {"fixed_products": True, "page_size": 16}, {}, None, [], None)
+    assert start.options == {"batch_invariant_matmul": True, "page_size": 16}
