@@ -70,7 +70,7 @@ def report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", metavar="FILE", help="write the final report as JSON")
     parser.add_argument(
         "--log-level", default="warning", choices=("debug", "info", "warning", "error"),
-        help="least level of log lines on standard error; debug has the reason why a request waits",
+        help="minimum level of log lines on standard error; debug adds why a request waits",
     )  # fmt: skip
     parser.add_argument(
         "--explain",

@@ -1,4 +1,4 @@
-"""`duetto convert`: a model from one kind of folder into another, with a cast or quantisation on the way."""
+"""`duetto convert`: write a model in another folder format, cast or quantised if asked."""
 
 import argparse
 import json
@@ -65,7 +65,7 @@ def refuse_records(params: Decoder) -> None:
 
 
 def forget_quantization(file: Path) -> None:
-    """What `config.json` says of the source's stored weights is not so of ours."""
+    """Remove the source's quantization from `config.json`: the weights written here have another."""
     raw = json.loads(file.read_bytes())
     if raw.pop("quantization_config", None) is not None:
         file.write_text(json.dumps(raw, indent=2) + "\n")
@@ -75,9 +75,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a Hugging Face or an Orbax folder, or an id on the hub")
     parser.add_argument("target", help="a folder that does not exist yet, or is empty")
     parser.add_argument("--revision", help="branch, tag or commit of an id")
-    parser.add_argument("--download-dir", help="where models of the hub are kept (default: the hub's cache)")
-    parser.add_argument("--format", choices=FORMATS, default="orbax", help="what to write (default: orbax)")
-    parser.add_argument("--dtype", default="auto", help="auto (default), float32, bfloat16 or float16")
+    parser.add_argument("--download-dir", help="folder for downloaded models (default: the hub's cache)")
+    parser.add_argument("--format", choices=FORMATS, default="orbax", help="format to write (default: orbax)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="data type of the weights: auto (default), float32, bfloat16 or float16",
+    )
     parser.add_argument(
         "--quantization", metavar="SCHEME", help="int8, int4, fp8 or dequantize (default: as stored)"
     )

@@ -1,5 +1,4 @@
-"""The command line: what `duetto` may be asked, how it ends, and nothing else. jax is imported once a command
-is known."""
+"""The command line: subcommands and exit codes. jax is imported by the subcommand that is called."""
 
 import argparse
 import os
@@ -17,32 +16,35 @@ INTERRUPTED, BROKEN_PIPE = 130, 141  # by the shell's convention, 128 + the sign
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: its arguments and its line in the help. Its module has `add_flags(parser)`, `run(args)`,
-    and where a lost run may begin again `progress_of(args)`, whose result counts what is kept of it."""
+    """A subcommand: its arguments and its line in the help.
+
+    Its module has `add_flags(parser)` and `run(args)`. If a lost run can resume, it also has
+    `progress_of(args)`, which returns a counter of kept results.
+    """
 
     arguments: str
     help: str
 
 
 COMMANDS = {
-    "generate": Command("PROMPT", "continue one prompt and show the text as it comes"),
-    "batch": Command("INPUT OUTPUT", "answer a file of prompts; a killed job goes on where it stopped"),
-    "serve": Command("[MODEL]", "answer requests of OpenAI's API over HTTP"),
-    "verify": Command("LOG", "prove an audit log: run its requests again, and compare bits"),
-    "route": Command(
-        "--replica URL ...", "one address for several servers: prompts go where their beginnings are cached"
-    ),
-    "plan": Command("", "show shapes, memory and roofline before anything runs"),
+    "generate": Command("PROMPT", "continue one prompt and stream the text"),
+    "batch": Command("INPUT OUTPUT", "answer a file of prompts; a killed job resumes where it stopped"),
+    "serve": Command("[MODEL]", "serve OpenAI's API over HTTP"),
+    "verify": Command("LOG", "verify an audit log: run its requests again and compare bits"),
+    "route": Command("--replica URL ...", "route requests to several servers, by their cached prefixes"),
+    "plan": Command("", "show shapes, memory and roofline without running a model"),
     "bench": Command("", "measure decode, prefill and startup on this machine"),
-    "buckets": Command("INPUT", "find the padding buckets that suit a workload"),
-    "convert": Command("SOURCE TARGET", "write a model's folder as an Orbax or a Hugging Face one"),
+    "buckets": Command("INPUT", "find the best prefill buckets for a workload"),
+    "convert": Command("SOURCE TARGET", "convert a model's folder to the format of Orbax or Hugging Face"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code is 0, 1 (refused or failed, one sentence says why), 2 (usage), 75
-    (a process of a group was lost), 130 (Ctrl-C), 141 (whoever read standard output has left), or 143
-    (SIGTERM, where a command heeds it)."""
+    """Run a command line and return its exit code.
+
+    0: done. 1: refused or failed, with one sentence on standard error. 2: usage. 75: a process of a group was
+    lost. 130: Ctrl-C. 141: the reader of standard output is gone. 143: SIGTERM, if the command handles it.
+    """
     try:
         args = parse(sys.argv[1:] if argv is None else list(argv))
         code = run(args)
@@ -62,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a command here, or in processes of its own where it is to be served by several."""
+    """Run a command in this process, or in several supervised processes for --nnodes."""
     if getattr(args, "nnodes", 1) == 1 or is_supervised():
         return args.run(args)
     from .common import engine_options
 
-    engine_options(args)  # what is wrong is said once
+    engine_options(args)  # a wrong option is reported once
     rank = getattr(args, "node_rank", None)
     return supervise(args.argv, args.nnodes, rank, args.progress_of(args))
 
@@ -79,7 +81,7 @@ def sentence(error: Exception) -> str:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Only the command that is called is imported, since most of them need jax."""
+    """Parse a command line. Only the command that is called is imported: most of them need jax."""
     parser = argparse.ArgumentParser(
         "duetto", description="Generate text with large language models in JAX.", allow_abbrev=False
     )

@@ -1,4 +1,4 @@
-"""`duetto verify`: an audit log proved by running its requests again."""
+"""`duetto verify`: prove an audit log by running its requests again."""
 
 import argparse
 from dataclasses import replace
@@ -14,33 +14,34 @@ from ..options.flags import positive
 from ..options.keywords import engine_options
 from .common import model_flags
 
-FILES = ("lora_modules",)  # options of a log that name files, which the command line names instead
+FILES = ("lora_modules",)  # options that name files: taken from the command line, not from the log
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("log", help="what --audit-log has written")
+    parser.add_argument("log", help="audit log, written by --audit-log")
     model_flags(parser)
     parser.add_argument(
-        "--sample", type=positive, metavar="INT", help="so many requests, drawn at random (default: all)"
+        "--sample", type=positive, metavar="INT", help="number of requests, drawn at random (default: all)"
     )
     parser.add_argument(
-        "--lora-modules",
-        nargs="+",
-        metavar="NAME=FOLDER",
-        help="adapters that requests of the log have used",
+        "--lora-modules", nargs="+", metavar="NAME=FOLDER", help="adapters that requests of the log used"
     )
-    parser.add_argument("--head", metavar="HASH", help="a line's hash that is known from elsewhere")
+    parser.add_argument(
+        "--head",
+        metavar="HASH",
+        help="hash of a line, known from another source: fail if the log does not have it",
+    )
     parser.add_argument(
         "--anyway",
         action="store_true",
-        help="run what other versions or devices have made too: equal bits are proved, others are not",
+        help="run requests of other versions or devices too: only equal bits are a proof",
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.add_argument("--quiet", action="store_true", help="say nothing of the start")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--quiet", action="store_true", help="no progress of the start")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 where all is proved, 1 where something was altered, 2 where something cannot be told here."""
+    """Return 0 if all requests are proved, 1 if one was altered, 2 if one cannot be checked here."""
     try:
         claims = Claims.of(Path(args.log))
     except (ValueError, OSError) as error:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def proved(args: argparse.Namespace, claims: Claims) -> VerificationReport:
-    """Starts an engine as the log's latest start says. Raises ValueError where it cannot be."""
+    """Verify with an engine that has the options of the log's latest start. Raises ValueError without one."""
     from ..jobs.verify.replay import Prover
     from ..llm.llm import LLM
 
@@ -73,8 +74,8 @@ def proved(args: argparse.Namespace, claims: Claims) -> VerificationReport:
 
 
 def arguments(args: argparse.Namespace, start: Start) -> dict[str, Any]:
-    """What the engine is made with: the log's options, where flags do not say otherwise. What names files or
-    is found over the network comes from flags alone."""
+    """Return the keywords of `LLM`: the log's options, changed by flags. Files and hub ids come from flags
+    alone."""
     names = ("model", "tokenizer", "revision", "tokenizer_revision", "download_dir")
     kept = None if args.compilation_cache == "none" else args.compilation_cache
     logged = {name: value for name, value in start.options.items() if name not in FILES}
@@ -92,7 +93,7 @@ def arguments(args: argparse.Namespace, start: Start) -> dict[str, Any]:
 
 
 def check_model(given: str | None, logged: str | None) -> None:
-    """Raises ValueError where --model is missing, and the log is not of the model that ships."""
+    """Raise ValueError if --model is missing, unless the log is of the included model."""
     from ..engine.startup.folder import DEMO
 
     if given is None and logged is None:

@@ -1,5 +1,4 @@
-"""The process `duetto`, also `python -m duetto`: what must be right before anything else is imported, then
-the command line."""
+"""The process `duetto`, also `python -m duetto`: signals and streams are set before other imports."""
 
 import sys
 

@@ -4,7 +4,7 @@ from typing import TypedDict
 
 
 class ProfilerConfig(TypedDict, total=False):
-    """Where `start_profile` writes; the trace is jax.profiler's, whatever `profiler` says."""
+    """Folder that `start_profile` writes to. The trace is jax.profiler's for every `profiler`."""
 
     profiler: str | None
     torch_profiler_dir: str

@@ -1,4 +1,4 @@
-"""The one name of `vllm.distributed` that scripts of one process call."""
+"""The function of `vllm.distributed` that scripts of one process call."""
 
 import gc
 

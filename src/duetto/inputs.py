@@ -4,7 +4,7 @@ from typing import Any, NotRequired, TypedDict
 
 
 class IgnoredPromptFields(TypedDict):
-    """What a prompt of text has no use for: accepted where it asks for nothing."""
+    """Fields that a prompt of text does not use; only None is accepted."""
 
     multi_modal_data: NotRequired[None]
     mm_processor_kwargs: NotRequired[None]

@@ -1,10 +1,9 @@
-"""Batch inference on Ray, in the shape of `ray.data.llm`, and the same class for whatever else calls one with
-batches.
+"""Batch inference on Ray, in the shape of `ray.data.llm`.
 
     processor = build_processor(ProcessorConfig("Qwen/Qwen3-0.6B", concurrency=4), preprocess, postprocess)
     dataset = processor(dataset)
 
-Ray is an extra of duetto's (`pip install 'duetto[ray]'`); `Predictor` does without it.
+Ray is an extra (`pip install 'duetto[ray]'`). `Predictor` needs no Ray: any caller may give it batches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,12 +23,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ProcessorConfig:
-    """How a dataset is answered; names are those of `vLLMEngineProcessorConfig`.
+    """Configuration of a processor, under the names of `vLLMEngineProcessorConfig`.
 
-    `engine_kwargs` are keywords of `LLM`; `concurrency` the number of actors, or the least and the most;
-    `batch_size` the rows that one is given at a time; `resources` what Ray reserves for each, as
-    `{"num_gpus": 1}`; `sampling_params` those of rows that do not say otherwise. A row that is wrong ends the
-    job, unless it `should_continue_on_error`: then its column `__inference_error__` says what is wrong.
+    engine_kwargs: keywords of `LLM`. concurrency: number of actors, or minimum and maximum. batch_size: rows
+    of one call of an actor. resources: Ray resources of an actor, such as `{"num_gpus": 1}`. sampling_params:
+    defaults of the rows. should_continue_on_error: a wrong row gets its error in the column
+    `__inference_error__`; otherwise it ends the job.
     """
 
     model_source: str | None = None
@@ -42,12 +41,11 @@ class ProcessorConfig:
 
 
 class Predictor:
-    """Answers batches, columns by their names or pandas frames: what it is given comes back with the columns
-    `generated_text`, `generated_tokens`, `num_generated_tokens`, `num_input_tokens` and
-    `__inference_error__`, which is empty where all is well.
+    """Answers batches: mappings of columns, or pandas frames.
 
-    A row has `messages`, or `prompt`, or `tokenized_prompt`, and may have `sampling_params`. One without a
-    seed has its number in the batch for that.
+    Adds the columns `generated_text`, `generated_tokens`, `num_generated_tokens`, `num_input_tokens` and
+    `__inference_error__` (empty without an error). A row has `messages`, `prompt` or `tokenized_prompt`, and
+    may have `sampling_params`. The default seed is the row's number in the batch.
     """
 
     def __init__(self, config: ProcessorConfig):
@@ -107,12 +105,12 @@ class Predictor:
 
 
 def plain(value: Any) -> Any:
-    """A value without numpy's types."""
+    """Return a value without numpy's types."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def answer(output: RequestOutput | None, error: str) -> Row:
-    """The columns of a row."""
+    """Return the new columns of a row."""
     one = None if output is None else output.outputs[0]
     return {
         "generated_text": "" if one is None else one.text,
@@ -131,8 +129,8 @@ def build_processor(
     preprocess: Callable[[Row], Row] | None = None,
     postprocess: Callable[[Row], Row] | None = None,
 ) -> Callable[[Any], Any]:
-    """What makes a dataset of Ray's of another: each row goes through `preprocess`, a `Predictor` and
-    `postprocess`, which rows with an error bypass."""
+    """Return a function from dataset to dataset: rows go through `preprocess`, a `Predictor` and
+    `postprocess`, which rows with an error skip."""
 
     def processor(dataset: Any) -> Any:
         strategy = pool_of(config.concurrency)
@@ -162,8 +160,7 @@ def finished(postprocess: Callable[[Row], Row], row: Row) -> Row:
 
 
 class RayBackend:
-    """Workers as Ray's actors, for `serve/jobs/workers/remote.py`. Raises ValueError, saying what to install,
-    without Ray."""
+    """Workers that are Ray actors, for `serve/jobs/workers/remote.py`. Raises ValueError without Ray."""
 
     def __init__(self, arguments: Mapping[str, Any], options: Mapping[str, Any]):
         try:
@@ -191,7 +188,7 @@ class RayBackend:
         return found
 
     def result(self, future: Any) -> Any:
-        """Raises WorkerLost where the actor has died, and RuntimeError for what its engine raised."""
+        """Wait for a result. Raises WorkerLost if the actor died, RuntimeError for an error of its engine."""
         try:
             return self._ray.get(future)
         except self._ray.exceptions.RayActorError as error:

@@ -13,7 +13,7 @@ REFUSED = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    """Raises ImportError with the reason for a name of vLLM's that asks for what is not here."""
+    """Raise ImportError, with the reason, for a name of vLLM's that is not supported."""
     if name in REFUSED:
         raise ImportError(f"{name}: {REFUSED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
