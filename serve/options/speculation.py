@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, get_type_hints
 
+from ... import refusals
 from ...fields import converted, knob
-from ...refusals import unknown
 from ...sampling.token_tree import TokenTree
 
 MAX_GUESSES = 64
@@ -88,7 +88,7 @@ class SpeculativeConfig:
         types = get_type_hints(cls)
         for key in values or {}:
             if key not in types:
-                raise TypeError(f"speculative_config: {unknown('key', key, types)}")
+                raise TypeError(f"speculative_config: {refusals.unknown('key', key, types)}")
         items = (values or {}).items()
         given = {key: converted(f"speculative_config: {key}", value, types[key]) for key, value in items}
         if given.get("method") is None:
@@ -107,42 +107,34 @@ def lookup(shortest: int | None, longest: int | None) -> dict[str, int]:
     return {"prompt_lookup_min": shortest, "prompt_lookup_max": shortest if longest is None else longest}
 
 
-def require(ok: bool, key: str, value: Any, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"speculative_config: {key}={value!r} is not allowed: {allowed}")
-
-
 def check(c: SpeculativeConfig) -> None:
-    require(c.method in METHODS, "method", c.method, ", ".join(METHODS))
-    assert c.method is not None
+    """Raise ValueError for a value that is not allowed, or that the method does not have."""
+
+    def require(ok: bool, key: str, allowed: str) -> None:
+        refusals.require(ok, f"speculative_config: {key}={getattr(c, key)!r} is not allowed: {allowed}")
+
+    require(c.method in METHODS, "method", ", ".join(METHODS))
     for key, f in SpeculativeConfig.__dataclass_fields__.items():
         methods = f.metadata["methods"]
         unset = getattr(c, key) == f.default or not methods or c.method in methods
-        require(unset, key, getattr(c, key), f"only with method {' or '.join(methods)}")
-    k, most = c.num_speculative_tokens, f"1 to {MAX_GUESSES}"
-    require(1 <= k <= MAX_GUESSES, "num_speculative_tokens", k, most)
-    require(c.acceptance in ("coupled", "rejection"), "acceptance", c.acceptance, "coupled or rejection")
-    require(
-        c.method not in WITH_MODEL or c.model is not None,
-        "model",
-        c.model,
-        f"a folder, with method {c.method}",
-    )
+        require(unset, key, f"only with method {' or '.join(methods)}")
+    most = f"1 to {MAX_GUESSES}"
+    require(1 <= c.num_speculative_tokens <= MAX_GUESSES, "num_speculative_tokens", most)
+    require(c.acceptance in ("coupled", "rejection"), "acceptance", "coupled or rejection")
+    has_model = c.method not in WITH_MODEL or c.model is not None
+    require(has_model, "model", f"a folder, with method {c.method}")
     if c.method == "ngram":
         low, high = c.prompt_lookup_min, c.prompt_lookup_max
-        require(low is not None and low >= 1, "prompt_lookup_min", low, "1 or more")
+        require(low is not None and low >= 1, "prompt_lookup_min", "1 or more")
         ok = low is not None and high is not None and high >= low
-        require(ok, "prompt_lookup_max", high, f"at least prompt_lookup_min ({low})")
+        require(ok, "prompt_lookup_max", f"at least prompt_lookup_min ({low})")
     if c.speculative_token_tree is not None:
         try:
             nodes = TokenTree.of_paths(c.speculative_token_tree).nodes
         except ValueError as error:
             raise ValueError(f"speculative_config: speculative_token_tree: {error}") from None
-        require(
-            1 < nodes <= MAX_GUESSES + 1, "speculative_token_tree", c.speculative_token_tree, f"{most} paths"
-        )
+        require(1 < nodes <= MAX_GUESSES + 1, "speculative_token_tree", f"{most} paths")
     for key in ("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens"):
-        require(getattr(c, key) >= 1, key, getattr(c, key), "1 or more")
-    factor, share = c.suffix_decoding_max_spec_factor, c.suffix_decoding_min_token_prob
-    require(factor > 0, "suffix_decoding_max_spec_factor", factor, "above 0")
-    require(0 <= share <= 1, "suffix_decoding_min_token_prob", share, "0 to 1")
+        require(getattr(c, key) >= 1, key, "1 or more")
+    require(c.suffix_decoding_max_spec_factor > 0, "suffix_decoding_max_spec_factor", "above 0")
+    require(0 <= c.suffix_decoding_min_token_prob <= 1, "suffix_decoding_min_token_prob", "0 to 1")
