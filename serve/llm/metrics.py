@@ -1,4 +1,4 @@
-"""What an engine counts, as the metric objects that vLLM's `get_metrics` returns, under vLLM's names."""
+"""Metrics of an engine as the objects that vLLM's `get_metrics` returns, under vLLM's names."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ LABELS = {"engine": "0"}
 
 @dataclass
 class Metric:
-    """A measured quantity; `labels` tell apart those of one name."""
+    """A measured quantity; `labels` distinguish metrics of one name."""
 
     name: str
     labels: dict[str, str]
@@ -35,14 +35,14 @@ class Gauge(Metric):
 
 @dataclass
 class Vector(Metric):
-    """A counter for each place in an order."""
+    """A counter for each position."""
 
     values: list[int]
 
 
 @dataclass
 class Histogram(Metric):
-    """The number of observations, their sum, and by upper limit, the last "+Inf", how many are within."""
+    """Observations: their number, their sum, and the number up to each upper limit, the last "+Inf"."""
 
     count: int
     sum: float
@@ -50,13 +50,13 @@ class Histogram(Metric):
 
 
 def adapters_of(requests: Iterable[Request]) -> str:
-    """The names of the adapters that unfinished requests have, with commas between them."""
+    """Return the names of the adapters of unfinished requests, separated by commas."""
     return ",".join(sorted({r.adapter.name for r in requests if r.adapter and not r.finished}))
 
 
 def snapshot(engine: Engine) -> list[Metric]:
-    """All metrics of an engine now."""
-    return [*gauges(engine), *counters(engine), *guesses(engine), *histograms(engine)]
+    """Return all metrics of an engine now."""
+    return [*gauges(engine), *counters(engine), *speculation(engine), *histograms(engine)]
 
 
 def gauges(engine: Engine) -> Iterator[Gauge]:
@@ -91,7 +91,7 @@ def counters(engine: Engine) -> Iterator[Counter]:
         yield Counter("duetto:waiting_reasons", {**LABELS, "reason": reason}, steps)
 
 
-def guesses(engine: Engine) -> Iterator[Metric]:
+def speculation(engine: Engine) -> Iterator[Metric]:
     if (found := engine.speculation) is None:
         return
     values = {"drafts": found.passes, "draft_tokens": found.drafted, "accepted_tokens": sum(found.right)}
