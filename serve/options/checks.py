@@ -16,11 +16,7 @@ UNTIERED = {"swap_space": 0, "kv_disk_space": 0}
 LAYOUTS = ("tensor_parallel_size", "data_parallel_size", "pipeline_parallel_size", "nnodes")
 ROLES = ("prefill", "decode", "both")
 APART = ROLES[:2]  # roles whose engines meet at an address
-<<<<<<< HEAD
 KV_TRANSPORTS = {  # by name, a module of serve/kv/disagg and the class in it
-=======
-KV_TRANSPORTS = {  # name: a module of serve/kv/disagg and the class in it
->>>>>>> w/compat
     "shared_memory": "shared_memory:SharedMemoryTransport",
     "tcp": "tcp:TcpTransport",
     "nixl": "nixl:NixlAgent",
@@ -83,13 +79,8 @@ def check_handover(options: "EngineOptions") -> None:
     transport, size = options.kv_transport, options.tensor_parallel_size
     require(role in (None, *ROLES), f"kv_role={role!r} is not allowed: {', '.join(ROLES)}, or None")
     require(0 <= wait < math.inf, f"kv_transfer_timeout {wait} is not allowed: 0 or more seconds")
-<<<<<<< HEAD
     names = f"{', '.join(KV_TRANSPORTS)}, or None"
     require(transport in (None, *KV_TRANSPORTS), f"kv_transport {transport!r} is not allowed: {names}")
-=======
-    is_known, names = transport in (None, *KV_TRANSPORTS), ", ".join(KV_TRANSPORTS)
-    require(is_known, f"kv_transport {transport!r} is not allowed: {names}, or None")
->>>>>>> w/compat
     has_address = role not in APART or address is not None
     refusal = f"kv_role {role} is not allowed"
     require(has_address, f"{refusal} without kv_address: host:port of the prefill engine")

@@ -125,12 +125,8 @@ class EngineOptions:
     )
     kv_transport: str | None = knob(
         None,
-<<<<<<< HEAD
         "transport of pages that is tried first: shared_memory, tcp, or nixl (RDMA) if both engines have it; "
         "default: shared memory on one host, TCP between hosts",
-=======
-        "transport of pages, tried first: shared_memory, tcp, nixl; default: shared memory, then TCP",
->>>>>>> w/compat
     )
     kv_transfer_timeout: float = knob(
         10.0,

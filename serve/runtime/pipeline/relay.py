@@ -189,6 +189,7 @@ class PipelinedStep:
                 4, stage.group, run, stage.params(params), *given
             )
             parts += [part] if stage.pools else []
+        assert output is not None, "a route has a stage at least"
         news = (*news, SlotUpdate(changed(batch), handed))
         return StagedCache(tuple(parts)), StagedSlots(kept[self.route[-1].group], front, news), output
 

@@ -317,17 +317,3 @@ def encoding(ids: list[Any]) -> Encoding:
     several = bool(ids) and isinstance(ids[0], list)
     mask = [[1] * len(one) for one in ids] if several else [1] * len(ids)
     return Encoding(input_ids=ids, attention_mask=mask)
-<<<<<<< HEAD
-
-
-def _last(ids: Sequence[int], count: int, keep: Callable[[int], bool]) -> list[int]:
-    """Return the last `count` ids that are kept, in order."""
-    found: list[int] = []
-    for token_id in reversed(ids):
-        if len(found) == count:
-            break
-        if keep(token_id):
-            found.append(token_id)
-    return found[::-1]
-=======
->>>>>>> w/compat
