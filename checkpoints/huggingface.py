@@ -39,7 +39,7 @@ def load(
     shardings: Any = None,
     place: Callable[[np.ndarray, Any], Any] = place_at,
     quantization: str | None = None,
-    told: Callable[[list[ParameterGroup]], Iterable[ParameterGroup]] = iter,
+    track: Callable[[list[ParameterGroup]], Iterable[ParameterGroup]] = iter,
 ) -> tuple[ModelConfig, Decoder]:
     """The model in a Hugging Face folder: safetensors in one file, or in shards with an index.
 
@@ -47,7 +47,7 @@ def load(
     of the parameters' structure (`model.sharding`); by default everything lies on the default device. `place`
     puts one array where its sharding says; the numpy array that it gets is its to keep, and on a CPU becomes
     the parameter itself. `quantization` is one of `model.weights.compress.FORMS`: by default codes are
-    kept as they are stored, where records can hold them in less memory. `told` hears of the parts while they
+    kept as they are stored, where records can hold them in less memory. `track` wraps the parts while they
     are read. Raises CheckpointError for what is missing, surplus, misshapen, cut off or not finite.
     """
     found = find(Path(path), dtype)
@@ -62,7 +62,7 @@ def load(
         return {name: jax.tree.map(partial(put, own=where(name)), leaf) for name, leaf in arrays.items()}
 
     leaves: dict[str, Any] = {}
-    for group in told(found.in_order):
+    for group in track(found.in_order):
         leaves |= {name: compressed_at(name, leaf, plan, donate=True) for name, leaf in placed(group).items()}
     return found.config, found.tree(leaves)
 

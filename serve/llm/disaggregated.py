@@ -176,7 +176,7 @@ def begin_prefill(
     ways = transports(options.kv_transport)
     server = PrefillServer(place_of(str(options.kv_address)), ways, options.cluster_key_file)
     closing.callback(server.close)
-    session = Session(start_engine(config, params, options, told=server.renew))
+    session = Session(start_engine(config, params, options, on_realm=server.renew))
     prefills = PrefillWorker(options, config.vocab_size)
     prefills.serve(session)
     closing.callback(prefills.close)
@@ -202,7 +202,7 @@ def begin_both(config: ModelConfig, params: Decoder, options: EngineOptions, clo
     theirs = replace(alone, tensor_parallel_size=second or 1)
     prefills = PrefillWorker(ours, config.vocab_size)
     there = apart(config, params, range(first)) if first else params
-    session = Session(start_engine(config, there, ours, told=prefills.own))
+    session = Session(start_engine(config, there, ours, on_realm=prefills.own))
     closing.callback(session.close)
     prefills.serve(session)
     closing.callback(prefills.close)

@@ -84,8 +84,8 @@ def read_folder(
     shardings."""
     where = SingleDeviceSharding(where) if isinstance(where, jax.Device) else where
     if not orbax.is_orbax(path):
-        told = partial(progress.over, what="reading weights", patience=progress.PATIENCE)
-        loaded = huggingface.load(path, dtype, where, quantization=quantization, told=told)
+        track = partial(progress.over, what="reading weights", patience=progress.PATIENCE)
+        loaded = huggingface.load(path, dtype, where, quantization=quantization, track=track)
         if (kind := nested_in(path)) is not None:
             progress.say(f"of a folder of {kind} the text's model is read; what reads images is not")
         return loaded

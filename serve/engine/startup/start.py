@@ -20,7 +20,7 @@ from ...host import progress
 from ...host.devices import memory_limit
 from ...host.process import keep_freed
 from ...host.streams import warn
-from ...kv.offload.opening import Told, check, mover_of
+from ...kv.offload.opening import OnRealm, check, mover_of
 from ...kv.offload.peer import RemoteKV
 from ...options.checks import round_up
 from ...options.engine import EngineOptions
@@ -49,20 +49,20 @@ def start_engine(
     params: Decoder,
     options: EngineOptions,
     peer: RemoteKV | None = None,
-    told: Told | None = None,
+    on_realm: OnRealm | None = None,
 ) -> Engine:
     """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for other
     parameters.
 
     peer: prefill engine that computes prompts for this one.
-    told: called with the realm of the pages, if the engine sends them to others.
+    on_realm: called with the realm of the pages, if the engine sends them to others.
     """
     if options.has_tiers:
         check(options)
     with progress.telling(options.use_tqdm_on_load):
         engine = warm_engine(config, params, options)
         if options.has_tiers or peer is not None:
-            engine.attach(mover_of(options, engine.programs, engine.everything, peer, told))
+            engine.attach(mover_of(options, engine.programs, engine.everything, peer, on_realm))
     jaxcache.seal()
     return engine
 

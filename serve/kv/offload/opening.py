@@ -21,7 +21,7 @@ from .realm import realm
 from .tier import Tier, TierChain
 
 # called with the realm of the engine's pages, and the bytes of a page of each window
-Told = Callable[[bytes | None, Sequence[int]], None]
+OnRealm = Callable[[bytes | None, Sequence[int]], None]
 
 
 def check(options: EngineOptions) -> None:
@@ -65,18 +65,18 @@ def mover_of(
     programs: StepPrograms,
     params: Any,
     peer: RemoteKV | None = None,
-    told: Told | None = None,
+    on_realm: OnRealm | None = None,
 ) -> PageMover:
-    """Start a mover between the pools of programs and the tiers, of which `peer` is the last. `told` and the
-    peer get the pages' realm, now and whenever parameters are replaced."""
+    """Start a mover between the pools of programs and the tiers, of which `peer` is the last. `on_realm` and
+    the peer get the pages' realm, now and whenever parameters are replaced."""
     transfers = Transfers(programs.config, programs.like)
-    hearers = [told, peer.renew if peer else None]
+    listeners = [on_realm, peer.renew if peer else None]
 
     def reopen(params: Any) -> TierChain:
         chain = tiers_of(options, programs, params)
-        if any(hearers):
+        if any(listeners):
             named = realm(programs, params, options, options.reproducible) if are_there(params) else None
-            for hear in hearers:
+            for hear in listeners:
                 if hear is not None:
                     hear(named, transfers.page_bytes)
         return TierChain([*chain.tiers, *([peer] if peer else [])], chain.whole)

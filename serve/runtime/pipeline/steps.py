@@ -63,7 +63,7 @@ class StageStep:
         if self.stage.half == FFN:
             return None, None, None, ffn_half(params, self.config.layers[self.stage.layers.start], given)
         assert batch is not None
-        handed, inner = self._handed(params, kept, given, batch), None
+        handed, inner = self._to_next_stage(params, kept, given, batch), None
         if self.stage.half == ATTENTION and cache is not None:
             cache, handed, inner = self._attend(params.layers[-1], cache, handed, batch)
         elif cache is not None:
@@ -73,7 +73,7 @@ class StageStep:
             return cache, *self._outcome(params, slots, handed, batch)
         return (cache, None, None, handed) if inner is None else (cache, handed, None, inner)
 
-    def _handed(
+    def _to_next_stage(
         self, params: Decoder, kept: StageActivations | None, given: Any, batch: Batch
     ) -> StageActivations:
         """Return the activations before the stage's first layer."""
