@@ -38,7 +38,7 @@ from duetto.serve.text.tokenizer.detokenizer import Detokenizer
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 from duetto.serve.text.tools.stream_reader import ToolCallArguments, ToolCallStart
 from duetto.serve.text.tools.tool import Toolbox
-from duetto.serve.text.tools.tool_format import ToolParser
+from duetto.serve.text.tools.tool_parser import ToolParser
 
 pytestmark = pytest.mark.extras
 

@@ -21,7 +21,7 @@ from ..options.engine import EngineOptions
 from ..options.flags import given, json_object, positive
 from ..runtime.compiled.jaxcache import keep_compiled
 from ..runtime.multihost.rendezvous import join
-from ..text.tools.tool_parsers import format_named
+from ..text.tools.formats import format_named
 from . import common
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from ..engine.startup.folder import checked_defaults
 from ..options.engine import EngineOptions
 from ..options.flags import add_fields, given
 from ..options.server import ServerOptions
-from ..text.tools.tool_parsers import format_named
+from ..text.tools.formats import format_named
 from . import common
 
 

@@ -125,7 +125,7 @@ class EngineOptions:
     )
     kv_transport: str | None = knob(
         None,
-        "transport of pages that is tried first: shared_memory, tcp, or nixl (RDMA) if both engines have it; "
+        f"transport of pages that is tried first: {', '.join(checks.KV_TRANSPORTS)}; "
         "default: shared memory on one host, TCP between hosts",
     )
     kv_transfer_timeout: float = knob(

@@ -25,8 +25,9 @@ class PageWriter(Protocol):
         ...
 
     def settle(self, seconds: float) -> None:
-        """Wait until the page is read. Runs in another thread: `write` of the next page may come before this
-        has returned. Raises TimeoutError and other OSErrors where the page is not read."""
+        """Wait until the page is read. Runs once for each `write`, in the same order, in another thread: the
+        next `write` may come before this has returned, or begun. Raises TimeoutError or another OSError if
+        the page is not read: the connection is then closed, as for an OSError of `write`."""
         ...
 
     def close(self) -> None: ...
@@ -36,8 +37,9 @@ class PageReader(Protocol):
     """The decode engine's end."""
 
     def read(self, size: int, carried: bytes, until: float) -> Content:
-        """Return the page of `size` bytes that was written last. Raises TimeoutError where it has not come at
-        the time `until` of the monotonic clock, ValueError where it is closed or lost."""
+        """Return the page that was written last, of exactly `size` bytes; `write` has returned before.
+        Raises TimeoutError if it has not come at the time `until` of the monotonic clock, ValueError if the
+        reader is closed or the other end is lost."""
         ...
 
     def close(self) -> None: ...

@@ -20,7 +20,7 @@ from ...options.router import RouterOptions
 from ...options.server import ServerOptions
 from ...text.tokenizer.tokenizer import Tokenizer
 from ..http.lifecycle import guarded_app, run, serve_app, url
-from ..service.metrics import Exposition
+from ..service.exposition import Exposition
 from .events import Listener, ReplicaPages
 from .health import Health
 from .http import ServerAddress

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from ...llm.llm import LLM
 from ...llm.metrics import Counter, Gauge, Histogram, Metric, Vector, snapshot
 from ..service.errors import json_response
-from ..service.metrics import Exposition
+from ..service.exposition import Exposition
 from ..service.service import Service
 from .body import REALM
 from .openapi import Path

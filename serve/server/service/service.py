@@ -19,8 +19,8 @@ from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task
 from ...text.outputs import CompletionOutput, RequestOutput
 from .errors import HttpError
+from .exposition import EventLoopLag
 from .fair_queue import FairQueue
-from .metrics import EventLoopLag
 from .preparing import TaskPreparer
 from .streams import OutputStream
 

@@ -9,10 +9,10 @@ from ....checkpoints.dialects import Marks, marks_of
 from ....sampling.structured import StructuredOutputsParams
 from ..tokenizer.reasoning import Reasoning, are_special
 from ..tokenizer.tokenizer import Tokenizer
+from ..tools.formats import format_named, template_format
 from ..tools.lark import Lark
 from ..tools.tool import Toolbox
-from ..tools.tool_format import ToolFormat
-from ..tools.tool_parsers import format_named, template_format
+from ..tools.tool_parser import ToolFormat
 from .errors import RequestError
 
 

@@ -12,7 +12,7 @@ from ..outputs import CompletionOutput, Logprob, RequestOutput
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.reply_parser import ReasoningDelta, ReplyParser, call_deltas, text_of, whole_calls
 from ..tools.stream_reader import TextDelta
-from ..tools.tool_format import ToolParser
+from ..tools.tool_parser import ToolParser
 from .dialect import Dialect
 from .tasks import Task
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..tokenizer.reasoning import Reasoning
 from .stream_reader import Event, TextDelta, ToolCallArguments, ToolCallStart
-from .tool_format import ToolParser
+from .tool_parser import ToolParser
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from duetto.lora.request import LoRARequest
 from duetto.sampling.params import BeamSearchParams
 from duetto.serve.llm.metrics import Counter, Gauge, Histogram, Metric
 from duetto.serve.server.routes.state import engine_families
-from duetto.serve.server.service.metrics import Exposition
+from duetto.serve.server.service.exposition import Exposition
 from duetto.serve.text.tokenizer.chat import ChatTemplateError
 
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=6, ignore_eos=True)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from duetto import LLM, SamplingParams
+from duetto.serve.options.checks import KV_TRANSPORTS
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.report import render
 
@@ -124,7 +125,10 @@ def test_the_other_engine_may_fail(one, pair, monkeypatch, caplog):
         ({"kv_role": "both", "nnodes": 2}, "nnodes 2 is not allowed with kv_role both: only 1"),
         ({"kv_role": "both", "enable_prefix_caching": False}, "without enable_prefix_caching: pages have no"),
         ({"kv_role": "both", "kv_transport": "nixl"}, "kv_transport 'nixl' is not allowed with kv_role both"),
-        ({"kv_transport": "rdma"}, "kv_transport 'rdma' is not allowed: shared_memory, tcp, nixl, or None"),
+        (
+            {"kv_transport": "rdma"},
+            f"kv_transport 'rdma' is not allowed: {', '.join(KV_TRANSPORTS)}, or None",
+        ),
         ({"kv_transfer_timeout": -1.0}, "kv_transfer_timeout -1.0 is not allowed: 0 or more seconds"),
     ],
 )

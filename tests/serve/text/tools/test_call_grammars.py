@@ -15,11 +15,11 @@ from duetto.serve.text.grammar.grammars import Grammars
 from duetto.serve.text.openai.dialect import Dialect
 from duetto.serve.text.tokenizer.chat import render_chat
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
+from duetto.serve.text.tools.formats import FORMATS, template_format
 from duetto.serve.text.tools.reply_parser import ReasoningDelta, ReplyParser, text_of, whole_calls
 from duetto.serve.text.tools.stream_reader import TextDelta
 from duetto.serve.text.tools.tool import Tool, Toolbox
-from duetto.serve.text.tools.tool_format import ToolParser
-from duetto.serve.text.tools.tool_parsers import FORMATS, template_format
+from duetto.serve.text.tools.tool_parser import ToolParser
 
 pytest.importorskip("llguidance")
 

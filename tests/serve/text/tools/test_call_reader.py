@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from duetto.checkpoints.dialects import calls_of
 from duetto.serve.text.tokenizer.chat import render_chat
+from duetto.serve.text.tools.formats import FORMATS, format_named, template_format
 from duetto.serve.text.tools.stream_reader import (
     Event,
     TextDelta,
@@ -28,8 +29,7 @@ from duetto.serve.text.tools.stream_reader import (
     ToolCallStart,
 )
 from duetto.serve.text.tools.tool import Tool
-from duetto.serve.text.tools.tool_format import ToolParser
-from duetto.serve.text.tools.tool_parsers import FORMATS, format_named, template_format
+from duetto.serve.text.tools.tool_parser import ToolParser
 
 RAIN = Tool("rain", TOOL["function"]["parameters"])
 TYPED = Tool(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ....checkpoints.dialects import CALLS, Calls, calls_of
 from .call_forms import JsonCall, NamedJsonCall, TaggedCall
-from .tool_format import ToolFormat
+from .tool_parser import ToolFormat
 
 QWEN = TaggedCall(
     ("<function=", ">"), ("<parameter=", ">"), ("", "</parameter>"), "</function>", padding="\n", space="\n"
