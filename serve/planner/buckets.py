@@ -109,7 +109,7 @@ def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterato
     """
     longest, W = max(options.prefill_tokens, *(p + n for p, n in work)), options.page_size
     sizes = Sizes(longest, options.seats, (options.seats * (1 - -longest // W),), W)
-    options, calls = replace(options, max_model_len=longest, prompt_hold=0.0), CallLog()
+    options, calls = replace(options, max_model_len=longest, max_prefill_delay=0.0), CallLog()
     own = Simulation(PRESETS["135m"], cast(Any, None), options, sizes, calls, "cpu")
     for prompt, output in work:
         own.arrive(own.request_of(TraceEntry(0.0, prompt, output)), 0.0)
