@@ -10,7 +10,6 @@ from typing import Any
 from starlette.types import Receive
 
 from ....lora.request import LoRARequest
-from ...engine.lora.registry import Registry
 from ...llm.driver import Driver, StreamChunk, StreamHandle
 from ...llm.llm import LLM
 from ...llm.weights import realms_of
@@ -110,8 +109,8 @@ class Service:
         found = [] if registry is None else registry.requests
         return {own.lora_name: own for own in found if own.lora_name not in self.names}
 
-    def require_adapters(self) -> Registry:
-        """Raise HttpError if no adapters are served."""
+    def require_adapters(self):
+        """Return the registry of adapters. Raises HttpError if none are served."""
         if (registry := self.llm.input_processor.adapters) is None:
             raise HttpError(400, "no adapters are served: set enable_lora")
         return registry
