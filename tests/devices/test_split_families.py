@@ -55,7 +55,7 @@ def greedy(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two shapes, which neither draw nor score: half of the time that programs take to trace."""
     assert jax.device_count() == 2
     monkeypatch.setattr(start, "table", lambda *_: SHAPES)
-    monkeypatch.setattr(sampling, "choose", lambda logits, rows: sampling.argmax(logits))
+    monkeypatch.setattr(sampling, "choose", lambda logits, *_: sampling.argmax(logits))
     monkeypatch.setattr(scoring, "score_prompt", unscored)
 
 
