@@ -3,6 +3,7 @@
 import asyncio
 import queue
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
@@ -29,9 +30,17 @@ def obey(orders: Orders, wait: bool) -> bool:
 
 async def finished(work: Callable[[], T], undo: Callable[[T], None]) -> T:
     """Return the result of `work` in a thread; if this is cancelled meanwhile, `undo` gets the result."""
-    future = asyncio.ensure_future(asyncio.to_thread(work))
+    done = Future[T]()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the caller gets it
+            done.set_exception(error)
+
+    asyncio.get_running_loop().run_in_executor(None, run)
     try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        future.add_done_callback(lambda done: done.exception() or undo(done.result()))
+        return await asyncio.shield(asyncio.wrap_future(done))
+    except asyncio.CancelledError:  # the end of a loop cancels its tasks, but not the thread
+        done.add_done_callback(lambda done: done.exception() or undo(done.result()))
         raise

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -75,6 +76,7 @@ class Driver:
         self._session, self._deliver, self._failed, self._paused = session, deliver, failed, paused
         self._flows: dict[str, Any] = {}
         self._orders = Orders()
+        session.drivers.add(self)
         self._is_stopped, self.is_open = False, True
         weakref.finalize(self, self._orders.put, None)
         target = (weakref.ref(self), self._orders)
@@ -127,7 +129,7 @@ class Driver:
         loop, news = asyncio.get_running_loop(), asyncio.Queue[StreamChunk | Exception]()
 
         def put(new: StreamChunk | Exception) -> None:
-            if not loop.is_closed():  # else no coroutine is left that could read it
+            with suppress(RuntimeError):  # the loop is closed: no coroutine is left that could read it
                 loop.call_soon_threadsafe(news.put_nowait, new)
 
         flow, at_end = DrivenRequest(group, take_of(group), put), False
@@ -149,12 +151,15 @@ class Driver:
 
     def _begin(self, flow: Any) -> None:
         with self._session.turn():
-            if self._session.groups.get(flow.group.id) is flow.group:  # else it was dropped meanwhile
+            is_kept = self._session.groups.get(flow.group.id) is flow.group  # else it was dropped meanwhile
+            if is_kept or self._session.is_closed:  # the next step fails those of a closed session
                 self._flows[flow.group.id] = flow
+            if is_kept:
                 self._session.submit([flow.group])
 
     def _leave(self, flow: Any) -> None:
-        self._flows.pop(flow.group.id, None)
+        if self._flows.get(flow.group.id) is flow:  # the id of one that has ended may be another's now
+            del self._flows[flow.group.id]
         self._session.drop([flow.group])
 
     def advance(self) -> bool:

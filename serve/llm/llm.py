@@ -408,6 +408,7 @@ class LLM:
         are taken again once weights and cache are back. Raises ValueError for another tag."""
         with self.session.turn():
             self.engine.wake_up(TAGS if tags is None else tags)
+        self.session.wake()
 
     def is_sleeping(self) -> bool:
         return self.engine.is_sleeping

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ..engine.core.engine import Engine
 from ..engine.core.request import Request
@@ -49,6 +49,7 @@ class Session:
         self._to_drop: deque[RequestGroup] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
+        self.drivers = weakref.WeakSet[Any]()
         engine.on_end, engine.on_warmup = weakly(self.request_ended), weakly(self._begin_warmup)
         if engine.warmup is not None:
             engine.on_warmup(engine.warmup)
@@ -68,6 +69,15 @@ class Session:
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
         return self._engine
+
+    @property
+    def is_closed(self) -> bool:
+        return self._engine is None
+
+    def wake(self) -> None:
+        """Let drivers look again for work: the engine may step again, or requests have ended."""
+        for driver in list(self.drivers):
+            driver.wake()
 
     @property
     def count_queued(self) -> int:
@@ -255,6 +265,7 @@ class Session:
             group = self.groups.get(id)
             if group is not None:
                 self._abort(group)
+        self.wake()
 
     def _abort(self, group: RequestGroup) -> None:
         for request in group.requests:
@@ -302,6 +313,7 @@ class Session:
             engine, self._engine = self._engine, None
             if engine is not None:
                 engine.close()
+        self.wake()
 
 
 def check_mode(mode: str) -> None:

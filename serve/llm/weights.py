@@ -42,6 +42,7 @@ def update_params(session: Session, options: EngineOptions, params: Decoder, mod
             session.log.replaced(engine.weights, engine.params)
         if session.realms is not None:
             session.realms.renew(engine)
+    session.wake()
 
 
 def load_params(

@@ -108,6 +108,10 @@ class Request:
         """Key of every queue: lower priority values first, then first come, first served."""
         return self.priority, self.arrival
 
+    def __lt__(self, other: "Request") -> bool:
+        """An order for a heap of requests of equal rank: any one will do."""
+        return id(self) < id(other)
+
     @property
     def is_whole(self) -> bool:
         """True if all of its tokens have to be computed, and no page is taken from the cache."""

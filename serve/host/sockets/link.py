@@ -16,7 +16,8 @@ import msgspec
 M = TypeVar("M")
 MOST = 1 << 30  # bytes of a message
 LENGTH = struct.Struct("!I")  # bytes of the frame that follows
-KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, tries
+KEEPALIVE = {"TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, tries
+IDLE, MOST_IDLE = 10, 32_767  # seconds before the first try, and the most that Linux takes
 
 
 class Link(Generic[M]):
@@ -29,15 +30,16 @@ class Link(Generic[M]):
     def __init__(self, connection: socket.socket, seconds: float, decoder: msgspec.msgpack.Decoder[M]):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if (option := getattr(socket, name, None)) is not None:
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connection, self._sending, self._decoder = connection, threading.Lock(), decoder
         self.wait_for(seconds)
 
     def wait_for(self, seconds: float) -> None:
-        """Set the seconds that each message may take from here on."""
+        """Set the seconds that each message may take from here on; an idle end is not lost before."""
         self._seconds = seconds
+        idle = min(max(IDLE, int(seconds)), MOST_IDLE)
+        for name, value in {"TCP_KEEPIDLE": idle, **KEEPALIVE}.items():
+            if (option := getattr(socket, name, None)) is not None:
+                self._connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._connection.settimeout(seconds)
 
     def send(self, message: Any) -> None:

@@ -87,7 +87,7 @@ def is_safe(program: Path, digest: bytes | None) -> bool:
     """Return whether a program is this user's file, and has its checksum if that is known."""
     try:
         with open_file(program) as file:
-            return owned(os.fstat(file.fileno())) and digest in (None, sha256(file))
+            return owned(os.fstat(file.fileno())) and (digest is None or digest == sha256(file))
     except FileNotFoundError:  # another process has evicted it
         return True
     except OSError:  # a link, or unreadable: it is not run

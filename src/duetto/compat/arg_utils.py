@@ -61,12 +61,15 @@ class EngineArgs(Fields):
     """
 
     def __init__(self, model: str | None = None, **options: Any):
-        for name, value in options.items():
+        given = {name: value for name, value in options.items() if name not in FORMER or value is not None}
+        for name, value in given.items():
+            if name in FORMER and FORMER[name] in given:
+                raise TypeError(f"{FORMER[name]} is given under two names: {name} is the second")
             if name in FORMER:
                 warnings.warn(renamed(name, FORMER[name]), FutureWarning, stacklevel=2)
             elif name not in Fields.__dataclass_fields__:
                 check_keyword(name, value, OPTIONS)
-        super().__init__(model, **current_names(options))
+        super().__init__(model, **current_names(given))
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -79,7 +82,11 @@ class EngineArgs(Fields):
     def from_cli_args(cls, args: argparse.Namespace) -> Any:
         """Return the fields that a namespace has."""
         return cls(
-            **{name: value for name, value in vars(args).items() if name in Fields.__dataclass_fields__}
+            **{
+                name: value
+                for name, value in vars(args).items()
+                if name in {**Fields.__dataclass_fields__, **FORMER}
+            }
         )
 
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from cases.waiting import until
 from fakes.engine import ask
 
-from duetto.serve.llm.driver import DrivenRequest, Driver
+from duetto.serve.llm.driver import DrivenRequest, Driver, StreamChunk
 from duetto.serve.llm.request_group import RequestGroup, StreamCursor
 from duetto.serve.llm.session import Session
 
@@ -42,6 +43,9 @@ class Counting:
                 request.finish("length")
                 self.on_end(request)
         self.requests = [request for request in self.requests if not request.finished]
+
+    def close(self) -> None:
+        self.requests = []
 
     def abort(self, request: Any) -> None:
         if not request.finished:
@@ -134,3 +138,42 @@ def test_an_idle_driver_ends_with_its_owner():
     gc.collect()
     thread.join(60)
     assert alive() is None and not thread.is_alive()
+
+
+def test_requests_of_a_sleeping_engine_go_on_when_it_wakes(engine, session):
+    driver, engine.is_sleeping = Driver(session), True
+
+    async def slept() -> list[int]:
+        stream = asyncio.create_task(streamed(driver, session))
+        await asyncio.to_thread(until, lambda: bool(engine.requests))
+        engine.is_sleeping = False
+        session.wake()
+        return await asyncio.wait_for(stream, 60)
+
+    assert asyncio.run(slept()) == [7] * TOKENS
+    driver.stop()
+
+
+def test_a_late_leave_does_not_end_the_next_request_of_its_id(session):
+    driver, news = Driver(session), []
+    first, second = (RequestGroup("x", None, [ask([1], max_tokens=20)]) for _ in range(2))
+    flows = [DrivenRequest(group, StreamCursor(group).take, news.append) for group in (first, second)]
+    session.groups_of([lambda id: first], "x")
+    driver.begin(flows[0])
+    until(lambda: first.finished and "x" not in session.groups)
+    session.groups_of([lambda id: second], "x")
+    driver.leave(flows[0])
+    driver.begin(flows[1])
+    driver.leave(flows[0])
+    until(lambda: any(isinstance(new, StreamChunk) and new.flow is flows[1] and new.at_end for new in news))
+    driver.stop()
+
+
+def test_a_request_that_begins_as_the_session_closes_gets_an_error(session):
+    driver, news = Driver(session), []
+    group = group_in(session)
+    session.close()
+    driver.begin(DrivenRequest(group, StreamCursor(group).take, news.append))
+    until(lambda: bool(news))
+    assert isinstance(news[0], RuntimeError)
+    driver.stop()

@@ -71,3 +71,20 @@ def test_jobs_and_logs_of_before_are_those_of_now(tmp_path):
     assert fingerprint(tmp_path, None, "auto", EngineOptions())["--fixed-products"] == "False"
     start = Start(None, {"fixed_products": True, "page_size": 16}, {}, None, [], None)
     assert start.options == {"batch_invariant_matmul": True, "page_size": 16}
+
+
+def test_engine_args_take_one_name_of_an_option():
+    args = EngineArgs(batch_invariant_matmul=True, fixed_products=None)
+    assert args.batch_invariant_matmul is True
+    with pytest.raises(TypeError, match="kv_transfer_timeout is given under two names"):
+        EngineArgs(kv_transfer_timeout=5.0, kv_patience=3.0)
+    with pytest.warns(FutureWarning, match="kv_patience"):
+        assert (
+            EngineArgs.from_cli_args(argparse.Namespace(model="m", kv_patience=3.0)).kv_transfer_timeout
+            == 3.0
+        )
+
+
+def test_a_flag_of_a_list_is_json():
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    assert parser.parse_args(["--logits-processors", "[]"]).logits_processors == []
