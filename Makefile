@@ -13,8 +13,8 @@ demo: $(VENV)/demo.stamp
 	$(BIN)/duetto batch examples/prompts.jsonl $$out && \
 	$(BIN)/python examples/show_answers.py examples/prompts.jsonl $$out 3
 
-# Linters and the type checker are tests too. One that crashes ends the run: xdist would hang. Tests of several
-# devices have a run of their own, since a process has one number of them.
+# Linters are tests too, and the type checker is a repetition. One that crashes ends the run: xdist would hang.
+# Tests of several devices have a run of their own, since a process has one number of them.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 DEVICES := XLA_FLAGS=--xla_force_host_platform_device_count=4
 test: $(VENV)/test.stamp

@@ -29,7 +29,8 @@ def obey(orders: Orders, wait: bool) -> bool:
 
 
 async def finished(work: Callable[[], T], undo: Callable[[T], None]) -> T:
-    """Return the result of `work` in a thread; if this is cancelled meanwhile, `undo` gets the result."""
+    """Return the result of `work` in a thread; if this is cancelled meanwhile, `undo` gets the result,
+    also after the loop has ended."""
     done = Future[T]()
 
     def run() -> None:

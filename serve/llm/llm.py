@@ -376,7 +376,7 @@ class LLM:
         return snapshots.reset(self.session, reset_running_requests, reset_connector)
 
     def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> None:
-        """Take no steps until `resume_generation`; calls that need one raise RuntimeError, new requests wait.
+        """Take no steps until `resume_generation`; calls that need one raise RuntimeError, others wait.
         `mode` is that of `sleep`. `clear_cache` forgets the cache: kept requests are computed again."""
         self.session.settle(mode)
         with self.session.turn():
@@ -389,7 +389,8 @@ class LLM:
         self.wake_up(TAGS[-1:])
 
     def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
-        """Take no steps until `wake_up`: calls that need one raise RuntimeError. Requests may be queued.
+        """Take no steps until `wake_up`: calls that need one raise RuntimeError, queued requests and those of
+        `astream` wait.
 
         Level 0 only pauses. Level 1 moves the parameters to the host and drops the cache; level 2 drops the
         parameters too, and `update_params` has to bring others. Nothing is compiled afterwards. `mode` of

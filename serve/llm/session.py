@@ -49,7 +49,7 @@ class Session:
         self._to_drop: deque[RequestGroup] = deque()
         self._ids = itertools.count()
         self._lock, self._busy = threading.RLock(), False
-        self.drivers = weakref.WeakSet[Any]()
+        self.drivers = weakref.WeakSet[Any]()  # those that step this engine; `wake` calls them
         engine.on_end, engine.on_warmup = weakly(self.request_ended), weakly(self._begin_warmup)
         if engine.warmup is not None:
             engine.on_warmup(engine.warmup)

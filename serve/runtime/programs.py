@@ -89,4 +89,4 @@ class NullPrograms:
         return {}
 
     def close(self) -> None:
-        pass
+        """Do nothing: there is no device to free."""
