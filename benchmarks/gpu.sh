@@ -5,7 +5,8 @@
 #
 # OUTDIR is where the file goes (default: benchmarks/results). The machine needs Python with jax for CUDA; nothing of it is changed:
 # packages of duetto's that are missing are taken from a folder of wheels, or the index, into a folder that is removed. PYTHON
-# names another interpreter, XLA_FLAGS are kept and recorded. --dry runs everything on a tiny shape, on any device.
+# names another interpreter, XLA_FLAGS are kept and recorded, PARTS names the parts to measure, whose figures join those of the
+# file. --dry runs everything on a tiny shape, on any device.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 dry=()
@@ -33,10 +34,17 @@ for package in msgspec wadler_lindig jaxtyping markupsafe jinja2 tokenizers safe
 done
 
 file="$out/$(date +%F)-gpu.json"
+if [ -n "${PARTS:-}" ]; then
+  # shellcheck disable=SC2086 # a list of words
+  "$python" -m benchmarks.gpu "$file" --parts $PARTS ${dry[@]+"${dry[@]}"}
+  exit
+fi
 rm -f "$file"
-"$python" -m benchmarks.gpu "$file" --seconds 380 ${dry[@]+"${dry[@]}"}
+status=0
+"$python" -m benchmarks.gpu "$file" --seconds 380 ${dry[@]+"${dry[@]}"} || status=$?
 # another process, since both frameworks keep the memory that they take
 if "$python" -c 'import torch, transformers' 2>/dev/null; then
   XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m benchmarks.gpu "$file" --parts peers ${dry[@]+"${dry[@]}"}
 fi
 echo "written: $file"
+exit "$status"

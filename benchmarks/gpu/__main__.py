@@ -9,7 +9,9 @@ figure. `--dry` runs every part on a tiny shape on any device, to see that it ru
 import argparse
 import json
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,20 +21,24 @@ import jax
 
 from benchmarks.gpu.attention import bench_attention
 from benchmarks.gpu.checks import bench_checks
-from benchmarks.gpu.estimates import bench_estimates
+from benchmarks.gpu.estimates import bench_classes, bench_estimates
 from benchmarks.gpu.peers import bench_peers
-from benchmarks.gpu.programs import bench_decode, bench_prefill, bench_reference, bench_steps
+from benchmarks.gpu.programs import bench_decode, bench_kernels, bench_prefill, bench_reference, bench_steps
 from benchmarks.gpu.run import DRY, Row, Run
+from benchmarks.gpu.serving import bench_serving
 from duetto.serve.host.devices import default_device
 
 PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "checks": bench_checks,
     "decode": bench_decode,
     "prefill": bench_prefill,
+    "kernels": bench_kernels,
+    "serving": bench_serving,
     "estimates": bench_estimates,
     "attention": bench_attention,
     "reference": bench_reference,
     "steps": bench_steps,
+    "classes": bench_classes,
     "peers": bench_peers,
 }
 
@@ -67,7 +73,7 @@ def shown(row: Row) -> str:
     return f"{row.part:<10} {row.what:<62}{row.value:>12.4g} {row.unit:<10}{share}"
 
 
-def main() -> None:
+def main() -> str | None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,15 +90,21 @@ def main() -> None:
         f"{found['about']['device']}: {run.peaks.flops16 / 1e12:.4g} TFLOP/s, "
         f"{run.peaks.bandwidth / 1e9:.4g} GB/s"
     )
+    failed: list[str] = []
     for part in args.parts:
         if time.monotonic() - begin > args.seconds:
             print(f"  {part} is left out: the time is over", flush=True)
             continue
-        for row in PARTS[part](run):
-            print(shown(row), flush=True)
-            found["rows"].append(row._asdict())
-            args.file.write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            for row in PARTS[part](run):
+                print(shown(row), flush=True)
+                found["rows"].append(row._asdict())
+                args.file.write_text(json.dumps(found, indent=1) + "\n")
+        except Exception:  # noqa: BLE001 - the parts after it are measured all the same
+            failed.append(part)
+            traceback.print_exc()
+    return f"these parts failed: {', '.join(failed)}" if failed else None
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

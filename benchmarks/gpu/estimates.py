@@ -29,8 +29,9 @@ LOAD = EngineOptions(
     max_model_len=4096,
     page_size=PAGE,
     max_batched_token_mem=1 << 15,
+    background_compilation=False,
 )
-TINY = EngineOptions(max_num_seqs=8, max_prefill_tokens=128, max_model_len=256, page_size=PAGE)
+TINY = replace(LOAD, max_num_seqs=8, max_prefill_tokens=128, max_model_len=256, max_batched_token_mem=None)
 
 
 def model_of(run: Run, name: str, form: str | None) -> BenchModel:
@@ -43,14 +44,13 @@ def model_of(run: Run, name: str, form: str | None) -> BenchModel:
 
 
 def bench_estimates(run: Run) -> Iterator[Row]:
-    """A decode of each model and form, cut to few layers, and then which shapes share bits."""
+    """A decode of each model and form, cut to few layers."""
     shape = Shape("decode", run.widths[1], 1)
     for name, forms in ({run.shape: (None, "fixed", "int8")} if run.dry else FORMS).items():
         for form in forms:
             gc.collect()
             what = f"{name}{f' {form}' if form else ''}, {run.layers or LAYERS} layers, {shape}"
             yield from guarded("estimates", what, *timed(run, model_of(run, name, form), shape))
-    yield from classes(run)
 
 
 def timed(run: Run, model: BenchModel, shape: Shape) -> tuple[Callable[[], float], str, float]:
@@ -61,7 +61,7 @@ def timed(run: Run, model: BenchModel, shape: Shape) -> tuple[Callable[[], float
     return lambda: median_seconds(bench.step, run.repeats), "ms", touched / run.peaks.bandwidth
 
 
-def classes(run: Run) -> Iterator[Row]:
+def bench_classes(run: Run) -> Iterator[Row]:
     """Of an engine's shapes, those with the canonical bits; with and without products of one
     configuration."""
     config = replace(PRESETS[run.shape], layers=PRESETS[run.shape].layers[: run.layers or LAYERS])
@@ -72,5 +72,7 @@ def classes(run: Run) -> Iterator[Row]:
             found, every = llm.engine.classes, list(llm.engine.programs.steps)
         what = "fixed products" if batch_invariant_matmul else "XLA's products"
         same = len(found.prefill) + len(found.decode)
-        yield Row("estimates", f"shapes of one class, {what}", same, f"of {len(every)}", same / len(every))
-        yield Row("estimates", f"prefill and decode of one class, {what}", float(found.same_bits), "of 1")
+        shapes = " ".join(map(str, (*found.prefill, *found.decode)))
+        print(f"  {what}: {shapes} of {' '.join(map(str, sorted(every)))}", flush=True)
+        yield Row("classes", f"shapes of one class, {what}", same, f"of {len(every)}", same / len(every))
+        yield Row("classes", f"prefill and decode of one class, {what}", float(found.same_bits), "of 1")

@@ -4,9 +4,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+import jax
+
 from benchmarks.gpu.checks import reference_only
+from benchmarks.gpu.profile import kernel_times
 from benchmarks.gpu.run import Row, Run
-from duetto.serve.cli.bench import measure
+from duetto.serve.cli.bench import Bench, measure
 from duetto.serve.runtime.compiled.shapes import ROW_TOKENS, Shape
 
 
@@ -39,3 +42,17 @@ def bench_steps(run: Run) -> Iterator[Row]:
 def bench_reference(run: Run) -> Iterator[Row]:
     yield program(run, Shape("decode", run.widths[1], 1), run.context, kernels=False)
     yield program(run, Shape("prefill", 1, run.prompt), 0, kernels=False)
+
+
+def bench_kernels(run: Run) -> Iterator[Row]:
+    """The longest kernels of a decode step, summed by name; shares are of the sum of all."""
+    gc.collect()
+    bench = Bench(run.model, Shape("decode", run.widths[1], 1), run.context)
+    jax.block_until_ready(bench.step())
+    found = kernel_times(bench.step, run.repeats)
+    whole = sum(k.seconds for k in found)
+    count = sum(k.calls for k in found)
+    yield Row("kernels", f"all of {bench.shape}: {count} calls of {len(found)}", whole * 1e3, "ms")
+    for kernel in found[: run.shown]:
+        what = f"{kernel.calls} x {kernel.name[:54]}"
+        yield Row("kernels", what, kernel.seconds * 1e6, "us", kernel.seconds / whole)

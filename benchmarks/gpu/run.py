@@ -41,6 +41,7 @@ class Run:
     long: int = 8192
     prompt: int = 4096
     repeats: int = 10
+    shown: int = 24
     dry: bool = False
 
     @cached_property
@@ -61,7 +62,7 @@ class Run:
         return BenchModel(self.shape, config, params, EngineOptions(page_size=PAGE))
 
 
-DRY = Run("135m", 1, "float32", (1, 2), 64, 128, 64, 1, dry=True)
+DRY = Run("135m", 1, "float32", (1, 2), 64, 128, 64, 1, 4, dry=True)
 
 
 def guarded(part: str, what: str, measured: Callable[[], float], unit: str, least: float) -> Iterator[Row]:

@@ -6,7 +6,8 @@ import pytest
 
 from duetto.serve.host import devices
 
-OURS = "--xla_gpu_enable_command_buffer=+WHILE"
+SPLIT = "--xla_gpu_experimental_force_split_k=1"
+OURS = f"--xla_gpu_enable_command_buffer=+WHILE {SPLIT}"
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,7 @@ OURS = "--xla_gpu_enable_command_buffer=+WHILE"
         (None, OURS),
         ("", OURS),
         ("--xla_gpu_autotune_level=0", f"--xla_gpu_autotune_level=0 {OURS}"),
-        ("--xla_gpu_enable_command_buffer=", "--xla_gpu_enable_command_buffer="),
+        ("--xla_gpu_enable_command_buffer=", f"--xla_gpu_enable_command_buffer= {SPLIT}"),
         ("--xla_gpu_enable_command_buffer_x=1", f"--xla_gpu_enable_command_buffer_x=1 {OURS}"),
     ],
 )
