@@ -21,6 +21,11 @@ class AppendLog:
         self.path, self._descriptor = path, locked(path, mode)
         self.end = os.fstat(self._descriptor).st_size
 
+    @property
+    def mode(self) -> int:
+        """Permission bits of the open file."""
+        return stat.S_IMODE(os.fstat(self._descriptor).st_mode)
+
     @contextlib.contextmanager
     def reader(self) -> Iterator[BinaryIO]:
         """Open the file for reading from its beginning, whatever file has its name by now; one reader at a

@@ -142,7 +142,7 @@ class BlobStore:
         """Store a content under a name, evicting others for it. The file is whole or not there, also after a
         kill. Raises OSError."""
         size, path = self.format.head + len(content), self.path(name)
-        self.make_room(size - self.sizes.get(name, 0))
+        self.make_room(size, name)
         make(path.parent)
         handle, partial = tempfile.mkstemp(prefix=self.format.partial, dir=path.parent)
         try:
@@ -158,10 +158,10 @@ class BlobStore:
             raise
         self._note(name, size)
 
-    def make_room(self, size: int) -> None:
-        """Evict the least recently used blobs until `size` more bytes are within the limit, or the next one
-        was used within the grace time."""
-        while self.nbytes + size > self.limit and self.sizes:
+    def make_room(self, size: int, replaced: str = "") -> None:
+        """Evict the least recently used blobs until `size` bytes in the place of blob `replaced` are within
+        the limit, or the next one was used within the grace time."""
+        while self.nbytes - self.sizes.get(replaced, 0) + size > self.limit and self.sizes:
             with self._lock:
                 name = next(iter(self.sizes))
             path = self.path(name)

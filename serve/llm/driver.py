@@ -17,6 +17,7 @@ from ...checkpoints.adapters.adapter import Adapter
 from ...lora.request import LoRARequest
 from ...model.pooling import PoolingParams
 from ...sampling.params import SamplingParams
+from ..host.streams import warn
 from ..host.threads import Orders, finished, obey
 from ..text.outputs import CompletionOutput, RequestOutput
 from .input_processor import InputProcessor, Prompt
@@ -39,27 +40,73 @@ class DrivenRequest:
 
 
 class StreamChunk(NamedTuple):
-    """The news of one request after a step, and whether they are its last."""
+    """The news of one request after a step, whether they are its last, and the error that ended it."""
 
     flow: Any
     outputs: list[Any]
     at_end: bool
+    error: Exception | None = None
 
 
-def put_each(chunks: Sequence[StreamChunk]) -> None:
+def put_each(chunks: Sequence[StreamChunk]) -> list[Any]:
+    """Pass each request its chunk or its error; return the requests whose `put` failed."""
+    lost = []
     for chunk in chunks:
-        chunk.flow.put(chunk)
+        try:
+            chunk.flow.put(chunk.error or chunk)
+        except Exception as error:  # noqa: BLE001 - it must not reach the other requests
+            warn(f"request {chunk.flow.group.id} is dropped, its reader failed: {error!r}")
+            lost.append(chunk.flow)
+    return lost
 
 
 def fail_each(error: Exception, flows: Sequence[DrivenRequest]) -> None:
-    for flow in flows:
-        flow.put(error)
+    put_each([StreamChunk(flow, [], True, error) for flow in flows])
+
+
+class StreamReader:
+    """A request of an event loop, in a driver.
+
+    Outputs are built when the reader asks for them: those of the steps in between are merged, so a reader
+    that stalls holds none.
+
+    take: returns the news since its last call. It is called in the driver's thread until the request has
+    ended, then in the reader's.
+    """
+
+    def __init__(self, group: RequestGroup, take: Callable[[], list[Any]]):
+        self.group, self._take = group, take
+        self._is_asked = self.at_end = False
+        self._loop, self._news = asyncio.get_running_loop(), asyncio.Queue[StreamChunk | Exception]()
+
+    def take(self) -> list[Any]:
+        """Return the news if the reader has asked for them."""
+        found = self._take() if self._is_asked else []
+        if found:
+            self._is_asked = False
+        return found
+
+    def put(self, news: StreamChunk | Exception) -> None:
+        with suppress(RuntimeError):  # the loop is closed: no coroutine is left that could read it
+            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+
+    async def outputs(self, wake: Callable[[], None]) -> list[Any]:
+        """Wait for news; `wake` lets the driver look for them. Raises the engine's errors."""
+        if self._news.empty():
+            self._is_asked = True
+            wake()
+        news = await self._news.get()
+        if isinstance(news, Exception):
+            raise news
+        self.at_end = news.at_end
+        return self._take() if news.at_end and not news.outputs else news.outputs
 
 
 class Driver:
     """Steps a session's engine in a thread of its own. No method but `stop` and `pause` waits.
 
-    deliver: called in the thread, after each step with news.
+    deliver: called in the thread, after each step with news. It may return requests to drop: they cannot be
+    reached.
     failed: called in the thread with an error of the engine, and the requests under way, which are dropped.
     paused: called in the thread if requests are under way and the engine may not step.
 
@@ -69,7 +116,7 @@ class Driver:
     def __init__(
         self,
         session: Session,
-        deliver: Callable[[Sequence[StreamChunk]], None] = put_each,
+        deliver: Callable[[Sequence[StreamChunk]], Sequence[Any] | None] = put_each,
         failed: Callable[[Exception, Sequence[Any]], None] = fail_each,
         paused: Callable[[], None] = lambda: None,
     ):
@@ -120,31 +167,22 @@ class Driver:
     async def stream(
         self, make: Callable[[], RequestGroup], take_of: Callable[[RequestGroup], Callable[[], list[Any]]]
     ) -> AsyncGenerator[Any]:
-        """Generate, for an event loop, what `take_of` the group finds after each step; `make` makes the group
-        in another thread. Closing or cancelling the generator aborts the group.
+        """Generate, for an event loop, what `take_of` the group finds after a step; a caller that is slower
+        than the steps gets the news of several at once. `make` makes the group in another thread. Closing or
+        cancelling the generator aborts the group.
 
-        Raises the errors of `make`, and those of the engine.
+        Raises the errors of `make` and of `take_of`, and those of the engine.
         """
         group = await finished(make, lambda made: self._session.drop([made]))
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[StreamChunk | Exception]()
-
-        def put(new: StreamChunk | Exception) -> None:
-            with suppress(RuntimeError):  # the loop is closed: no coroutine is left that could read it
-                loop.call_soon_threadsafe(news.put_nowait, new)
-
-        flow, at_end = DrivenRequest(group, take_of(group), put), False
-        self.begin(flow)
+        reader = StreamReader(group, take_of(group))
+        self.begin(reader)
         try:
-            while not at_end:
-                new = await news.get()
-                if isinstance(new, Exception):
-                    raise new
-                at_end = new.at_end
-                for piece in new.outputs:
+            while not reader.at_end:
+                for piece in await reader.outputs(self.wake):
                     yield piece
         finally:
-            if not at_end:
-                self.leave(flow)
+            if not reader.at_end:
+                self.leave(reader)
                 await asyncio.to_thread(self._session.drop, [group])
 
     # ------------------------------------------------------------ in the thread
@@ -169,13 +207,12 @@ class Driver:
             can_step = self.is_open and not (engine.is_sleeping or engine.sleeper.discarded)
             if can_step:
                 self._session.advance()
-            news = [(flow, flow.take()) for flow in self._flows.values()]
-            chunks = [StreamChunk(flow, new, flow.group.finished) for flow, new in news if new]
-            for chunk in chunks:
-                if chunk.at_end:
-                    self._leave(chunk.flow)
-            if chunks:
-                self._deliver(chunks)
+            news = map(chunk_of, self._flows.values())
+            chunks = [chunk for chunk in news if chunk.outputs or chunk.at_end]
+            for flow in [chunk.flow for chunk in chunks if chunk.at_end]:
+                self._leave(flow)
+            for flow in (self._deliver(chunks) or ()) if chunks else ():
+                self._leave(flow)
             is_busy = bool(self._flows or engine.has_work)
         if not can_step and self._flows:
             self._paused()
@@ -185,6 +222,14 @@ class Driver:
         flows, self._flows = list(self._flows.values()), {}
         self._failed(error, flows)
         self._session.drop([flow.group for flow in flows])
+
+
+def chunk_of(flow: Any) -> StreamChunk:
+    """Return the news of a request; an error of its `take` ends it."""
+    try:
+        return StreamChunk(flow, flow.take(), flow.group.finished)
+    except Exception as error:  # noqa: BLE001 - it must not reach the other requests
+        return StreamChunk(flow, [], True, error)
 
 
 def drive(alive: "weakref.ref[Driver]", orders: Orders) -> None:

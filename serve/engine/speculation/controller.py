@@ -34,6 +34,7 @@ STEPS_BETWEEN_TRIALS = 20  # steps between two trials
 MARGIN = 0.06  # gain that a speculative step must have, in plain steps: times are not exact
 STEPS_BETWEEN_PLAIN = 100  # speculative steps after which plain ones are measured in any case
 FIRST_PLAIN, MEASURED_PLAIN = 16.0, 4.0  # plain steps measured before the first speculative one, and later
+SHORTEST = 1e-6  # seconds that a step takes at least: a coarse clock measures 0
 UNMEASURED = 0.25  # counts as this much of a measured plain step if it could not be measured
 
 Key = tuple[int, int]  # tokens of a step or call, and the most draft tokens of a row, 0 in a decode
@@ -257,7 +258,7 @@ class Controller:
 
         Host work on `prompts` is in its time: it is charged, but not used to predict other steps.
         """
-        rows, key = len(guesses), self._key(guesses)
+        rows, key, seconds = len(guesses), self._key(guesses), max(seconds, SHORTEST)
         if not prompts:
             self.usual.learn(key, seconds)
             self._learn_pace(seconds / self.usual.of(key))
@@ -269,7 +270,7 @@ class Controller:
 
     def record_plain(self, rows: int, seconds: float) -> None:
         """Record the seconds of a plain step."""
-        key, ledger = (self._width(rows), 0), self._ledger(rows)
+        key, ledger, seconds = (self._width(rows), 0), self._ledger(rows), max(seconds, SHORTEST)
         if ledger.left:  # the pace is fresh from speculative steps
             self.plain.learn(key, seconds / self.pace)
             ledger.left = max(ledger.left - (1 - UNMEASURED), 0.0)

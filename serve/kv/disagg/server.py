@@ -5,13 +5,14 @@ import queue
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from functools import partial
 
 from ...host.sockets.handshake import Handshake, HandshakeRejected, greet
 from ...host.sockets.link import Link
 from ...host.sockets.port import Port
 from ...host.sockets.secret import Secret, key_in
+from ...host.streams import warn
 from ..offload.tier import Key
 from .messages import (
     DECODER,
@@ -107,14 +108,22 @@ class PrefillServer:
 
     def _visit(self, link: Link[Message], source: PrefillService) -> None:
         writers, most = dict[str, PageWriter](), self._most
-        for name, transport in self._transports.items():
-            with suppress(OSError):
-                writers[name] = transport.writer(most)
-        PrefillConnection(link, source, writers, most).run()
+        with ExitStack() as made:
+            for name, transport in self._transports.items():
+                try:
+                    writers[name] = transport.writer(most)
+                except OSError:  # this machine has none
+                    continue
+                except Exception as error:  # noqa: BLE001 - packages have errors of their own
+                    warn(f"pages are not offered through {name}: {type(error).__name__}: {error}")
+                else:
+                    made.callback(writers[name].close)
+            PrefillConnection(link, source, writers, most).run()
 
 
 class PrefillConnection:
-    """Serves a decode engine's requests, one after the other; pages have at most `most` bytes."""
+    """Serves a decode engine's requests, one after the other; pages have at most `most` bytes. The caller
+    closes the writers."""
 
     def __init__(
         self, link: Link[Message], source: PrefillService, writers: Mapping[str, PageWriter], most: int
@@ -136,8 +145,6 @@ class PrefillConnection:
             for number in list(self._numbers.values()):
                 self.source.leave(number)
             self._answers.put(None)
-            for writer in self.writers.values():
-                writer.close()
 
     def _take(self, message: Message) -> None:
         match message:

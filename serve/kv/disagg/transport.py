@@ -50,7 +50,8 @@ class PageTransport(Protocol):
     cannot be used, such as without its package."""
 
     def writer(self, size: int) -> PageWriter:
-        """Make room for a page of at most `size` bytes. Raises OSError where this machine has none."""
+        """Make room for a page of at most `size` bytes. Raises any error where this machine has none: the
+        next transport is then offered."""
         ...
 
     def reader(self, offer: bytes, size: int) -> PageReader:

@@ -45,14 +45,17 @@ class ChainWriter:
         except (JobError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"audit_log {str(path)!r} is not allowed: {reason}") from None
-        if (mode := stat.S_IMODE(path.stat().st_mode)) & stat.S_IROTH:
-            warn(f"audit_log {path}: others may read it (mode {mode:04o}), and prompts are in it: chmod 600")
         self.cut_off, self.hash = 0, FIRST
         try:
+            self._check_mode(path)
             self._take_up(path)
         except BaseException:
             self.close()
             raise
+
+    def _check_mode(self, path: Path) -> None:
+        if (mode := self._log.mode) & stat.S_IROTH:
+            warn(f"audit_log {path}: others may read it (mode {mode:04o}), and prompts are in it: chmod 600")
 
     def _take_up(self, path: Path) -> None:
         line = b"\n"

@@ -243,7 +243,7 @@ class Service:
         self._loop.call_soon_threadsafe(self._hand_out, pieces)
 
     def _hand_out(self, pieces: Sequence[StreamChunk]) -> None:
-        for flow, outputs, at_end in pieces:
+        for flow, outputs, at_end, error in pieces:
             if (place := self._places.get(flow)) is None:
                 continue  # its client has left
             if place.late is not None:
@@ -252,7 +252,11 @@ class Service:
                 self._shares.served(place.line)
             for output in outputs:
                 output.index += place.base
-            place.stream.put(outputs, at_end)
+            if error is None:
+                place.stream.put(outputs, at_end)
+            else:
+                traceback.print_exception(error)
+                place.stream.fail(HttpError(500, "the request has failed", "engine_error"))
             if at_end:
                 self._places.pop(flow, None)
 

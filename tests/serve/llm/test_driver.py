@@ -10,6 +10,7 @@ import pytest
 from cases.waiting import until
 from fakes.engine import ask
 
+from duetto.serve.host.streams import warn
 from duetto.serve.llm.driver import DrivenRequest, Driver, StreamChunk
 from duetto.serve.llm.request_group import RequestGroup, StreamCursor
 from duetto.serve.llm.session import Session
@@ -18,9 +19,9 @@ TOKENS = 5
 
 
 class Counting:
-    """An engine whose steps give each request a token, until it has five."""
+    """An engine whose steps give each request a token, until it has `tokens`."""
 
-    warmup, is_sleeping, fails = None, False, False
+    warmup, is_sleeping, fails, tokens = None, False, False, TOKENS
     on_end: Any = None
 
     def __init__(self):
@@ -39,7 +40,7 @@ class Counting:
             raise ZeroDivisionError("as a test wants it")
         for request in self.requests:
             request.append(7)
-            if request.generated == TOKENS:
+            if request.generated == self.tokens:
                 request.finish("length")
                 self.on_end(request)
         self.requests = [request for request in self.requests if not request.finished]
@@ -176,4 +177,78 @@ def test_a_request_that_begins_as_the_session_closes_gets_an_error(session):
     driver.begin(DrivenRequest(group, StreamCursor(group).take, news.append))
     until(lambda: bool(news))
     assert isinstance(news[0], RuntimeError)
+    driver.stop()
+
+
+def test_a_stalled_reader_holds_no_outputs_and_loses_no_token(engine, session):
+    driver, engine.tokens, built = Driver(session), 400, []
+
+    def take_of(group: RequestGroup) -> Any:
+        cursor = StreamCursor(group)
+
+        def take() -> list[Any]:
+            built.append(cursor.take())
+            return built[-1]
+
+        return take
+
+    async def stalled() -> list[list[int]]:
+        await asyncio.to_thread(driver.pause)
+        pieces = driver.stream(lambda: group_in(session), take_of)
+        first = asyncio.ensure_future(anext(pieces))
+        await asyncio.to_thread(until, lambda: bool(engine.requests))
+        driver.resume()
+        found = [(await first).token_ids]
+        await asyncio.to_thread(until, lambda: not session.groups)
+        assert sum(map(len, built)) == 1, "outputs were built that the reader had not asked for"
+        return found + [piece.token_ids async for piece in pieces]
+
+    assert asyncio.run(stalled()) == [[7], [7] * 399]
+    assert [len(deltas) for deltas in built if deltas] == [1, 1] and built[-1][0].finish_reason == "length"
+    driver.stop()
+
+
+def failing(news: Any = None) -> Any:
+    raise ZeroDivisionError("as a test wants it")
+
+
+def test_an_error_in_building_an_output_ends_that_request_alone(engine, session):
+    driver = Driver(session)
+
+    async def both() -> list[Any]:
+        wrong = driver.stream(lambda: group_in(session), lambda group: failing)
+        return await asyncio.gather(streamed(driver, session), anext(wrong), return_exceptions=True)
+
+    whole, error = asyncio.run(both())
+    assert whole == [7] * TOKENS and isinstance(error, ZeroDivisionError)
+    assert not session.groups and not engine.requests
+    driver.stop()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_request_whose_reader_fails_is_dropped_alone(engine, session, caplog, order):
+    warn.cache_clear()
+    driver, news = Driver(session), []
+    groups = [group_in(session) for _ in range(2)]
+    puts = dict(zip(groups, [failing, news.append][::order], strict=True))
+    driver.pause()
+    for group in groups:
+        driver.begin(DrivenRequest(group, StreamCursor(group).take, puts[group]))
+    driver.resume()
+    until(lambda: not session.groups)
+    assert [token for new in news for delta in new.outputs for token in delta.token_ids] == [7] * TOKENS
+    assert sorted(group.requests[0].finish_reason for group in groups) == ["abort", "length"]
+    assert "is dropped, its reader failed: ZeroDivisionError" in caplog.text
+    driver.stop()
+
+
+def test_an_engines_error_reaches_the_requests_after_one_that_cannot_be_reached(engine, session):
+    driver, news, engine.fails = Driver(session), [], True
+    driver.pause()
+    for put in (failing, news.append):
+        group = group_in(session)
+        driver.begin(DrivenRequest(group, StreamCursor(group).take, put))
+    driver.resume()
+    until(lambda: not session.groups)
+    assert [type(error) for error in news] == [ZeroDivisionError]
     driver.stop()

@@ -339,3 +339,13 @@ def test_rows_whose_guesses_were_right_are_known_from_others():
         acceptance.learn(form_of(0), 2, 0)
     good, bad = (acceptance.gains()[form_of(run)] for run in (5, 0))
     assert sum(good) > 1.8 and sum(bad) < 0.1 and good[0] >= good[1]
+
+
+def test_steps_that_a_coarse_clock_measures_as_zero_are_steps():
+    controller = settled({(8, 0): 1.0, (8, 4): 1.1}, 0.9)
+    for _ in range(2000):
+        if controller.should_speculate(1):
+            controller.record_verified(controller.choose([Offer(4)]), 2, 0.0)
+        else:
+            controller.record_plain(1, 0.0)
+    assert controller.pace > 0

@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 from fakes.engine import ask, expected, prompt_of
@@ -16,10 +17,12 @@ from duetto.serve.host.sockets.link import Link
 from duetto.serve.host.sockets.port import Port
 from duetto.serve.host.sockets.secret import Secret
 from duetto.serve.kv.disagg import client as client_module
+from duetto.serve.kv.disagg import server as server_module
 from duetto.serve.kv.disagg import shared_memory
 from duetto.serve.kv.disagg.messages import DECODER
 from duetto.serve.kv.disagg.server import PrefillServer
 from duetto.serve.kv.disagg.shared_memory import PROOF, SharedMemoryReader, SharedMemoryWriter
+from duetto.serve.kv.disagg.tcp import TcpTransport
 from duetto.serve.kv.disagg.transport import transports
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
@@ -80,6 +83,60 @@ def test_pages_and_answers_arrive_as_they_were_sent(reached, monkeypatch, shared
     soon(lambda: bool(told))
     assert source.asked[0][0] == (1, 2, 3) and told == [(KEY,)]
     assert far.fetch(KEY) == PAGE and far.fetch(b"m" + KEY[1:]) is None
+
+
+class Unusable:
+    """A transport whose package fails with an error of its own."""
+
+    class PackageError(Exception):
+        """No OSError and no ValueError."""
+
+    def writer(self, size: int) -> Any:
+        raise self.PackageError("no device")
+
+    reader = writer
+
+
+class Closing(TcpTransport):
+    """Counts the writers that are open."""
+
+    open = 0
+
+    def writer(self, size: int) -> "Closing":
+        self.open += 1
+        return self
+
+    def close(self) -> None:
+        self.open -= 1
+
+
+def test_a_transport_that_fails_with_its_packages_error_leaves_the_next_one(reached, caplog):
+    source, tcp = FakeSource(), Closing()
+    source.pages[KEY] = PAGE
+    far, door = reached(
+        source, ways=({"own": Unusable(), "tcp": tcp}, {"own": Unusable(), "tcp": TcpTransport()})
+    )
+    assert far.transport == "tcp" and far.fetch(KEY) == PAGE and tcp.open == 1
+    assert "pages are not offered through own: PackageError: no device" in caplog.text
+    door.renew(None, ())
+    soon(lambda: not tcp.open)
+
+
+def test_writers_are_closed_where_no_connection_is_made(reached, monkeypatch):
+    def failing(*_: Any) -> Any:
+        raise ValueError("as a test wants it")
+
+    monkeypatch.setattr(server_module, "PrefillConnection", failing)
+    made = []
+
+    class Noted(Closing):
+        def writer(self, size: int) -> Closing:
+            made.append(size)
+            return super().writer(size)
+
+    tcp = Noted()
+    reached(FakeSource(), ways=({"tcp": tcp}, WAYS), meets=False)
+    soon(lambda: bool(made) and not tcp.open)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,11 @@ import pytest
 from cases.requests import GREEDY, PARAMS, PROMPTS, SEEDED, SIZES, exact
 
 from duetto import LLM, SamplingParams
+from duetto.serve.host.append_log import AppendLog
 from duetto.serve.jobs.verify.claims import Claims
 from duetto.serve.jobs.verify.replay import Prover
 from duetto.serve.jobs.verify.verdict import VerificationReport
+from duetto.serve.llm.audit import chain
 from duetto.serve.llm.audit.chain import ChainWriter, hash_of
 from duetto.serve.llm.audit.facts import outside_contract, weights_hash
 from duetto.serve.llm.audit.log import AuditLog
@@ -273,6 +275,19 @@ def test_a_log_is_its_users_alone(tmp_path, caplog):
     (tmp_path / "log").chmod(0o644)
     ChainWriter(tmp_path / "log").close()
     assert "others may read it (mode 0644), and prompts are in it: chmod 600" in caplog.text
+
+
+def test_a_log_that_is_renamed_while_it_is_opened_is_checked_all_the_same(tmp_path, caplog, monkeypatch):
+    class Renamed(AppendLog):
+        def __init__(self, path: Path):
+            super().__init__(path)
+            path.rename(tmp_path / "moved")
+
+    monkeypatch.setattr(chain, "AppendLog", Renamed)
+    (tmp_path / "log").touch(0o644)
+    (tmp_path / "log").chmod(0o644)
+    ChainWriter(tmp_path / "log").close()
+    assert "others may read it (mode 0644)" in caplog.text
 
 
 def test_a_log_that_has_ended_keeps_nothing_in_memory(tmp_path, caplog):

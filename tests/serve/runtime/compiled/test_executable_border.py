@@ -318,6 +318,17 @@ def test_the_least_recently_used_go_first_and_never_what_was_just_used(folder, m
     assert sorted(os.listdir(folder)) == ["a", "e"]
 
 
+def test_a_blob_that_is_written_again_stays_within_the_limit(folder):
+    folder.mkdir(mode=0o700)
+    blobs = BlobStore(folder, executable_cache.PROGRAMS, limit=3 * 1100)
+    for name in "abc":
+        blobs.write(name, bytes(1000))
+    blobs.write("a", bytes(2000))  # the least recently used
+    assert blobs.nbytes == sum(file.stat().st_size for file in folder.iterdir()) <= blobs.limit
+    blobs.write("a", bytes(1500))  # it makes room for itself
+    assert sorted(os.listdir(folder)) == ["a", "c"]
+
+
 def test_two_processes_may_trim_at_once(folder, monkeypatch):
     folder.mkdir(mode=0o700)
     for name in "ab":

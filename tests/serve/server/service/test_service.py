@@ -116,6 +116,19 @@ def test_a_slow_reader_costs_others_nothing(monkeypatch):
     run(test, monkeypatch, max_stream_backlog=4)
 
 
+def test_a_request_that_fails_ends_no_other(monkeypatch, capsys):
+    async def test(service: Service, driver: Driver) -> None:
+        async with service.call([task()], "") as wrong, service.call([task()], "") as other:
+            failed = StreamChunk(wrong.flows[0], [], True, RuntimeError("boom"))
+            driver.deliver([failed, piece(other.flows[0], at_end=True)])
+            assert [len(outputs) async for outputs in other.stream.pieces()] == [1]
+            with pytest.raises(HttpError, match="the request has failed"):
+                await anext(wrong.stream.pieces())
+        assert not service.ended.is_set() and "boom" in capsys.readouterr().err
+
+    run(test, monkeypatch)
+
+
 def test_nothing_waits_for_an_engine_that_has_failed(monkeypatch, capsys):
     async def test(service: Service, driver: Driver) -> None:
         async with service.call([task()], "") as call:
