@@ -17,8 +17,8 @@ import jax
 # Files in /dev of the accelerators that jax's plugins drive: NVIDIA (also under WSL), TPU, AMD.
 NVIDIA_FILES = ("nvidia[0-9]*", "dxg")
 DEVICE_FILES = (*NVIDIA_FILES, "accel[0-9]*", "vfio/[0-9]*", "kfd")
-# XLA's flags for NVIDIA GPUs that are not its defaults. Without a command buffer (CUDA graph) the host waits at
-# each turn of a loop, and so does every conditional around it. A product that is not split along its inner
+# XLA's flags for NVIDIA GPUs that are not its defaults. Without a command buffer (CUDA graph) the host waits
+# at each turn of a loop and at every conditional around it. A product that is not split along its inner
 # dimension (split-K) has the same bits for more numbers of rows, in the same time.
 GPU_FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE", "xla_gpu_experimental_force_split_k": "1"}
 
