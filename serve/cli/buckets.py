@@ -46,18 +46,23 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("input", help="JSON lines as `duetto batch` takes them")
-    parser.add_argument("--model", default=str(DEMO), help="the tokenizer's folder, or an id on the hub")
-    parser.add_argument("--programs", type=positive, default=6, help="prefill programs at most (default: 6)")
+    parser.add_argument("input", help="JSON-lines file with requests, as for `duetto batch`")
+    parser.add_argument(
+        "--model", default=str(DEMO), help="folder or hub id of the tokenizer (default: the shipped model)"
+    )
+    parser.add_argument(
+        "--programs", type=positive, default=6, help="largest number of prefill programs (default: 6)"
+    )
     parser.add_argument(
         "--smallest",
         type=positive,
         default=CONTRACT_EDGE,
-        help=f"the smallest edge: {CONTRACT_EDGE} (default), or {EDGE} in bfloat16 with AMX, "
-        "whose products have the same bits from 3 rows on",
+        help=f"smallest edge in tokens (default: {CONTRACT_EDGE}); use {EDGE} for bfloat16 on CPUs with AMX",
     )
-    parser.add_argument("--max-prefill-tokens", type=positive, default=512)
-    parser.add_argument("--max-num-seqs", type=positive, default=32)
+    parser.add_argument(
+        "--max-prefill-tokens", type=positive, default=512, help="prompt tokens of a step (default: 512)"
+    )
+    parser.add_argument("--max-num-seqs", type=positive, default=32, help="slots of the engine (default: 32)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,23 +17,24 @@ from .plan_workload import answer, flags
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     model_flags(parser)
+    parser.add_argument("--shape", choices=sorted(PRESETS), help="sizes of a known model, instead of --model")
     parser.add_argument(
-        "--shape", choices=sorted(PRESETS), help="a well-known model's sizes instead of --model"
+        "--target",
+        help="accelerator to plan for: h100, h200, 8xh200, v5e:2x2, v6e:2x4, ... (default: this machine)",
     )
     parser.add_argument(
-        "--target", help="h100, h200, 8xh200, v5e:2x2, v6e:2x4, ...: an accelerator that need not be here"
-    )
-    parser.add_argument(
-        "--context", type=int, help="tokens in the cache of each row (default: 1024 or max-model-len)"
+        "--context",
+        type=int,
+        help="tokens in the KV cache of each row (default: 1024, or max-model-len if smaller)",
     )
     parser.add_argument(
         "--compile", choices=("main", "all", "none"), default="main",
-        help="which programs to compile: the largest prefill and the widest decode (default), all, or none",
+        help="programs to compile: main (default) is the largest prefill and the widest decode",
     )  # fmt: skip
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="run the compiled programs on this machine: its peaks, their times and memory",
+        help="run the compiled programs on this machine, and print its peaks, their times and their memory",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     flags.add_flags(parser)
