@@ -181,7 +181,7 @@ def test_a_request_that_begins_as_the_session_closes_gets_an_error(session):
 
 
 def test_a_stalled_reader_holds_no_outputs_and_loses_no_token(engine, session):
-    driver, engine.tokens, built = Driver(session), 20, []
+    driver, engine.tokens, built = Driver(session), 19, []
 
     def take_of(group: RequestGroup) -> Any:
         cursor = StreamCursor(group)
@@ -203,7 +203,7 @@ def test_a_stalled_reader_holds_no_outputs_and_loses_no_token(engine, session):
         assert sum(map(len, built)) == 1, "outputs were built that the reader had not asked for"
         return found + [piece.token_ids async for piece in pieces]
 
-    assert asyncio.run(stalled()) == [[7], [7] * 19]
+    assert asyncio.run(stalled()) == [[7], [7] * 18]
     assert [len(deltas) for deltas in built if deltas] == [1, 1] and built[-1][0].finish_reason == "length"
     driver.stop()
 
