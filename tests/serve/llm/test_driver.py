@@ -217,7 +217,8 @@ def test_an_error_in_building_an_output_ends_that_request_alone(engine, session)
 
     async def both() -> list[Any]:
         wrong = driver.stream(lambda: group_in(session), lambda group: failing)
-        return await asyncio.gather(streamed(driver, session), anext(wrong), return_exceptions=True)
+        both = asyncio.gather(streamed(driver, session), anext(wrong), return_exceptions=True)
+        return list(await both)
 
     whole, error = asyncio.run(both())
     assert whole == [7] * TOKENS and isinstance(error, ZeroDivisionError)
