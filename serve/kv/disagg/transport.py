@@ -50,7 +50,7 @@ class PageTransport(Protocol):
     cannot be used, such as without its package."""
 
     def writer(self, size: int) -> PageWriter:
-        """Make room for a page of at most `size` bytes. Raises any error where this machine has none: the
+        """Make room for a page of at most `size` bytes. Raises OSError where this machine has none; after any error the
         next transport is then offered."""
         ...
 
