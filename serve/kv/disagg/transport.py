@@ -50,8 +50,8 @@ class PageTransport(Protocol):
     cannot be used, such as without its package."""
 
     def writer(self, size: int) -> PageWriter:
-        """Make room for a page of at most `size` bytes. Raises OSError where this machine has none; after any error the
-        next transport is then offered."""
+        """Make room for a page of at most `size` bytes. Raises OSError where this machine has none. After any
+        error the next transport is offered."""
         ...
 
     def reader(self, offer: bytes, size: int) -> PageReader:

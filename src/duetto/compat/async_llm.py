@@ -48,8 +48,8 @@ class AsyncLLM:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """Reports of a request, as its `output_kind` says, up to its end; a caller that is slower than the steps
-        gets those of several as one. Closing or cancelling it aborts the request."""
+        """Reports of a request, as its `output_kind` says, up to its end; a caller that is slower than the
+        steps gets those of several as one. Closing or cancelling it aborts the request."""
         check_all(tokenization_kwargs=tokenization_kwargs)
         session, processor = self.llm.session, self.llm.input_processor
         progress = Progress(sampling_params.output_kind)
