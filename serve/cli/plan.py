@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--shape", choices=sorted(PRESETS), help="a well-known model's sizes instead of --model"
     )
     parser.add_argument(
-        "--target", help="h100, h200, 8xh200, v5e:2x2, v6e:2x4, ...: an accelerator that need not be here"
+        "--target", help="t4, l4, a100, h200, 8xh200, v6e:2x4, ...: an accelerator that need not be here"
     )
     parser.add_argument(
         "--context", type=int, help="tokens in the cache of each row (default: 1024 or max-model-len)"
