@@ -4,7 +4,6 @@ faster."""
 import argparse
 import json
 import os
-import platform
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ...model.gpus import E4M3, Gpu, gpu, gpu_of
+from ...model.pair import target_of
 from ..engine.startup.kernel_checks import KernelChecks, check_kernels, refused_by
 from ..host.devices import (
     MEMORY_SETTINGS,
@@ -29,6 +29,7 @@ from ..planner.roofline.presets import PRESETS
 from ..planner.roofline.targets import Peaks, Target, here
 from ..runtime.compiled import executable_cache
 from ..runtime.compiled.jaxcache import keep_compiled
+from ..runtime.provenance import processor_name
 from .common import engine_flags, engine_options, model_flags
 
 PACKAGES = ("duetto", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "absl-py")
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     vendor = here()
     where = {"revision": args.revision, "download_dir": args.download_dir}
     plan = plan_job(args.model, args.shape, args.dtype, options, vendor, None, **where)
-    checks = check_kernels(plan.config, abstract_arguments(plan).params, plan.sizes, anew=True)
+    checks = check_kernels(plan.config, target_of(abstract_arguments(plan).params), plan.sizes, anew=True)
     found = here(measure=True)
     assert found.peaks is not None
     advice = list(advices(plan, args.dtype, checks, found.peaks))
@@ -91,7 +92,7 @@ def machine(target: Target) -> dict[str, Any]:
         "capability": own.version if own else None,
         "shared_memory": own.shared_memory if own else None,
         "memory": memory_limit(device),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "cores": executable_cache.cores(),
         "driver": driver(),
         "runtime": " ".join(device.client.platform_version.split()),
@@ -210,7 +211,8 @@ def summary(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "driver", facts["driver"]
     yield "versions", ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
     yield "model", f"{facts['model']} in {facts['dtype']}, {facts['max_num_seqs']} requests at once"
-    yield "programs", f"kept in {facts['programs_kept_in']}"
+    place = facts["programs_kept_in"]
+    yield "programs", "not kept" if place is None else f"kept in {place}"
     if not facts["kernels"]:
         yield "kernels", "none: they are for NVIDIA GPUs"
 

@@ -204,8 +204,8 @@ def attention_inputs(
     empty = empty_pool((1, 1, 1, H), kept_as(kept, dtype))
     k, v = (encoded(empty, numbers(seed, (K, P, W, H), dtype)) for seed in (1, 2))
     table = np.random.default_rng(0).permutation(P).reshape(B, M)
-    ints = (jnp.asarray(x, jnp.int32) for x in (table, BEFORE, [T] * B))
-    return q, LayerPages(k, v if reading.rank is None else None, *ints)
+    pages, start, count = (jnp.asarray(x, jnp.int32) for x in (table, BEFORE, [T] * B))
+    return q, LayerPages(k, v if reading.rank is None else None, pages, start, count)
 
 
 def by_pages(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:

@@ -169,10 +169,15 @@ def tokens_of(llm: LLM) -> list[Any]:
     return [o.outputs[0].token_ids for o in llm.generate([[5, 6, 7], list(range(9, 40))], use_tqdm=False)]
 
 
+def key_of(llm: LLM) -> str | None:
+    programs: Any = llm.engine.programs
+    return programs.key
+
+
 def test_a_start_with_refused_kernels_serves_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
     """Its programs are traced without them, under keys of their own."""
     with LLM(**OPTIONS) as llm:
-        expected, keys, first = tokens_of(llm), llm.engine.programs.key, llm.report()["kernels"]
+        expected, key, first = tokens_of(llm), key_of(llm), llm.report()["kernels"]
     assert first == {}
     monkeypatch.setattr(start, "check_kernels", lambda *_: REFUSED)
     seen = []
@@ -187,12 +192,13 @@ def test_a_start_with_refused_kernels_serves_the_same_tokens(monkeypatch: pytest
     monkeypatch.setattr(Programs, "_lower", watched)
     with LLM(**OPTIONS) as llm:
         assert tokens_of(llm) == expected
-        assert llm.engine.programs.key != keys
+        assert key_of(llm) != key
         assert llm.report()["kernels"] == {
             name: {"kernel": "attention_decode", "reason": "it lies", "difference": 1.0, "seconds": 2.0}
             for name in REFUSED
         }
-        used = {m.labels["kernel"]: m.value for m in llm.get_metrics() if m.name == "duetto:kernel_used"}
+        metrics: list[Any] = llm.get_metrics()
+        used = {m.labels["kernel"]: m.value for m in metrics if m.name == "duetto:kernel_used"}
         assert used == dict.fromkeys(REFUSED, 0.0)
     assert seen and all(pair in ([False, False], [False, True]) for pair in seen)
     assert kernel_checks.refused_by(REFUSED) == {"attention_decode"}
