@@ -33,6 +33,11 @@ for package in msgspec wadler_lindig jaxtyping markupsafe jinja2 tokenizers safe
   fi
 done
 
+# what this machine is, and whether its kernels pass; a fault is said, and measured all the same
+shape=8b
+if [ ${#dry[@]} -gt 0 ]; then shape=135m; fi
+"$python" -m duetto doctor --shape "$shape" --compilation-cache none || echo "duetto doctor found a fault" >&2
+
 file="$out/$(date +%F)-gpu.json"
 if [ -n "${PARTS:-}" ]; then
   # shellcheck disable=SC2086 # a list of words

@@ -1,27 +1,144 @@
-"""The GPU that programs are compiled for, and the kernels for it that jax ships."""
+"""The GPU that programs are compiled for, and the kernels that they may use there.
 
+Rules are static where a compiler may abort the process on what it does not know, which nothing catches. What
+they allow is checked on the device at a first start (serve/engine/startup/kernel_checks.py); programs are
+traced `without` the kernels that fail there.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 KERNELS = "jax.experimental.pallas.ops.gpu"
-# A GPU that is described has no name, and is a Hopper (serve/planner/roofline/targets.py).
+TRITON = (8, 0)  # the least compute capability that Triton compiles for
+HOPPER = (9, 0)  # the only one with the instructions that jax's Mosaic kernels are made of
+E4M3 = (8, 9)  # the least with conversions of float8_e4m3fn
+# Compute capabilities by a part of the name, of GPUs that are described and have only that.
+CAPABILITIES = {
+    "T4": (7, 5), "A100": (8, 0), "L4": (8, 9), "RTX 4090": (8, 9), "H100": (9, 0), "H200": (9, 0),
+    "B200": (10, 0), "RTX 5090": (12, 0),
+}  # fmt: skip
+# Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, technical
+# specifications); others have LEAST_SHARED.
+SHARED = {
+    (7, 5): 65_536,
+    (8, 0): 166_912,
+    (8, 7): 166_912,
+    (9, 0): 232_448,
+    (10, 0): 232_448,
+    (10, 3): 232_448,
+}
+LEAST_SHARED = 101_376
+# A GPU that is described without a name is a Hopper.
 DESCRIBED = "NVIDIA H200"
-HOPPER = ("H100", "H200", "H800", "H20")  # in the names of such devices
+REFUSED: ContextVar[frozenset[str]] = ContextVar("refused kernels", default=frozenset())
 
 
-def gpu_name() -> str:
-    """The name of the GPU that programs are compiled for, this machine's or one that is described; empty
-    elsewhere."""
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return device.device_kind or DESCRIBED if device.platform in ("gpu", "cuda") else ""
+@dataclass(frozen=True)
+class Gpu:
+    """An NVIDIA GPU: its name and its compute capability."""
+
+    name: str
+    capability: tuple[int, int]
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes that a block of threads may have."""
+        return SHARED.get(self.capability, LEAST_SHARED)
+
+    @property
+    def version(self) -> str:
+        return "{}.{}".format(*self.capability)
+
+    @property
+    def auto_dtype(self) -> str:
+        """The 16-bit dtype that it multiplies fast."""
+        return "bfloat16" if self.capability >= TRITON else "float16"
+
+    @property
+    def options(self) -> dict[str, str | bool]:
+        """Options of XLA's compiler. Where products are cuBLAS's, merging those of one input would copy their
+        weights side by side in each step."""
+        return {} if self.capability >= TRITON else {"xla_gpu_dot_merger_threshold_mb": "0"}
 
 
-def on_hopper() -> bool:
-    return any(name in gpu_name() for name in HOPPER)
+class Kernel(NamedTuple):
+    """A kernel by the name that reports show.
+
+    backend: what compiles it: Triton, Mosaic GPU as jax ships it, or a host's compiler.
+    replaced_by: the way of the reference, for messages.
+    """
+
+    name: str
+    backend: Literal["triton", "mosaic", "cpu"]
+    replaced_by: str
+
+
+def gpu() -> Gpu | None:
+    """The GPU that programs are compiled for, this machine's or one that is described; None elsewhere."""
+    return gpu_of(jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0])
+
+
+def gpu_of(device: Any) -> Gpu | None:
+    """The NVIDIA GPU that a device, or its description, is; None for another device."""
+    if device.platform not in ("gpu", "cuda"):
+        return None
+    name, said = device.device_kind or DESCRIBED, getattr(device, "compute_capability", None)
+    if said is None:
+        return Gpu(name, next((found for part, found in CAPABILITIES.items() if part in name), TRITON))
+    found = re.match(r"(\d+)\.(\d+)", str(said))  # AMD's begin with "gfx"
+    return Gpu(name, (int(found[1]), int(found[2]))) if found else None
+
+
+def may_use(kernel: Kernel, memory: int = 0, kept: Iterable[Any] = ()) -> bool:
+    """True if programs may use a kernel where they are compiled for; see `refusal`."""
+    return refusal(kernel, memory, kept) is None
+
+
+def refusal(kernel: Kernel, memory: int = 0, kept: Iterable[Any] = ()) -> str | None:
+    """Return why programs may not use a kernel, or None.
+
+    memory: bytes of shared memory that a block of it asks for.
+    kept: dtypes that it converts.
+    """
+    if kernel.name in REFUSED.get():
+        return "it did not pass its check on this device"
+    return None if kernel.backend == "cpu" else refusal_of_gpu(kernel, memory, kept)
+
+
+def refusal_of_gpu(kernel: Kernel, memory: int, kept: Iterable[Any]) -> str | None:
+    device = gpu()
+    if device is None or not compiles_for_gpus():
+        return "no compiler for an NVIDIA GPU is here"
+    has = f"{device.name} has {device.version}"
+    if kernel.backend == "mosaic" and device.capability != HOPPER:
+        return f"it needs compute capability 9.0, {has}"
+    if device.capability < TRITON:
+        return f"it needs compute capability 8.0, {has}"
+    if device.capability < E4M3 and any(jnp.dtype(dtype) == jnp.float8_e4m3fn for dtype in kept):
+        return f"float8_e4m3fn needs compute capability 8.9, {has}"
+    if memory > device.shared_memory:
+        return f"it needs {memory} bytes of shared memory a block, {device.name} has {device.shared_memory}"
+    return None
+
+
+@contextmanager
+def without(kernels: Iterable[str]) -> Iterator[None]:
+    """Trace programs of this block without the kernels of these names; threads have blocks of their own."""
+    token = REFUSED.set(frozenset(kernels))
+    try:
+        yield
+    finally:
+        REFUSED.reset(token)
 
 
 @cache

@@ -24,7 +24,7 @@ from server import port_of, read_stream  # beside this file
 from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.sampling.sample import Sampled
-from duetto.serve.cli import hostwork
+from duetto.serve.cli.bench import hostwork
 from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.llm import disaggregated
 from duetto.serve.options.server import ServerOptions

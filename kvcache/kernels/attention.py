@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from ...model.attention import AttentionParams
-from ...model.gpus import compiles_for_gpus
+from ...model.gpus import Kernel, gpu, refusal
 from ...model.sharding import automatic_axes, axes_of, in_shards, placed
 from ..quantised import SCALE, QuantisedPool
 from ..shards import head_axes
@@ -38,11 +38,24 @@ MOST_LATENT = 128  # query heads of a latent layer
 PROCESSORS = 132  # of an H100 or an H200
 SMALL = 16  # rows of a tensor core's product at least
 MOST_ROWS = 64  # of a single token's product
+FEW_ROWS = 32  # of a latent layer's where a block has less shared memory than MOST_ROWS ask for
 ADDED = 32  # parts that are added at once at most
 SUMMED = 8192  # their numbers
 Given = Array | jax.ShapeDtypeStruct  # arrays or shapes
 GivenPool = Shaped[Given, "K P W _"] | QuantisedPool
 Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `parts_of`
+DECODE = Kernel("attention_decode", "triton", "attention gathers pages")
+PREFILL = Kernel("attention_prefill", "triton", "attention gathers pages")
+LATENT = Kernel("latent_decode", "triton", "latent attention gathers pages")
+# Bytes of shared memory that a block asks for with all of its stages, where some GPUs have less: by kernel,
+# bytes of a number, and size of a head as a power of two. Compiled with jax 0.10.2.
+ASKED = {
+    (PREFILL.name, 2, 256): 107_008,
+    (PREFILL.name, 4, 128): 114_944,
+    (PREFILL.name, 4, 256): 172_160,
+    (DECODE.name, 4, 256): 151_616,
+}
+ASKED_BY_LATENTS = 115_200  # with MOST_ROWS rows of a latent of 512 and a turned key of 64
 
 
 def supported(
@@ -58,6 +71,34 @@ def supported(
     if v is None or reading.expand is not None:
         return False
     return same and v.shape == k.shape and H in HEAD_SIZES and N // K <= MOST_GROUPED
+
+
+def refusal_of(
+    q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, reading: AttentionParams
+) -> str | None:
+    """Return why the GPU that is compiled for cannot run the kernel of a layer that is `supported`, or
+    None."""
+    (_, T, N, H), K = q.shape, k.shape[0]
+    own, G = kernel_of(T, reading), pl.next_power_of_2(N // K)
+    rows = rows_of_chunk(G, H, q.dtype) if T > 1 else min(MOST_ROWS, max(SMALL, G))
+    is_tight = memory_asked(own, H, q.dtype) > 0
+    kept = {pool.dtype for pool in jax.tree.leaves((k, v))}
+    return refusal(own, least_memory(rows, H, q.dtype) if is_tight else 0, kept)
+
+
+def kernel_of(T: int, reading: AttentionParams) -> Kernel:
+    """The kernel that attends with T queries of a row."""
+    return LATENT if reading.rank is not None else DECODE if T == 1 else PREFILL
+
+
+def memory_asked(kernel: Kernel, H: int, dtype: Any) -> int:
+    """Bytes of shared memory that a block asks for with all of its stages; 0 if every GPU has them."""
+    return ASKED.get((kernel.name, dtype.itemsize, pl.next_power_of_2(H)), 0)
+
+
+def least_memory(rows: int, H: int, dtype: Any) -> int:
+    """Bytes that it asks for with one stage: of a tile of queries, of keys and of values."""
+    return (rows + 2 * TILE) * pl.next_power_of_2(H) * dtype.itemsize
 
 
 def keeps_numbers(pool: GivenPool, dtype: Any) -> bool:
@@ -77,7 +118,7 @@ def attend_with(
     def plainly(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
         return reference(q).astype(q.dtype)
 
-    if not (compiles_for_gpus() and supported(q, *pools, reading)):
+    if not supported(q, *pools, reading) or refusal_of(q, *pools, reading) is not None:
         return plainly(q)
     return jax.lax.platform_dependent(q, cuda=lambda q: attend_pages(q, pages(), reading), default=plainly)
 
@@ -171,8 +212,11 @@ attention_of_shards = jax.jit(shards_attention, static_argnums=(3, 4))
 def settings(
     q: Float[Array, "B T K G H"], rows: int, reading: AttentionParams, interpret: bool
 ) -> dict[str, Any]:
-    """Compiler settings of a kernel with products of `rows` rows. Wide heads leave room for fewer stages."""
-    stages = 3 if pl.next_power_of_2(q.shape[-1]) * q.dtype.itemsize <= 256 else 2
+    """Compiler settings of a kernel with products of `rows` rows. Wide heads leave room for fewer stages,
+    which change no bits."""
+    stages, here = 3 if pl.next_power_of_2(q.shape[-1]) * q.dtype.itemsize <= 256 else 2, gpu()
+    if here and memory_asked(kernel_of(q.shape[1], reading), q.shape[-1], q.dtype) > here.shared_memory:
+        stages = 1
     many = rows > 64 if reading.rank is None else rows > 16
     params = triton.CompilerParams(num_warps=8 if many else 4, num_stages=stages)
     return {"compiler_params": params, "interpret": interpret}
@@ -190,7 +234,7 @@ def many_queries(
 ) -> Float[Array, "B T K G H"]:
     """Tiles of queries, each by itself, the last ones first: they read the most."""
     B, T, K, G, H = q.shape
-    rows = max(SMALL, pl.next_power_of_2(G), 256 // q.dtype.itemsize // max(1, pl.next_power_of_2(H) // 128))
+    rows = rows_of_chunk(G, H, q.dtype)
     return pl.pallas_call(
         partial(chunk_kernel, rows=rows, reading=reading),
         grid=(pl.cdiv(T, rows // pl.next_power_of_2(G)), K, B),
@@ -199,6 +243,11 @@ def many_queries(
         name="attend_chunk",
         **settings(q, rows, reading, interpret),
     )(q, pages, sinks)
+
+
+def rows_of_chunk(G: int, H: int, dtype: Any) -> int:
+    """Rows of a tile of queries."""
+    return max(SMALL, pl.next_power_of_2(G), 256 // dtype.itemsize // max(1, pl.next_power_of_2(H) // 128))
 
 
 def chunk_kernel(q: Any, pages: LayerPages, sinks: Any, out: Any, *, rows: int, reading: AttentionParams):
@@ -254,10 +303,17 @@ def most_tiles(pages: LayerPages, reading: AttentionParams) -> int:
 def division(K: int, G: int, reading: AttentionParams) -> tuple[int, int, partial[Any]]:
     """Blocks that read one part, query heads of each block, and the function that splits a row's keys into
     parts."""
-    rows = min(MOST_ROWS, max(SMALL, pl.next_power_of_2(G)))
+    rows = min(most_rows(reading), max(SMALL, pl.next_power_of_2(G)))
     heads, least = K * pl.cdiv(G, rows), least_part(rows, reading)
     most = max(1, min(2 * PROCESSORS, blocks_of(rows, reading)) // heads)  # a long row alone fills a GPU
     return heads, rows, partial(parts_of, size=tile_of(reading), most=most, least=least)
+
+
+def most_rows(reading: AttentionParams) -> int:
+    """Rows of a single token's product at most: the GPU decides those of a latent layer."""
+    here = gpu()
+    is_tight = reading.rank is not None and here is not None and here.shared_memory < ASKED_BY_LATENTS
+    return FEW_ROWS if is_tight else MOST_ROWS
 
 
 def blocks_of(rows: int, reading: AttentionParams) -> int:

@@ -15,12 +15,13 @@ from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ...model.gpus import compiles_for_gpus
+from ...model.gpus import Kernel, may_use
 from ...model.recurrent.linear import Terms
 from ...model.sharding import automatic_axes, axes_of, in_shards, placed
 
 SIZES = (16, 32, 64, 128, 256)  # of keys and values
 MOST = 8192  # numbers of a memory that a block of threads holds at once
+STEP = Kernel("recurrent_step", "triton", "XLA passes over the states")
 
 MemoryPool = Float[Array, "N P H U"]
 
@@ -34,9 +35,9 @@ class StatePages(NamedTuple):
 
 
 def steps_in_place(pool: MemoryPool) -> bool:
-    """True if the kernel can be compiled for this memory, on its devices."""
+    """True if the kernel steps this memory on its devices."""
     here = not in_shards(pool) or not automatic_axes(jax.typeof(pool).sharding.mesh)
-    return compiles_for_gpus() and here and set(pool.shape[2:]) <= set(SIZES)
+    return here and set(pool.shape[2:]) <= set(SIZES) and may_use(STEP)
 
 
 def step_pages(

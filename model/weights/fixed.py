@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..gpus import on_hopper, shipped
+from ..gpus import Kernel, may_use, shipped
 from ..layers import einsum, ragged_product
 from ..tree import holds, pytree, unwrapped
 from .compress import CONTRACTED
@@ -24,6 +24,7 @@ from .quant import leading
 
 T = TypeVar("T")
 KERNEL = "hopper_matmul_mgpu"
+FIXED = Kernel("fixed_product", "mosaic", "products are XLA's, and follow the number of rows")
 LOGITS = "...d,vd->...v"  # the product with an output matrix
 ROWS, WARPGROUPS = 64, 2  # rows of a tile, and the warpgroups that share a block, side by side in its columns
 ENOUGH = 64  # blocks that keep the memory busy: about half of the 132 multiprocessors
@@ -90,7 +91,7 @@ def kernel_for(
     equation: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype: Any
 ) -> Callable[..., Float[Array, "..."]] | None:
     """The kernel that multiplies x and w on the GPU that is compiled for, or None."""
-    if x.dtype != w.dtype or not on_hopper() or shipped(KERNEL) is None:
+    if x.dtype != w.dtype or not may_use(FIXED) or shipped(KERNEL) is None:
         return None
     if (inputs := leading(equation)) and dtype == x.dtype:
         tiles = tiles_of(prod(w.shape[:inputs]), prod(w.shape[inputs:]))

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..gpus import on_hopper, shipped
+from ..gpus import Kernel, may_use, shipped
 
 ROWS = 64  # of a block: those of the tensor cores' instruction
 INNER = 64  # of K in a step of a block's sum
 COLUMNS = (128, 192, 64)  # of a block, the first that divides a matrix's
 STAGES = 4  # steps that are loaded ahead
+GROUPED = Kernel("expert_product", "mosaic", "each tile of rows copies an expert")
 
 
 def kernel() -> Any:
@@ -34,7 +35,7 @@ def can_multiply(dtype: Any, *shapes: tuple[int, ...]) -> bool:
     one device."""
     return (
         kernel() is not None
-        and on_hopper()
+        and may_use(GROUPED)
         and dtype in (jnp.bfloat16, jnp.float16)
         and all(D % INNER == 0 and columns(F) is not None for _, D, F in shapes)
     )

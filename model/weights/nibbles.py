@@ -17,12 +17,14 @@ from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from ..gpus import Kernel
 from ..sharding import in_shards, ways
 
 ROWS, BYTES = 64, 64  # of a tile: rows of x, and bytes of a column that a step takes
 COLUMNS = (128, 64)  # the most that divide
 BLOCKS, PARTS = 128, 8  # most blocks, and most parts of the inner dimension
 ZERO = 8  # the code of zero where there are no others
+NIBBLES = Kernel("int4_product", "triton", "XLA widens weights into memory")
 SCALES = ("bfloat16", "float16", "float32")
 
 

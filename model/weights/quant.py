@@ -16,7 +16,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Num, UInt8
 
-from ..gpus import gpu_name
+from ..gpus import may_use
 from ..layers import einsum, ragged_product
 from ..sharding import axes_of, in_shards, on_several_devices
 from . import nibbles
@@ -65,7 +65,7 @@ class Quantised:
         """The product of x and this weight, in x's dtype or another."""
         dtype, inputs = dtype or x.dtype, leading(equation)
         elsewhere = partial(widening, equation=equation, dtype=dtype)
-        if not gpu_name() or not self.has_kernel(x, inputs):
+        if not self.has_kernel(x, inputs) or not may_use(nibbles.NIBBLES):
             return elsewhere(x, self)
         return jax.lax.platform_dependent(
             x, self, cuda=partial(by_kernel, inputs=inputs, dtype=dtype), default=elsewhere

@@ -33,6 +33,7 @@ COMMANDS = {
     "verify": Command("LOG", "verify an audit log: run its requests again and compare bits"),
     "route": Command("--replica URL ...", "route requests to several servers, by their cached prefixes"),
     "plan": Command("", "show shapes, memory and roofline without running a model"),
+    "doctor": Command("", "check this machine: device, kernels, rates, and what would make it faster"),
     "bench": Command("", "measure decode, prefill and startup on this machine"),
     "buckets": Command("INPUT", "find the best prefill buckets for a workload"),
     "convert": Command("SOURCE TARGET", "convert a model's folder to the format of Orbax or Hugging Face"),

@@ -65,6 +65,8 @@ def gauges(engine: Engine) -> Iterator[Gauge]:
     yield Gauge("vllm:num_requests_running", dict(LABELS), float(len(scheduler.running)))
     yield Gauge("vllm:num_requests_waiting", dict(LABELS), float(waiting))
     yield Gauge("vllm:kv_cache_usage_perc", dict(LABELS), engine.tables.occupancy)
+    for name, check in engine.kernels.items():
+        yield Gauge("duetto:kernel_used", LABELS | {"kernel": name}, float(not check.reason))
     if most := scheduler.places.count:
         named = {
             "max_lora": str(most),

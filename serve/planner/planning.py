@@ -10,6 +10,7 @@ from ...checkpoints.huggingface import read_config
 from ...kvcache.shards import splits_experts
 from ...kvcache.stages import cache_of, config_of, stages
 from ...model.config import ModelConfig
+from ...model.gpus import gpu_of
 from ...model.pair import PairConfig, target_of
 from ...model.sharding import Layout
 from ...model.transformer import Decoder, decoder_spec
@@ -17,7 +18,7 @@ from ...model.tree import abstract
 from ...model.weights.compress import form_spec
 from ...model.weights.prepared import prepared
 from ..engine.lora.writer import roomy
-from ..engine.startup.dtype import compute_dtype
+from ..engine.startup.dtype import check_cache, compute_dtype
 from ..engine.startup.folder import DEMO, read_shapes
 from ..engine.startup.mesh import check_experts, layout_of, on_one, places, put
 from ..engine.startup.origin import Origin, stored_form
@@ -33,7 +34,7 @@ from .roofline.facts import ProgramFacts, facts
 from .roofline.floor import Demand, demand, pools
 from .roofline.presets import PRESETS
 from .roofline.table import ShapeCost, floored
-from .roofline.targets import Target, described, is_gpu
+from .roofline.targets import Target, described, device_of
 from .roofline.thunks import Thunks, compile_thunks
 
 ONE = Layout()
@@ -83,7 +84,8 @@ def plan_job(
     if not shape:
         options = replace(options, quantization=stored_form(folder, options.quantization))
     config = PRESETS[shape] if shape else read_config(folder)
-    chosen = compute_dtype(dtype, target.devices[0], config, None if shape else folder)
+    check_cache(options, device_of(target))
+    chosen = compute_dtype(dtype, device_of(target), config, None if shape else folder)
     chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
     if shape:
         options.require_unstored("a shape has no checkpoint")
@@ -159,7 +161,8 @@ def compile_and_read(
             lowered = StageLowering(phases, arguments, plan.sizes, way).lower(shape)
         else:
             lowered = [lower(phases, shape, arguments, plan.sizes)]
-        return [compile_thunks(own) if is_gpu(plan.target) else (own.compile(), None) for own in lowered]
+        found = gpu_of(device_of(plan.target))
+        return [compile_thunks(own, found.options) if found else (own.compile(), None) for own in lowered]
 
 
 def make_row(plan: EnginePlan, arguments: StepArguments, shape: Shape, compiled: bool = True) -> ShapeCost:

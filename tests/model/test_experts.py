@@ -2,7 +2,6 @@
 returns."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -11,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
+from cases.gpus import traced_for
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from duetto.model.config import Experts
 from duetto.model.experts import MoE, by_ragged_products, by_tiles, experts_spec, has_kernel, sorted_by_expert
@@ -100,16 +100,11 @@ def test_bits_of_a_row_depend_on_its_expert_alone(interpreted: None):
     np.testing.assert_array_equal(few, found[66:69])
 
 
-def on(kind: str) -> AbstractContextManager[Any]:
-    """Programs are for such a GPU."""
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, 132, "gpu")))
-
-
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """jax is taken to have the kernel, and a GPU for it."""
     monkeypatch.setattr(grouped, "kernel", lambda: grouped)
-    with on("NVIDIA H200"):
+    with traced_for("h200"):
         yield
 
 
@@ -161,5 +156,5 @@ def test_the_kernel_takes_weights_on_one_device(there: None):
     ],
 )
 def test_the_kernel_is_for_hoppers(there: None, kind: str, possible: bool):
-    with on(kind):
+    with traced_for(kind):
         assert has_kernel(matrices(64, 64), jnp.bfloat16) == possible

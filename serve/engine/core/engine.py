@@ -3,8 +3,8 @@ dispatch, commit."""
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +57,7 @@ class Engine:
     warmup: programs that come while the engine serves; `speculation` begins when it is done.
     later: makes a warm-up of deferred draws, which begins with the first step that waits for a grammar.
     clock: seconds, for all times in reports.
+    kernels: checks of the device's kernels (`kernel_checks.KernelCheck`), by kernel and sizes.
     """
 
     def __init__(
@@ -70,7 +71,9 @@ class Engine:
         warmup: Warmup | None = None,
         later: Callable[[ShapeClasses], Warmup] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        kernels: Mapping[str, Any] | None = None,
     ):
+        self.kernels = kernels or {}
         self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
         self._adapters = Writer(target_of(state.params))
@@ -179,6 +182,7 @@ class Engine:
             "preemptions": self.scheduler.preemptions,
             "cache_pages": self.sizes.shards * sum(self.sizes.pages),
             "page_size": self.sizes.page_size,
+            "kernels": {name: asdict(check) for name, check in self.kernels.items()},
         }
         if self.speculation is not None:
             own["speculation"] = self.speculation.report()

@@ -1,4 +1,5 @@
-"""Dtype of a model's computation: that of the option, and for "auto" one that is fast on the device."""
+"""Dtype of a model's computation: that of the option, and for "auto" one that is fast on the device; and the
+caches that a device can keep."""
 
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 
 from ....checkpoints import huggingface, orbax
 from ....model.config import ModelConfig
+from ....model.gpus import E4M3, Gpu, gpu_of
+from ...options.engine import EngineOptions
 from ...runtime.multihost.rendezvous import of_rank_0
 from .trial import bfloat16_gain
 
@@ -34,17 +37,44 @@ def dtype_name(dtype: Any) -> str:
 def compute_dtype(dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None) -> Any:
     """The dtype to load the weights of a folder in, or random ones, which are as if stored in bfloat16.
 
-    "auto" is the checkpoint's own. On CPUs it is float32, which holds every checkpoint's numbers, unless
-    these are bfloat16 and the processor multiplies that faster, as a first start measures (`trial`): no CPU
-    has a product of float16 that XLA uses.
+    "auto" is the checkpoint's own; float16 in place of bfloat16 on GPUs that do not multiply that. On CPUs it
+    is float32, which holds every checkpoint's numbers, unless these are bfloat16 and the processor multiplies
+    that faster, as a first start measures (`trial`): no CPU has a product of float16 that XLA uses.
+
+    Raises ValueError for "auto" where the model overflows float16.
     """
     name = dtype_name(dtype)
     if name != "auto":
         return jnp.dtype(name)
-    if device.platform != "cpu":
+    found = gpu_of(device)
+    if device.platform != "cpu" and (found is None or found.auto_dtype == "bfloat16"):
         return "auto"
     is_own = folder is None or stored_dtype(folder) == jnp.bfloat16
+    if found is not None:
+        return narrow_dtype(found, config) if is_own else "auto"
     return jnp.dtype("bfloat16" if is_own and bfloat16_gain(device, config) >= LEAST_GAIN else "float32")
+
+
+def narrow_dtype(found: Gpu, config: ModelConfig) -> Any:
+    """The dtype in place of bfloat16. Raises ValueError for Gemma, which scales its embeddings by the root of
+    the model's width: float16 does not hold the numbers of its layers."""
+    if config.embedding_scale == config.hidden_size**0.5:
+        raise ValueError(
+            f'dtype "auto" is not allowed on {found.name}: it multiplies no bfloat16, and numbers of this '
+            'model are too large for float16; use "float32"'
+        )
+    return jnp.dtype(found.auto_dtype)
+
+
+def check_cache(options: EngineOptions, device: Any) -> None:
+    """Raise ValueError if the device's compiler cannot keep the cache in the type of the options: XLA may
+    abort the process on it."""
+    found, kept = gpu_of(device), options.kv_cache_dtype
+    if found is not None and found.capability < E4M3 and kept in ("fp8", "fp8_e4m3"):
+        raise ValueError(
+            f'kv_cache_dtype "{kept}" is not allowed: float8_e4m3fn needs compute capability 8.9, '
+            f'{found.name} has {found.version}; use "int8"'
+        )
 
 
 def shared_dtype(dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None) -> Any:

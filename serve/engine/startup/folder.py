@@ -25,7 +25,7 @@ from ...host import progress
 from ...host.devices import default_device, memory_limit
 from ...options.engine import EngineOptions
 from ...runtime.multihost.rendezvous import agree_on
-from .dtype import dtype_name, shared_dtype
+from .dtype import check_cache, dtype_name, shared_dtype
 from .mesh import layout_of, places
 from .stages import with_head
 
@@ -50,13 +50,14 @@ def load_folder(
     defaults = checked_defaults(path)
     device = default_device() if mesh is None else mesh.devices.flat[0]
     options.on(memory_limit(device)).check_stages(options.stations)
+    check_cache(options, device)
     config = read_config(path)
     where = places(config, layout_of(options), mesh) or device
     is_random = options.load_format == "dummy"
     read = random_folder if is_random else read_folder
     chosen = shared_dtype(dtype, device, config, None if is_random else path)
-    if dtype_name(dtype) == "auto" and chosen == jnp.bfloat16:
-        progress.say("computing in bfloat16, which this processor multiplies faster; the choice is dtype's")
+    if dtype_name(dtype) == "auto" and chosen in (jnp.bfloat16, jnp.float16):
+        progress.say(f"computing in {chosen}, which this processor multiplies faster; the choice is dtype's")
     agree_on(path)
     config, params = read(path, chosen, where, options.quantization)
     params = with_head(params)

@@ -31,7 +31,7 @@ from ...runtime.compiled.sizing import choose_sizes
 from ...runtime.equal_bits.classes import ShapeClasses, choose_classes, record, step_seconds
 from ...runtime.equal_bits.warmup import Warmup, WarmupGoal, first_shapes
 from ...runtime.multihost.programs import SharedPrograms
-from ...runtime.multihost.rendezvous import group
+from ...runtime.multihost.rendezvous import group, of_rank_0
 from ...runtime.pipeline.programs import StagedPrograms
 from ..core.engine import Engine
 from ..core.guessing import Speculation
@@ -40,6 +40,8 @@ from ..lora.writer import roomy
 from ..speculation.beside import check_states, read_beside
 from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
+from .dtype import check_cache
+from .kernel_checks import KernelChecks, check_kernels, refused_by
 from .mesh import check_experts, layout_of, spread
 from .stages import with_head
 
@@ -72,6 +74,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     device = next(iter(params.embed.sharding.addressable_devices))
     options = options.on(memory_limit(device))
     options.require_unstored("these are parameters")
+    check_cache(options, device)
     params = spread(config, params, layout_of(options))
     params = in_form(params, options.quantization, params.embed.dtype)
     check_experts(params)
@@ -90,14 +93,15 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     canonical = Canonical.on(device.platform, options, sizes)
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
-    programs = kind_of(everything)(phases, everything, sizes, shapes, early)
+    kernels = check_kernels(config, params, sizes)
+    programs = kind_of(everything)(phases, everything, sizes, shapes, early, refused_of(kernels))
     state, aim = (
         programs.empty(everything),
         WarmupGoal(canonical, options.reproducible, timed_depths(options)),
     )
     limits = limits_of(options, sizes, shapes, pair.block, count)
     prefixes, later = options.enable_prefix_caching, deferral(options, programs, everything, canonical)
-    make = partial(Engine, programs, limits=limits, prefix_caching=prefixes, later=later)
+    make = partial(Engine, programs, limits=limits, prefix_caching=prefixes, later=later, kernels=kernels)
     if set(early) < set(shapes) and not are_known(programs, everything, aim):
         classes = ShapeClasses.of(early, same_bits=not options.reproducible)
         found = record(programs, everything, canonical) if aim.reproducible else None
@@ -110,6 +114,13 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     speculation = speculation_of(options, classes, seconds)
     programs.begin(state)
     return make(classes, state, speculation=speculation)
+
+
+def refused_of(kernels: KernelChecks) -> tuple[str, ...]:
+    """Return the kernels that programs are traced without: in a group of processes those of rank 0."""
+    bad = refused_by(kernels)
+    names = sorted({check.kernel for check in kernels.values()})
+    return tuple(name for name in names if of_rank_0(lambda name=name: name in bad))
 
 
 def limits_of(

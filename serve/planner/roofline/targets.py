@@ -19,6 +19,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from ....model.gpus import Gpu, gpu, gpu_of
 from ...host.devices import (
     MEMORY_FRACTION,
     default_device,
@@ -63,20 +64,27 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Target:
-    """Devices that programs are compiled for, and what is known of each: its peaks, and its bytes of memory
-    (not a host's)."""
+    """Devices that programs are compiled for, and what is known of each: its peaks, its bytes of memory (not
+    a host's), and which of GPUS it is, if that is absent."""
 
     name: str
     devices: tuple[Any, ...]
     peaks: Peaks | None
     memory: int | None
+    kind: str = ""
 
 
-PCIE = 64e9  # bytes/s of 16 lanes of PCIe 5.0, one way
+PCIE, PCIE4, PCIE3 = 64e9, 32e9, 16e9  # bytes/s of 16 lanes of PCIe 5.0, 4.0 and 3.0, one way
 NVME = 7e9  # bytes/s read from a drive on four lanes of PCIe 4.0
 GPUS = {
     "h100": Peaks(989e12, 67e12, 3.35e12, 450e9, 85_000_000_000, PCIE),
     "h200": Peaks(989e12, 67e12, 4.8e12, 450e9, 150_000_000_000, PCIE),
+    "b200": Peaks(2250e12, 75e12, 7.672e12, 900e9, 191_514_411_008, PCIE),
+    "a100": Peaks(312e12, 19.5e12, 2.039e12, 300e9, 85_000_000_000, PCIE4),
+    "l4": Peaks(121e12, 30.3e12, 300e9, PCIE4, 23_696_000_000, PCIE4),
+    "t4": Peaks(65e12, 8.1e12, 320e9, PCIE3, 15_655_829_504, PCIE3),
+    "rtx4090": Peaks(165e12, 82.6e12, 1.008e12, PCIE4, 25_250_000_000, PCIE4),
+    "rtx5090": Peaks(209e12, 104.8e12, 1.792e12, PCIE, 34_190_000_000, PCIE),
 }
 TPUS = {
     "v5e": Peaks(197e12, 197e12 / 6, 0.82e12, 200e9, 16 << 30),
@@ -84,16 +92,47 @@ TPUS = {
     "v6e": Peaks(918e12, 918e12 / 6, 1.64e12, 448e9, 32 << 30),
 }
 SLICES = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x4"}  # for example; 1x1 is one chip
-# XLA's description of a Hopper GPU (its GpuTargetConfigProto, as text). Without the versions XLA takes it for
-# one that cannot capture conditionals, loops and library calls in command buffers.
-HOPPER = """
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Description of a GPU besides its peaks: its name as the driver reports it, multiprocessors, threads and
+    float32 lanes of each, bytes of the second-level cache, and GHz."""
+
+    kind: str
+    cores: int
+    threads: int
+    lanes: int
+    cache: int
+    clock: float
+
+    @property
+    def gpu(self) -> Gpu:
+        found = gpu_of(AbstractDevice(self.kind, self.cores, "gpu"))
+        assert found is not None
+        return found
+
+
+CHIPS = {
+    "h100": Chip("NVIDIA H100 80GB HBM3", 132, 2048, 128, 50 << 20, 1.98),
+    "h200": Chip("NVIDIA H200", 132, 2048, 128, 60 << 20, 1.98),
+    "b200": Chip("NVIDIA B200", 148, 2048, 128, 132_644_864, 1.965),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", 108, 2048, 64, 40 << 20, 1.41),
+    "l4": Chip("NVIDIA L4", 58, 1536, 128, 48 << 20, 2.04),
+    "t4": Chip("Tesla T4", 40, 1024, 64, 4 << 20, 1.59),
+    "rtx4090": Chip("NVIDIA GeForce RTX 4090", 128, 1536, 128, 72 << 20, 2.52),
+    "rtx5090": Chip("NVIDIA GeForce RTX 5090", 170, 1536, 128, 96 << 20, 2.41),
+}
+# XLA's description of a GPU (its GpuTargetConfigProto, as text). Without the versions XLA takes it for one
+# that cannot capture conditionals, loops and library calls in command buffers.
+DESCRIPTION = """
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
-  core_count: 132 fpus_per_core: 128 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {block}
+  core_count: {cores} fpus_per_core: {lanes} registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: 1.98 device_memory_size: {memory}
-  cuda_compute_capability {{ major: 9 }}
+  memory_bandwidth: {bandwidth} l2_cache_size: {cache} clock_rate_ghz: {clock} device_memory_size: {memory}
+  cuda_compute_capability {{ {capability} }}
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
@@ -108,8 +147,11 @@ ABSENT_TPU = {
     "TPU_ACCELERATOR_TYPE": "v6e-4",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-KINDS = {"H100": "h100", "H200": "h200", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
-L2 = {"h100": 52_428_800, "h200": 62_914_560}
+KINDS = {
+    "H100": "h100", "H200": "h200", "B200": "b200", "A100-SXM4-80GB": "a100", "NVIDIA L4": "l4",
+    "Tesla T4": "t4", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "TPU v5 lite": "v5e", "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+}  # fmt: skip
 
 
 def find_target(name: str) -> Target:
@@ -164,7 +206,9 @@ def known_target(name: str) -> Known:
 def here(measure: bool = False) -> Target:
     """The device that programs run on by default; its peaks are known for the kinds above, or measured."""
     device = default_device()
-    kind = next((ours for theirs, ours in KINDS.items() if theirs in device.device_kind), None)
+    kind = next(
+        (ours for theirs, ours in KINDS.items() if re.search(rf"{theirs}(?!\d)", device.device_kind)), None
+    )
     peaks = measured_peaks() if measure else {**GPUS, **TPUS}.get(kind or "")
     return Target(device.device_kind, (device,), peaks, memory_limit(device))
 
@@ -185,19 +229,30 @@ def described(target: Target) -> Iterator[None]:
 
 
 def kernels_for(target: Target) -> AbstractContextManager[Any]:
-    device = target.devices[0]
-    if not is_gpu(target) or device.device_kind:
+    device = device_of(target)
+    if not isinstance(device, AbstractDevice):
         return nullcontext()
-    hopper = AbstractDevice("NVIDIA H200", device.core_count, "gpu")
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=hopper))
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+def device_of(target: Target) -> Any:
+    """A target's first device; of a GPU that is absent a description that has its name, which `gpu_of`
+    reads."""
+    if not target.kind:
+        return target.devices[0]
+    return AbstractDevice(CHIPS[target.kind].kind, CHIPS[target.kind].cores, "gpu")
 
 
 def gpu_target(name: str, kind: str, count: int) -> Target:
     need("jax-cuda13-plugin", "jax-cuda13-pjrt", "absl-py")
-    peaks = GPUS[kind]
-    config = HOPPER.format(bandwidth=int(peaks.bandwidth), cache=L2[kind], memory=peaks.memory)
+    peaks, chip = GPUS[kind], CHIPS[kind]
+    major, minor = chip.gpu.capability
+    config = DESCRIPTION.format(
+        **vars(chip), shared=chip.gpu.shared_memory + 1024, block=chip.gpu.shared_memory,
+        bandwidth=int(peaks.bandwidth), memory=peaks.memory, capability=f"major: {major} minor: {minor}",
+    )  # fmt: skip
     described = topologies.get_topology_desc(kind, "cuda", target_config=config, topology=f"1x1x{count}")
-    return Target(name, tuple(described.devices), peaks, int(peaks.memory * MEMORY_FRACTION))
+    return Target(name, tuple(described.devices), peaks, int(peaks.memory * MEMORY_FRACTION), kind)
 
 
 def tpu_target(name: str, kind: str) -> Target:
@@ -226,17 +281,19 @@ def need(*packages: str) -> None:
 
 
 def measured_peaks() -> Peaks:
-    """This device's rates: a large product in bfloat16 and in float32, and one that reads weights for a
-    single row."""
-    n, wide = 1024, 8192
+    """This device's rates: a large product in 16 bits and in float32, and one that reads weights for a single
+    row. A GPU multiplies 8192^3, since 1024^3 take it no longer than a launch."""
+    found = gpu()
+    n, wide = 8192 if found else 1024, 8192
     square, row, weights = jax.numpy.ones((n, n)), jax.numpy.ones((1, wide)), jax.numpy.ones((wide, wide))
-    narrow = square.astype(jax.numpy.bfloat16)
+    narrow = square.astype(found.auto_dtype if found else "bfloat16")
     flops = {x.dtype.itemsize: 2 * n**3 / fastest(x, x) for x in (narrow, square)}
     return Peaks(flops[2], flops[4], weights.nbytes / fastest(row, weights), 0.0, 0)
 
 
 def fastest(a: jax.Array, b: jax.Array, times: int = 10) -> float:
-    """Seconds of a product at its best."""
-    matmul = partial(jax.numpy.matmul, preferred_element_type=jax.numpy.float32)
+    """Seconds of a product at its best; those of float32 are exact."""
+    exact = jax.lax.Precision.HIGHEST if a.dtype == jax.numpy.float32 else None
+    matmul = partial(jax.numpy.matmul, precision=exact, preferred_element_type=jax.numpy.float32)
     product = jax.jit(matmul).lower(a, b).compile()
     return min(time_calls(lambda: product(a, b), times))

@@ -18,6 +18,7 @@ from ....kvcache.placement import seats as seats_of
 from ....kvcache.quantised import kept_as
 from ....kvcache.shards import in_seat, steps
 from ....kvcache.stages import around
+from ....model.gpus import gpu_of, without
 from ....model.pair import PairConfig, Params, target_of
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress
@@ -184,8 +185,8 @@ class Programs:
     the masks of grammars, and make the empty cache and slots.
 
     Shapes of `first`, by default all, are compiled at once. `missing` ones are compiled later by `add`, from
-    any thread. `ready` has the seconds after the start at which each was there, `spent` the seconds of
-    tracing and compiling.
+    any thread. No program has a kernel that is `refused`. `ready` has the seconds after the start at which
+    each was there, `spent` the seconds of tracing and compiling.
     """
 
     def __init__(
@@ -195,7 +196,9 @@ class Programs:
         sizes: Sizes,
         shapes: Iterable[Shape],
         first: Collection[Shape] | None = None,
+        refused: tuple[str, ...] = (),
     ):
+        self.refused = refused
         self.started = time.perf_counter()
         self.config, self.sizes, self._phases = phases.config, sizes, phases
         self.like = like = arguments_like(phases.config, params, sizes)
@@ -212,7 +215,7 @@ class Programs:
             self.missing = [s for s in lacking if s not in now]
             with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
                 # lowered here: in other threads the user's settings for a block of code do not hold
-                jobs = [pool.submit(self._compile, s, self._lower(s)) for s in now]
+                jobs = [pool.submit(self._compile, s, self._lowered(s)) for s in now]
                 made = pool.map(lambda lowered: lowered.compile(), self._small())
                 self.seat, self.load_history, self.load_masks, self.fresh_cache, self.fresh_slots = made
                 for job in as_completed(jobs):
@@ -254,11 +257,16 @@ class Programs:
         have changed since the start."""
         if self._keys.setdefault(shape) != self._key(shape):
             self._keys[shape] = None
-        self._compile(shape, self._lower(shape))
+        self._compile(shape, self._lowered(shape))
         self.spent.keep()
 
     def _key(self, shape: Shape) -> str | None:
-        return executable_cache.key(self._phases, shape.phase, operands(shape, self.like, self.sizes))
+        given = operands(shape, self.like, self.sizes)
+        return executable_cache.key(self._phases, shape.phase, given, self.refused)
+
+    def _lowered(self, shape: Shape) -> Lowered:
+        with without(self.refused):
+            return self._lower(shape)
 
     def _lower(self, shape: Shape) -> Lowered:
         with self._lowering, self.spent.on(shape):  # one at a time: it is Python
@@ -266,8 +274,9 @@ class Programs:
             return make(self._phases, shape, self.like, self.sizes)
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
+        found = gpu_of(next(iter(self._devices)))
         with self.spent.on(shape):
-            program = executable_cache.compile(self._keys[shape], lowered)
+            program = executable_cache.compile(self._keys[shape], lowered, found.options if found else None)
         self.steps[shape], self.ready[shape] = program, self.age
 
     def products(self, shapes: Iterable[Shape]) -> str | None:

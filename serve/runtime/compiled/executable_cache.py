@@ -43,6 +43,7 @@ TRACED = (
     "sampling",
     "serve.engine.speculation.draft_steps",
     "serve.engine.speculation.guessers",
+    "serve.engine.startup.kernel_checks",
     "serve.engine.startup.trial",
     "serve.runtime.compiled",
     "serve.runtime.equal_bits",
@@ -122,14 +123,15 @@ def folder() -> Path | None:
     return own if usable(own) else None
 
 
-def key(phases: Phases, phase: str, arguments: Any) -> str | None:
-    """Return the key of a phase's program with these abstract arguments; None on several devices, whose order
-    matters, and for phases whose code is not in the hash of `TRACED`."""
+def key(phases: Phases, phase: str, arguments: Any, refused: Sequence[str] = ()) -> str | None:
+    """Return the key of a phase's program with these abstract arguments, traced without the kernels that are
+    refused; None on several devices, whose order matters, and for phases whose code is not in the hash of
+    `TRACED`."""
     devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(arguments)))
     if len(devices) > 1 or not all(map(is_traced, [phases, getattr(phases, "guesser", None)])):
         return None
     (device,) = devices
-    facts = *environment(device), *described(phases, phase, arguments)
+    facts = *environment(device), *described(phases, phase, arguments), *refused
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
@@ -260,13 +262,13 @@ def load_all(
         return dict(zip(keys, found, strict=True))
 
 
-def compile(key: str | None, lowered: Lowered) -> Any:
-    """Compile a program, and store it if the device's programs can be serialised.
+def compile(key: str | None, lowered: Lowered, options: dict[str, str | bool] | None = None) -> Any:
+    """Compile a program with these options of XLA, and store it if the device's programs can be serialised.
 
     On a CPU, a program that came from jax's cache cannot be serialised again. It is compiled once more if its
     stored file was damaged.
     """
-    compiled, known = compiled_from(lowered)
+    compiled, known = compiled_from(lowered, options)
     if known and read_bytes(key) == b"":
         with suppress(ValueError, jax.errors.JaxRuntimeError):  # of an XLA that lacks the option
             compiled, known = compiled_from(lowered, unlike_any())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from duetto.serve.cli import hostwork
+from duetto.serve.cli.bench import hostwork
 from duetto.serve.options.engine import EngineOptions
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs take what is no array

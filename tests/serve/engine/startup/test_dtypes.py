@@ -3,6 +3,7 @@ loss."""
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from cases.gpus import traced_for
 from conftest import Model
 
-from duetto import LLM
+from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
+from duetto.checkpoints.huggingface import read_config
 from duetto.model.config import ModelConfig
 from duetto.serve.cli.convert import convert
 from duetto.serve.engine.startup import dtype, trial
@@ -28,6 +31,7 @@ from duetto.serve.runtime.compiled import executable_cache
 
 WRITE = executable_cache.write
 CPU: Any = SimpleNamespace(platform="cpu")
+H200, T4 = (SimpleNamespace(platform="gpu", device_kind=kind) for kind in ("NVIDIA H200", "Tesla T4"))
 FAST = 1.5  # times as many products a second in bfloat16
 SMALL = ModelConfig.uniform(50, 32, 48, 2, 4, 2, 8, 64)
 
@@ -69,10 +73,62 @@ def test_a_cpu_keeps_a_checkpoints_bfloat16_where_it_multiplies_that_faster(
     gain(times)
     folder, config = folder_in(tiny, tmp_path, stored), tiny.config
     assert compute_dtype("auto", CPU, config, folder) == expected
-    assert compute_dtype("auto", SimpleNamespace(platform="gpu"), config, folder) == "auto"
+    assert compute_dtype("auto", H200, config, folder) == "auto"
     named = [compute_dtype(name, CPU, config, folder) for name in ("float32", "float16")]
     assert named == ["float32", "float16"]
     assert load_folder(folder, "auto")[1].embed.dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"), [("bfloat16", "float16"), ("float16", "auto"), ("float32", "auto")]
+)
+def test_a_t4_computes_in_float16_what_is_stored_in_bfloat16(
+    tiny: Model, tmp_path: Path, stored: str, expected: str
+):
+    folder = folder_in(tiny, tmp_path, stored)
+    assert compute_dtype("auto", T4, tiny.config, folder) == expected
+    assert compute_dtype("bfloat16", T4, tiny.config, folder) == jnp.bfloat16
+    assert compute_dtype("auto", T4, SMALL) == jnp.float16  # random weights
+
+
+def test_a_model_that_overflows_float16_is_told_to_take_float32():
+    gemma = replace(SMALL, embedding_scale=SMALL.hidden_size**0.5)
+    with pytest.raises(ValueError, match='"auto" is not allowed on Tesla T4: .* use "float32"'):
+        compute_dtype("auto", T4, gemma)
+    assert compute_dtype("float32", T4, gemma) == jnp.float32
+    assert compute_dtype("auto", H200, gemma) == "auto"
+
+
+def test_a_cache_in_e4m3_is_refused_by_name_where_it_cannot_be_converted():
+    a100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
+    for kept in ("fp8", "fp8_e4m3"):
+        with pytest.raises(ValueError, match=f'"{kept}" is not allowed: .* has 8.0; use "int8"'):
+            dtype.check_cache(EngineOptions(kv_cache_dtype=kept), a100)
+        dtype.check_cache(EngineOptions(kv_cache_dtype=kept), H200)
+        dtype.check_cache(EngineOptions(kv_cache_dtype=kept), CPU)
+    for kept in ("auto", "int8", "fp8_e5m2"):
+        dtype.check_cache(EngineOptions(kv_cache_dtype=kept), a100)
+
+
+def test_the_choices_of_a_t4_run():
+    """No kernel, float16: the demo model answers as in float32, but for ties."""
+    config = read_config(DEMO)
+    chosen = compute_dtype("auto", T4, config, DEMO)
+    prompts = ["The quick brown fox", "Once upon a time"]
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    with (
+        traced_for("t4"),
+        LLM(dtype=chosen, max_num_seqs=2, max_model_len=64, background_compilation=False) as llm,
+    ):
+        found = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+        report = llm.report()
+    assert report["dtype"] == "float16"
+    assert {check["reason"] for check in report["kernels"].values()} == {
+        "it needs compute capability 8.0, Tesla T4 has 7.5"
+    }
+    with LLM(dtype="float32", max_num_seqs=2, max_model_len=64) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    assert [tokens[:4] for tokens in found] == [tokens[:4] for tokens in expected]
 
 
 def test_the_stored_weights_decide_where_the_configuration_does_not(tiny: Model, tmp_path: Path, gain):

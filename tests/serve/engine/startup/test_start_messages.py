@@ -128,9 +128,9 @@ CANONICAL = Canonical(*SHAPES[:2])
 
 def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkeypatch, capfd):
     there: set[str] = set()
-    monkeypatch.setattr(programs.executable_cache, "key", lambda phases, phase, arguments: phase)
+    monkeypatch.setattr(programs.executable_cache, "key", lambda phases, phase, *_: phase)
     monkeypatch.setattr(programs.executable_cache, "load", lambda key, device: key if key in there else None)
-    monkeypatch.setattr(programs.executable_cache, "compile", lambda key, lowered: key)
+    monkeypatch.setattr(programs.executable_cache, "compile", lambda key, *_: key)
     monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
     monkeypatch.setattr(progress, "PATIENCE", 600.0)
     monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
@@ -152,7 +152,7 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
 
 
 def test_what_is_left_for_later_is_told(tiny, monkeypatch, capfd):
-    monkeypatch.setattr(programs.executable_cache, "compile", lambda key, lowered: key or "compiled")
+    monkeypatch.setattr(programs.executable_cache, "compile", lambda key, *_: key or "compiled")
     monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
     monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
     made: Any = programs.Programs(TargetOnly(tiny.config), tiny.params, SIZES, SHAPES, SHAPES[:2])

@@ -8,24 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from ...kvcache.pages import Batch
-from ...model.config import ModelConfig
-from ...model.pair import PairConfig
-from ...sampling.params import SamplingParams
-from ...sampling.sample import Sampled
-from ..engine.core.engine import Engine
-from ..engine.core.plan import SchedulerConfig
-from ..llm.input_processor import InputProcessor
-from ..llm.request_group import RequestGroup
-from ..llm.session import Session
-from ..options.engine import EngineOptions
-from ..runtime.compiled.batches import BatchRow, batch_of
-from ..runtime.compiled.compile import StepArguments
-from ..runtime.compiled.shapes import Shape, Sizes, can_share, least_row, table
-from ..runtime.equal_bits.classes import ShapeClasses
-from ..runtime.programs import NullPrograms
-from ..runtime.steps.step import Output
-from ..text.tokenizer.tokenizer import Tokenizer
+from ....kvcache.pages import Batch
+from ....model.config import ModelConfig
+from ....model.pair import PairConfig
+from ....sampling.params import SamplingParams
+from ....sampling.sample import Sampled
+from ...engine.core.engine import Engine
+from ...engine.core.plan import SchedulerConfig
+from ...llm.input_processor import InputProcessor
+from ...llm.request_group import RequestGroup
+from ...llm.session import Session
+from ...options.engine import EngineOptions
+from ...runtime.compiled.batches import BatchRow, batch_of
+from ...runtime.compiled.compile import StepArguments
+from ...runtime.compiled.shapes import Shape, Sizes, can_share, least_row, table
+from ...runtime.equal_bits.classes import ShapeClasses
+from ...runtime.programs import NullPrograms
+from ...runtime.steps.step import Output
+from ...text.tokenizer.tokenizer import Tokenizer
 
 PROMPT, ANSWER = 24, 64  # tokens of each request: one row of a prefill, and a seat that is taken anew
 WARM, STEPS = 100, 400  # steps before, and those that are timed

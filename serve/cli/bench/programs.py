@@ -22,33 +22,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...checkpoints.huggingface import read_config
-from ...model.config import ModelConfig
-from ...model.transformer import Decoder
-from ...model.tree import init
-from ...model.weights.compress import form_spec
-from ...model.weights.transposed import transposed
-from ...sampling.params import SamplingParams
-from ..engine.startup.dtype import compute_dtype
-from ..engine.startup.folder import read_folder
-from ..engine.startup.mesh import layout_of, places, spread
-from ..engine.startup.origin import Origin
-from ..host.devices import default_device, time_calls
-from ..host.process import keep_freed
-from ..host.signals import raise_on_interrupt
-from ..llm.llm import LLM
-from ..options.engine import EngineOptions
-from ..options.flags import numbers, positive
-from ..planner.roofline.floor import demand
-from ..planner.roofline.measured import full_batch, unending
-from ..planner.roofline.presets import PRESETS
-from ..planner.roofline.targets import Peaks, here
-from ..runtime.compiled.compile import Programs, StepArguments
-from ..runtime.compiled.jaxcache import keep_compiled
-from ..runtime.compiled.shapes import Shape, Sizes
-from ..runtime.steps.phases import TargetOnly
+from ....checkpoints.huggingface import read_config
+from ....model.config import ModelConfig
+from ....model.transformer import Decoder
+from ....model.tree import init
+from ....model.weights.compress import form_spec
+from ....model.weights.transposed import transposed
+from ....sampling.params import SamplingParams
+from ...engine.startup.dtype import compute_dtype
+from ...engine.startup.folder import read_folder
+from ...engine.startup.mesh import layout_of, places, spread
+from ...engine.startup.origin import Origin
+from ...host.devices import default_device, time_calls
+from ...host.process import keep_freed
+from ...host.signals import raise_on_interrupt
+from ...llm.llm import LLM
+from ...options.engine import EngineOptions
+from ...options.flags import numbers, positive
+from ...planner.roofline.floor import demand
+from ...planner.roofline.measured import full_batch, unending
+from ...planner.roofline.presets import PRESETS
+from ...planner.roofline.targets import Peaks, here
+from ...runtime.compiled.compile import Programs, StepArguments
+from ...runtime.compiled.jaxcache import keep_compiled
+from ...runtime.compiled.shapes import Shape, Sizes
+from ...runtime.steps.phases import TargetOnly
+from ..common import engine_flags, engine_options, model_flags
 from . import hostwork
-from .common import engine_flags, engine_options, model_flags
 
 GROUPS = 5
 HOST_ROWS = (32, 256)

@@ -1,0 +1,224 @@
+"""`duetto doctor`: the device, a model's kernels on it, the rates that it reaches, and what would make it
+faster."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from ...model.gpus import E4M3, Gpu, gpu, gpu_of
+from ...model.pair import target_of
+from ..engine.startup.kernel_checks import KernelChecks, check_kernels, refused_by
+from ..host.devices import (
+    MEMORY_SETTINGS,
+    NVIDIA_FILES,
+    default_device,
+    exists,
+    memory_limit,
+)
+from ..host.signals import raise_on_interrupt
+from ..planner.planning import EnginePlan, abstract_arguments, plan_job
+from ..planner.roofline.presets import PRESETS
+from ..planner.roofline.targets import Peaks, Target, here
+from ..runtime.compiled import executable_cache
+from ..runtime.compiled.jaxcache import keep_compiled
+from ..runtime.provenance import processor_name
+from .common import engine_flags, engine_options, model_flags
+
+PACKAGES = ("duetto", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "absl-py")
+DRIVER = Path("/proc/driver/nvidia/version")
+SLOW = 0.5  # of the vendor's rate: a device below it is throttled, or shared
+SEATS = 64  # rows of a step that reads weights for enough tokens to be worth it, on a GPU
+
+
+class Advice(NamedTuple):
+    """A finding. `is_fault`: something is broken, and scripts should stop."""
+
+    is_fault: bool
+    text: str
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    model_flags(parser)
+    parser.add_argument(
+        "--shape", choices=sorted(PRESETS), help="a well-known model's sizes instead of --model"
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    engine_flags(parser, alone=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; returns 1 if a kernel did not pass its check, or a GPU of this machine is not
+    used."""
+    raise_on_interrupt()
+    options = engine_options(args)
+    keep_compiled(None if args.compilation_cache == "none" else args.compilation_cache)
+    default_device()
+    vendor = here()
+    where = {"revision": args.revision, "download_dir": args.download_dir}
+    plan = plan_job(args.model, args.shape, args.dtype, options, vendor, None, **where)
+    checks = check_kernels(plan.config, target_of(abstract_arguments(plan).params), plan.sizes, anew=True)
+    found = here(measure=True)
+    assert found.peaks is not None
+    advice = list(advices(plan, args.dtype, checks, found.peaks))
+    facts = {
+        **machine(vendor),
+        "model": plan.name,
+        "dtype": plan.dtype,
+        "max_num_seqs": plan.sizes.max_num_seqs,
+        "kernels": {name: asdict(check) for name, check in checks.items()},
+        "rates": rates(found.peaks, vendor.peaks),
+        "advice": [advice._asdict() for advice in advice],
+    }
+    print(json.dumps(facts, indent=2) if args.json else render(facts))
+    return int(any(advice.is_fault for advice in advice))
+
+
+def machine(target: Target) -> dict[str, Any]:
+    """Return the device and what drives it."""
+    device = target.devices[0]
+    own = gpu_of(device)
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "devices": len(jax.local_devices()),
+        "capability": own.version if own else None,
+        "shared_memory": own.shared_memory if own else None,
+        "memory": memory_limit(device),
+        "processor": processor_name(),
+        "cores": executable_cache.cores(),
+        "driver": driver(),
+        "runtime": " ".join(device.client.platform_version.split()),
+        "versions": {name: found for name in PACKAGES if (found := installed(name)) is not None},
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "programs_kept_in": None if (place := executable_cache.folder()) is None else str(place),
+    }
+
+
+def driver() -> str | None:
+    """Return NVIDIA's line about its driver, if there is one."""
+    try:
+        return DRIVER.read_text().splitlines()[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        return None
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def rates(measured: Peaks, vendor: Peaks | None) -> dict[str, dict[str, float | None]]:
+    """Return measured operations and bytes a second, beside the vendor's if they are known."""
+    names = "flops16", "flops32", "bandwidth"
+    return {
+        name: {"measured": getattr(measured, name), "vendor": getattr(vendor, name, None)} for name in names
+    }
+
+
+# ---------------------------------------------------------------- what would make it faster
+
+
+def advices(plan: EnginePlan, dtype: str, checks: KernelChecks, measured: Peaks) -> Iterator[Advice]:
+    own, is_host = gpu(), plan.target.devices[0].platform == "cpu"
+    for name in sorted(refused_by(checks)):
+        yield Advice(True, f"{name} did not pass its check: report it with the line above")
+    if is_host and exists(NVIDIA_FILES):
+        plugins = "jax-cuda13-plugin", "jax-cuda12-plugin"
+        what = "the driver is too old for it" if any(map(installed, plugins)) else "jax has no plugin for it"
+        yield Advice(
+            True, f"an NVIDIA GPU is here and jax does not use it: {what}; try pip install 'jax[cuda12]'"
+        )
+    if own is not None:
+        yield from of_gpu(own, plan, dtype)
+    if (place := executable_cache.folder()) is None:
+        yield Advice(
+            False, "compiled programs are not kept, so each start compiles: choose --compilation-cache"
+        )
+    elif not os.access(place, os.W_OK):
+        yield Advice(False, f"{place} cannot be written, so each start compiles")
+    yield from of_rates(measured, plan.target.peaks)
+
+
+def of_gpu(own: Gpu, plan: EnginePlan, dtype: str) -> Iterator[Advice]:
+    if dtype == "auto" and plan.dtype != own.auto_dtype:
+        yield Advice(False, f"{own.name} multiplies {own.auto_dtype} faster than {plan.dtype}: set --dtype")
+    elif plan.dtype != own.auto_dtype:
+        yield Advice(False, f"--dtype {own.auto_dtype} is faster than {plan.dtype} on {own.name}")
+    if find_spec("absl") is None:
+        yield Advice(False, "kernels that jax ships need absl: pip install absl-py")
+    named = [name for name in MEMORY_SETTINGS if name in os.environ]
+    for name in named:
+        if float(os.environ[name]) < 0.9:
+            yield Advice(
+                False, f"{name}={os.environ[name]} leaves memory of the GPU unused: duetto takes 0.95"
+            )
+    if plan.sizes.max_num_seqs < SEATS:
+        few = plan.sizes.max_num_seqs
+        yield Advice(False, f"max_num_seqs is {few}: a step of {SEATS} requests takes little longer")
+    if plan.sizes.kv_cache_dtype == "auto" and own.capability >= E4M3:
+        yield Advice(
+            False, "a cache in 8 bits (--kv-cache-dtype fp8) holds twice the tokens, at a loss of quality"
+        )
+
+
+def of_rates(measured: Peaks, vendor: Peaks | None) -> Iterator[Advice]:
+    """Name rates that are far below the vendor's."""
+    if vendor is None:
+        return
+    for name, what in (("flops16", "products"), ("bandwidth", "memory")):
+        share = getattr(measured, name) / getattr(vendor, name)
+        if share < SLOW:
+            yield Advice(
+                False, f"{what} reach {share:.0%} of the vendor's rate: is the GPU shared, or throttled?"
+            )
+
+
+# ---------------------------------------------------------------- for people
+
+
+def render(facts: dict[str, Any]) -> str:
+    """Return the findings as text."""
+    lines = [f"{name:<12} {value}" for name, value in summary(facts)]
+    lines += [f"{'kernel':<12} {line(name, check)}" for name, check in facts["kernels"].items()]
+    for name, unit, scale in (
+        ("flops16", "TFLOP/s", 1e12),
+        ("flops32", "TFLOP/s", 1e12),
+        ("bandwidth", "GB/s", 1e9),
+    ):
+        rate = facts["rates"][name]
+        beside = "" if rate["vendor"] is None else f" of the vendor's {rate['vendor'] / scale:.4g}"
+        lines.append(f"{name:<12} {rate['measured'] / scale:.4g} {unit}{beside}")
+    lines += [f"{'fault' if x['is_fault'] else 'advice':<12} {x['text']}" for x in facts["advice"]]
+    return "\n".join(lines)
+
+
+def summary(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    memory = "" if facts["memory"] is None else f", {facts['memory'] / 2**30:.1f} GiB"
+    capability = "" if facts["capability"] is None else f", compute capability {facts['capability']}"
+    yield "device", f"{facts['devices']} x {facts['device']} ({facts['platform']}){capability}{memory}"
+    yield "processor", f"{facts['processor']}, {facts['cores']} cores"
+    if facts["driver"]:
+        yield "driver", facts["driver"]
+    yield "versions", ", ".join(f"{name} {found}" for name, found in facts["versions"].items())
+    yield "model", f"{facts['model']} in {facts['dtype']}, {facts['max_num_seqs']} requests at once"
+    place = facts["programs_kept_in"]
+    yield "programs", "not kept" if place is None else f"kept in {place}"
+    if not facts["kernels"]:
+        yield "kernels", "none: they are for NVIDIA GPUs"
+
+
+def line(name: str, check: dict[str, Any]) -> str:
+    if check["reason"]:
+        return f"{name}: not used: {check['reason']}"
+    off, seconds = check["difference"], check["seconds"]
+    return f"{name}: used; off by {off:.1e} of the largest number, checked in {seconds:.1f} s"

@@ -1,0 +1,335 @@
+"""Check of an engine's kernels at its first start: each runs once on its device, beside its reference, on
+small arrays of the engine's own sizes.
+
+A kernel that raises, or computes something else, is refused: programs are traced without it. The results are
+stored beside the programs; `duetto doctor` checks anew.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ....kvcache.kernels import attention, memory
+from ....kvcache.kernels.tiles import LayerPages
+from ....kvcache.pages import Batch, read_keys, running_softmax
+from ....kvcache.quantised import empty_pool, encoded, kept_as
+from ....model.attention import AttentionParams
+from ....model.config import Experts, GroupedQuery, Latent, ModelConfig
+from ....model.gpus import Kernel, gpu, refusal
+from ....model.layers import einsum
+from ....model.recurrent.kinds import DeltaNet, Mamba
+from ....model.recurrent.linear import Terms, step
+from ....model.transformer import Decoder
+from ....model.weights import fixed, grouped, nibbles
+from ....model.weights.compress import CONTRACTED
+from ....model.weights.quant import Quantised, by_kernel
+from ...host import progress
+from ...host.streams import warn
+from ...runtime.compiled import executable_cache
+from ...runtime.compiled.shapes import Sizes
+
+MOST_OFF = {2: 2.0**-6, 4: 1e-4}  # of the largest number, by bytes of a number
+BEFORE, CHUNK = (150, 7), 96  # tokens in the cache of two rows, and of each in a prefill
+EXPERTS = 4  # that a product of experts is checked with, at most
+
+
+class KernelCase(NamedTuple):
+    """A kernel with sizes of the engine. `run` and `reference` are given the same `inputs`, which are made
+    only for a check; `reason` says why programs do not use the kernel anyway."""
+
+    kernel: Kernel
+    sizes: str
+    reason: str | None
+    inputs: Callable[[], tuple[Any, ...]]
+    run: Callable[..., Any]
+    reference: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.name} {self.sizes}"
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """Result of a check.
+
+    kernel: its name; a kernel may be checked with several sizes.
+    reason: why programs do not use it; empty if they do.
+    difference: the largest, of the largest number; None if the kernel did not run.
+    seconds: of compiling and running it.
+    """
+
+    kernel: str
+    reason: str = ""
+    difference: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def ran(self) -> bool:
+        """True if the check itself has decided, not a rule."""
+        return self.seconds > 0
+
+
+KernelChecks = Mapping[str, KernelCheck]
+
+
+def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, anew: bool = False) -> KernelChecks:
+    """Return what is known of each kernel that an engine would use, by kernel and sizes, checked now if no
+    start has done it, or `anew`. One line says each that is refused."""
+    every = list(kernel_cases(config, params, sizes))
+    if not every:
+        return {}
+    device = next(iter(params.embed.sharding.addressable_devices))
+    facts = executable_cache.environment(device), [case.name for case in every]
+    key = executable_cache.combined([], "kernels", *facts)
+    found = None if anew else executable_cache.read(key, dict[str, KernelCheck])
+    if found is None:
+        with (
+            progress.stage("checking kernels", len(every), progress.PATIENCE) as done,
+            ThreadPoolExecutor(executable_cache.cores() or 1) as pool,  # they mostly compile
+        ):
+            made = pool.map(lambda case: done(checked(case)), every)
+            found = {case.name: check for case, check in zip(every, made, strict=True)}
+        executable_cache.write(key, found)
+    replaced = {case.kernel.name: case.kernel.replaced_by for case in every}
+    for name, check in found.items():
+        if check.reason:
+            say = warn if check.ran else progress.say
+            say(f"{replaced[check.kernel]}: {name} is not used: {check.reason}")
+    return found
+
+
+def refused_by(found: KernelChecks) -> set[str]:
+    """Return the kernels that did not pass; rules refuse others wherever they are chosen."""
+    return {check.kernel for check in found.values() if check.reason and check.ran}
+
+
+def checked(case: KernelCase) -> KernelCheck:
+    """Run a case once, unless a rule refuses it."""
+    if case.reason is not None:
+        return KernelCheck(case.kernel.name, case.reason)
+    begin = time.perf_counter()
+    reason, difference = "", None
+    try:
+        given = case.inputs()
+        found, expected = (jax.device_get(run(*given)) for run in (case.run, case.reference))
+        difference, most = largest_difference(found, expected), MOST_OFF[min(found.dtype.itemsize, 4)]
+        if not difference <= most:
+            reason = f"it differs from the reference by {difference:.2g} of the largest number"
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the reference serves
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return KernelCheck(case.kernel.name, reason, difference, time.perf_counter() - begin)
+
+
+def largest_difference(found: Any, expected: Any) -> float:
+    """The largest difference of two arrays, of the largest number expected; infinite if the first is not
+    finite."""
+    a, b = (np.asarray(x, np.float32) for x in (found, expected))
+    if a.shape != b.shape or not np.isfinite(a).all():
+        return float("inf")
+    return float(np.abs(a - b).max() / max(float(np.abs(b).max()), 1e-30))
+
+
+# ---------------------------------------------------------------- the kernels of an engine
+
+
+def kernel_cases(config: ModelConfig, params: Decoder, sizes: Sizes) -> Iterator[KernelCase]:
+    """Yield the cases of an engine; there are none but on an NVIDIA GPU."""
+    if gpu() is None:
+        return
+    dtype = params.embed.dtype
+    mixers = dict.fromkeys(mixer for kind in config.layers for mixer in kind.mixers)
+    for mixer in mixers:
+        if isinstance(mixer, GroupedQuery | Latent):
+            yield from attention_cases(mixer, sizes, dtype)
+        elif isinstance(mixer, DeltaNet | Mamba):
+            yield from memory_cases(mixer)
+    for ffn in dict.fromkeys(kind.ffn for kind in config.layers):
+        if isinstance(ffn, Experts):
+            yield from expert_cases(config.hidden_size, ffn, dtype)
+    yield from weight_cases(params, dtype)
+
+
+def numbers(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def attention_cases(mixer: GroupedQuery | Latent, sizes: Sizes, dtype: Any) -> Iterator[KernelCase]:
+    if isinstance(mixer, Latent):
+        N, K, H = mixer.num_heads, 1, mixer.rank + mixer.rope_size
+        first = partial(first_numbers, mixer.rank)
+        reading = AttentionParams(H**-0.5, expand=first, rank=mixer.rank)
+    else:
+        N, K, H = mixer.num_heads, mixer.num_kv_heads, mixer.head_size
+        sinks = jnp.asarray(np.linspace(-1, 1, N), dtype) if mixer.sinks else None
+        reading = AttentionParams(H**-0.5, mixer.window, mixer.softcap, sinks, chunked=mixer.chunked)
+    for T in (1, CHUNK):
+        kept = sizes.kv_cache_dtype
+        inputs = partial(attention_inputs, (T, N, K, H), sizes.page_size, kept, dtype, reading)
+        q, pages = jax.eval_shape(inputs)
+        if not attention.supported(q, pages.k, pages.v, reading):
+            continue
+        what = f"{N}/{K} heads of {H}, {dtype}" + ("" if kept == "auto" else f", {kept}")
+        what += "".join(f", {x}" for x in ("window", "softcap", "sinks") if getattr(reading, x) is not None)
+        reason = attention.refusal_of(q, pages.k, pages.v, reading)
+        run, reference = partial(by_pages, reading=reading), partial(by_blocks, reading=reading)
+        yield KernelCase(attention.kernel_of(T, reading), what, reason, inputs, run, reference)
+
+
+def first_numbers(rank: int, rows: Array) -> tuple[Array, Array]:
+    return rows, rows[..., :rank]
+
+
+def on_cpu(x: Array) -> bool:
+    """True where a kernel can only be interpreted."""
+    return next(iter(x.devices())).platform == "cpu"
+
+
+def attention_inputs(
+    of: tuple[int, int, int, int], W: int, kept: str, dtype: Any, reading: AttentionParams
+) -> tuple[Array, LayerPages]:
+    """Queries of two rows, and random pages in a random order."""
+    (T, N, K, H), B = of, len(BEFORE)
+    M = -(-(max(BEFORE) + T) // W)
+    q, P = numbers(0, (B, T, N, H), dtype), B * M
+    empty = empty_pool((1, 1, 1, H), kept_as(kept, dtype))
+    k, v = (encoded(empty, numbers(seed, (K, P, W, H), dtype)) for seed in (1, 2))
+    table = np.random.default_rng(0).permutation(P).reshape(B, M)
+    pages, start, count = (jnp.asarray(x, jnp.int32) for x in (table, BEFORE, [T] * B))
+    return q, LayerPages(k, v if reading.rank is None else None, pages, start, count)
+
+
+def by_pages(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
+    """Attention by the kernel."""
+    return attention.attend_pages(q, pages, reading, on_cpu(q))
+
+
+def by_blocks(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
+    """Attention by the reference."""
+    start, count, table = pages.start, pages.count, pages.table
+    batch = Batch(jnp.zeros(q.shape[:2], jnp.int32), start, count, (table,), start)
+    read = partial(read_keys, pages[:2], table, reading, q.dtype)
+    return jax.jit(lambda q: running_softmax(q, batch, read, reading).astype(q.dtype))(q)
+
+
+def memory_cases(mixer: DeltaNet | Mamba) -> Iterator[KernelCase]:
+    """A step of two rows' memories, one of which has none before it."""
+    assert mixer.state.memory is not None
+    (N, H, U), B = mixer.state.memory, 2
+    is_delta, by_dimension = isinstance(mixer, DeltaNet), getattr(mixer, "decay_rank", None) is not None
+
+    def inputs() -> tuple[Any, ...]:
+        decay = jax.nn.sigmoid(numbers(1, (B, N, H) if by_dimension else (B, N)))
+        q, k, v = (numbers(i, (B, N, size)) / size**0.5 for i, size in ((2, H), (3, H), (4, U)))
+        x = Terms(q, k, v, decay, jax.nn.sigmoid(numbers(5, (B, N))) if is_delta else None)
+        source, target = (jnp.asarray(pages, jnp.int32) for pages in ([1, -1], [2, 0]))
+        return numbers(0, (N, 2 * B, H, U)), memory.StatePages(source, target), x
+
+    if {H, U} <= set(memory.SIZES):
+        what, reason = f"{N} heads of {H}x{U}", refusal(memory.STEP)
+        yield KernelCase(memory.STEP, what, reason, inputs, step_in_place, step_apart)
+
+
+def step_in_place(pool: Array, place: memory.StatePages, x: Terms) -> Array:
+    """New memories and outputs as numbers of one array, by the kernel."""
+    new, out = memory.step_pages(pool, place, x, on_cpu(pool))
+    return jnp.concatenate([new[:, place.target].reshape(-1), out.reshape(-1)])
+
+
+def step_apart(pool: Array, place: memory.StatePages, x: Terms) -> Array:
+    """The same by the reference."""
+    before = pool[:, jnp.maximum(place.source, 0)]
+    new, out = step(jnp.where((place.source >= 0)[None, :, None, None], before, 0.0), x)
+    return jnp.concatenate([new.reshape(-1), out.reshape(-1)])
+
+
+def expert_cases(D: int, c: Experts, dtype: Any) -> Iterator[KernelCase]:
+    """Both products of a layer's experts, one of which has no rows."""
+    kernel, counts = grouped.GROUPED, [3, 0, 5, 2][: min(c.count, EXPERTS)]
+    for inner, columns in ((D, c.size), (c.size, D)) if dtype.itemsize == 2 else ():
+        shape = len(counts), inner, columns
+
+        def inputs(shape: tuple[int, int, int] = shape) -> tuple[Any, ...]:
+            x = numbers(0, (sum(counts), shape[1]), dtype)
+            return x, numbers(1, shape, dtype), jnp.asarray(counts, jnp.int32)
+
+        reason = None
+        if not grouped.can_multiply(dtype, shape):
+            reason = refusal(kernel) or "it needs multiples of 64, and jax's module with absl"
+        what = f"{inner}x{columns}, {dtype}"
+        yield KernelCase(kernel, what, reason, inputs, grouped.grouped_product, jax.lax.ragged_dot)
+
+
+def weight_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
+    """The products of weights that stand in the tree as records, each tiling once."""
+    cases: dict[str, KernelCase] = {}
+    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_record)
+    for path, w in flat:
+        name = jax.tree_util.keystr(path, simple=True, separator=".").rpartition(".")[2]
+        if is_record(w) and name in CONTRACTED:
+            shape = w.array.shape if isinstance(w, fixed.Fixed) else w.shape
+            inputs = len(CONTRACTED[name]) if len(shape) + CONTRACTED[name][0] == 0 else 0
+            case = fixed_case(w, inputs) if isinstance(w, fixed.Fixed) else int4_case(w, inputs, dtype)
+            if case is not None:
+                cases.setdefault(case.name, case)
+    yield from cases.values()
+
+
+def is_record(x: Any) -> bool:
+    return isinstance(x, Quantised | fixed.Fixed)
+
+
+def int4_case(w: Quantised, inputs: int, dtype: Any) -> KernelCase | None:
+    """A weight of these sizes with random codes, and scales of one, behind three rows."""
+    shape, kernel = w.shape, nibbles.NIBBLES
+
+    def made() -> tuple[Any, ...]:
+        codes = jax.random.randint(jax.random.key(1), w.values.shape, 0, 256, jnp.int32)
+        scales = jnp.ones(w.scales.shape, w.scales.dtype)
+        zeros = None if w.zeros is None else jnp.full(w.zeros.shape, nibbles.ZERO, w.zeros.dtype)
+        own = Quantised(codes.astype(w.values.dtype), scales, zeros, w.scheme, w.packed)
+        return numbers(0, (3, *shape[:inputs]), dtype), own
+
+    def reference(x: Array, own: Quantised) -> Array:
+        inner = prod(shape[:inputs])
+        product = einsum("rd,df->rf", x.reshape(3, inner), own.widened(dtype).reshape(inner, -1))
+        return product.reshape(3, *shape[inputs:])
+
+    def takes(x: Array, own: Quantised) -> bool:
+        return own.has_kernel(x, inputs)
+
+    found: list[bool] = []
+    if w.scheme == "int4":
+        jax.eval_shape(lambda: found.append(takes(*made())))
+    run = jax.jit(partial(by_kernel, inputs=inputs, dtype=dtype))
+    what = f"{'x'.join(map(str, shape))}, {dtype}"
+    return KernelCase(kernel, what, refusal(kernel), made, run, reference) if any(found) else None
+
+
+def fixed_case(w: fixed.Fixed, inputs: int) -> KernelCase | None:
+    """A small product in the tiles of a weight; those of logits where it sums over its last axis."""
+    shape, dtype, kernel = w.array.shape, w.array.dtype, fixed.FIXED
+    tiles = fixed.tiles_of(prod(shape[:inputs]), prod(shape[inputs:])) if inputs else fixed.TALL
+    if tiles is None:
+        return None
+    inner, columns = 8 * tiles.depth, 4 * fixed.WARPGROUPS * fixed.ROWS
+    wide = (inner, columns) if inputs else (columns, inner)
+
+    def made() -> tuple[Any, ...]:
+        return numbers(0, (3, inner), dtype), numbers(1, wide, dtype)
+
+    run: Any = partial(fixed.in_rows, inputs=1, tiles=tiles) if inputs else fixed.in_columns
+    reference = partial(einsum, "rd,df->rf") if inputs else partial(einsum, fixed.LOGITS, dtype=jnp.float32)
+    reason = refusal(kernel)
+    if reason is None and fixed.shipped(fixed.KERNEL) is None:
+        reason = "jax's module, or absl, is missing"
+    return KernelCase(kernel, f"{tiles.label}, {dtype}", reason, made, run, reference)

@@ -1,0 +1,124 @@
+"""Rules of GPUs: which of the kernels each may use, in which stages, and in which dtype it computes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases.gpus import traced_for
+
+from duetto.kvcache.kernels import attention
+from duetto.kvcache.kernels.attention import DECODE, LATENT, PREFILL
+from duetto.kvcache.kernels.memory import STEP, steps_in_place
+from duetto.kvcache.quantised import empty_pool, kept_as
+from duetto.model.attention import AttentionParams
+from duetto.model.gpus import Gpu, Kernel, gpu, gpu_of, may_use, refusal, without
+from duetto.model.weights.fixed import FIXED
+from duetto.model.weights.grouped import GROUPED
+from duetto.model.weights.nibbles import NIBBLES
+from duetto.serve.planner.roofline.targets import CHIPS
+
+TRITON = {DECODE, PREFILL, LATENT, STEP, NIBBLES}
+MOSAIC = {FIXED, GROUPED}
+ALLOWED = {
+    "t4": set(), "l4": TRITON, "a100": TRITON, "b200": TRITON, "rtx4090": TRITON, "rtx5090": TRITON,
+    "h100": TRITON | MOSAIC, "h200": TRITON | MOSAIC,
+}  # fmt: skip
+# Stages of a kernel's settings by dtype, queries of a row and size of a head; None is refused.
+STAGES = {
+    ("bfloat16", 1, 128): dict.fromkeys(ALLOWED, 3),
+    ("bfloat16", 1, 256): dict.fromkeys(ALLOWED, 2),
+    ("bfloat16", 512, 128): dict.fromkeys(ALLOWED, 3),
+    ("bfloat16", 512, 192): dict.fromkeys(ALLOWED, 2) | dict.fromkeys(("l4", "rtx4090", "rtx5090"), 1),
+    ("bfloat16", 512, 256): dict.fromkeys(ALLOWED, 2) | dict.fromkeys(("l4", "rtx4090", "rtx5090"), 1),
+    ("float32", 1, 128): dict.fromkeys(ALLOWED, 2),
+    ("float32", 1, 256): dict.fromkeys(ALLOWED, 2) | dict.fromkeys(("l4", "rtx4090", "rtx5090")),
+    ("float32", 512, 128): dict.fromkeys(ALLOWED, 2) | dict.fromkeys(("l4", "rtx4090", "rtx5090"), 1),
+    ("float32", 512, 256): dict.fromkeys(ALLOWED, 2)
+    | dict.fromkeys(("l4", "rtx4090", "rtx5090"))
+    | {"a100": 1},
+}
+
+
+def test_every_target_has_a_row():
+    assert set(ALLOWED) == set(CHIPS)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_gpu_may_use_what_its_compilers_know(name: str):
+    with traced_for(name):
+        assert {kernel for kernel in TRITON | MOSAIC if may_use(kernel)} == ALLOWED[name]
+
+
+def layer(T: int, H: int, dtype: Any, kept: str = "auto") -> tuple[Any, Any, Any, AttentionParams]:
+    pool = jax.eval_shape(lambda: empty_pool((2, 9, 16, H), kept_as(kept, jnp.dtype(dtype))))
+    return jax.ShapeDtypeStruct((1, T, 8, H), jnp.dtype(dtype)), pool, pool, AttentionParams(1.0)
+
+
+@pytest.mark.parametrize("case", STAGES, ids=str)
+@pytest.mark.parametrize("name", ALLOWED)
+def test_shared_memory_decides_the_stages(name: str, case: tuple[str, int, int]):
+    dtype, T, H = case
+    q, k, v, reading = layer(T, H, dtype)
+    expected = STAGES[case][name] if ALLOWED[name] else None
+    with traced_for(name):
+        refused = attention.refusal_of(q, k, v, reading)
+        found = attention.settings(jnp.zeros((1, T, 2, 4, H), q.dtype), 16, reading, False)
+    assert (refused is None) == (expected is not None)
+    if expected is not None:
+        assert found["compiler_params"].num_stages == expected
+    elif ALLOWED[name]:
+        assert f"{CHIPS[name].kind} has {CHIPS[name].gpu.shared_memory}" in str(refused)
+
+
+def test_blocks_of_a_latent_layer_are_smaller_where_memory_is():
+    reading = AttentionParams(1.0, rank=512)
+    rows = {}
+    for name in ALLOWED:
+        with traced_for(name):
+            rows[name] = attention.division(1, 128, reading)[1]
+    assert {name for name, n in rows.items() if n == 32} == {"t4", "l4", "rtx4090", "rtx5090"}
+    assert set(rows.values()) == {32, 64}
+
+
+def test_e4m3_is_read_where_it_can_be_converted():
+    layers = [layer(1, 64, "bfloat16", kept) for kept in ("fp8_e4m3", "fp8_e5m2", "int8")]
+    for name, possible in {"a100": [False, True, True], "l4": [True, True, True]}.items():
+        with traced_for(name):
+            assert [attention.refusal_of(*given) is None for given in layers] == possible
+
+
+def test_a_refused_kernel_is_refused_in_its_block_only():
+    with traced_for("h200"):
+        with without([DECODE.name, "cpu_attention"]):
+            assert not may_use(DECODE) and may_use(PREFILL)
+            assert not may_use(Kernel("cpu_attention", "cpu", ""))
+            pool = jnp.zeros((2, 4, 64, 64))
+            assert steps_in_place(pool)
+            with without([STEP.name]):
+                assert may_use(DECODE) and not steps_in_place(pool)
+        assert may_use(DECODE)
+
+
+def test_a_kernel_of_the_host_asks_for_no_gpu():
+    assert may_use(Kernel("cpu_attention", "cpu", ""))
+    assert refusal(DECODE) == "no compiler for an NVIDIA GPU is here"
+
+
+def test_a_gpu_is_known_by_what_its_driver_says_before_its_name():
+    def device(kind: str, **own: Any) -> Any:
+        return SimpleNamespace(platform="gpu", device_kind=kind, **own)
+
+    assert gpu_of(device("NVIDIA A10G", compute_capability="8.6")) == Gpu("NVIDIA A10G", (8, 6))
+    assert gpu_of(device("NVIDIA A10G", compute_capability="8.6")).shared_memory == 101_376  # type: ignore[union-attr]
+    assert gpu_of(device("NVIDIA GH200 480GB")) == Gpu("NVIDIA GH200 480GB", (9, 0))
+    assert gpu_of(device("AMD Instinct MI300X", compute_capability="gfx942")) is None
+    assert gpu() is None  # a CPU is here
+
+
+def test_products_are_not_merged_where_that_would_copy_weights():
+    options = {name: chip.gpu.options for name, chip in CHIPS.items()}
+    assert options.pop("t4") == {"xla_gpu_dot_merger_threshold_mb": "0"}
+    assert not any(options.values())
+    assert {name for name, chip in CHIPS.items() if chip.gpu.auto_dtype == "float16"} == {"t4"}

@@ -1,0 +1,204 @@
+"""Kernels that fail or lie are refused at the start, which goes on with the reference."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases.gpus import traced_for
+
+from duetto import LLM
+from duetto.kvcache.kernels import attention
+from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
+from duetto.model.gpus import may_use
+from duetto.model.recurrent.kinds import DeltaNet, Mamba
+from duetto.model.transformer import Decoder, decoder_spec
+from duetto.model.tree import init
+from duetto.model.weights import nibbles
+from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.fixed import fixed
+from duetto.serve.engine.startup import kernel_checks, start
+from duetto.serve.engine.startup.kernel_checks import (
+    KernelCheck,
+    check_kernels,
+    checked,
+    kernel_cases,
+    refused_by,
+)
+from duetto.serve.runtime.compiled import executable_cache
+from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.shapes import Sizes
+
+D, DENSE = 128, Dense(192)
+SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=(9,), page_size=16)
+HEADS, OPTIONS = (
+    GroupedQuery(4, 2, 32),
+    {"max_num_seqs": 8, "max_model_len": 64, "max_prefill_tokens": 32, "background_compilation": False},
+)
+MIXERS = {
+    "heads": (HEADS, {"attention_decode", "attention_prefill"}),
+    "heads with a window, a cap and sinks": (
+        GroupedQuery(4, 2, 32, window=40, softcap=5.0, sinks=True),
+        {"attention_decode", "attention_prefill"},
+    ),
+    "heads of no kernel": (GroupedQuery(4, 2, 8), set()),
+    "latent": (Latent(4, 32, 16, 16, 16), {"latent_decode"}),
+    "delta rule": (DeltaNet(2, 4, 16, 32), {"recurrent_step"}),
+    "delta rule by dimension": (DeltaNet(2, 2, 16, 16, decay_rank=8), {"recurrent_step"}),
+    "Mamba": (Mamba(1, 4, 16, 16), {"recurrent_step"}),
+}
+
+
+def model(mixer: Any, ffn: Any = DENSE, dtype: str = "bfloat16") -> tuple[ModelConfig, Decoder]:
+    config = ModelConfig(64, D, (LayerKind(mixer, ffn),) * 2, 256)
+    return config, init(jax.random.key(0), decoder_spec(config), jnp.dtype(dtype))
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    with traced_for("h200"):
+        yield
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No program and no result is stored."""
+    monkeypatch.setattr(executable_cache, "folder", lambda: None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_the_kernels_of_each_mixer_pass(hopper: None, name: str, dtype: str):
+    mixer, kernels = MIXERS[name]
+    config, params = model(mixer, dtype=dtype)
+    cases = list(kernel_cases(config, params, SIZES))
+    expected = set() if name == "latent" and dtype == "float32" else kernels
+    assert {case.kernel.name for case in cases} == expected
+    for case in cases:
+        found = checked(case)
+        assert found.reason == "" and found.ran, case.name
+        assert found.difference is not None and found.difference < (5e-3 if dtype == "bfloat16" else 1e-5)
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8_e4m3"])
+def test_a_cache_in_8_bits_is_checked_as_it_is_kept(hopper: None, kept: str):
+    sizes = Sizes(256, 8, (9,), 16, kv_cache_dtype=kept)
+    every = [checked(case) for case in kernel_cases(*model(HEADS), sizes)]
+    assert len(every) == 2 and not any(check.reason for check in every)
+
+
+def test_products_of_four_bits_are_checked(hopper: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nibbles, "multiply", partial(nibbles.multiply, interpret=True))
+    config, params = model(HEADS)
+    cases = list(kernel_cases(config, quantize_params(params, "int4"), SIZES))
+    products = [case for case in cases if case.kernel.name == "int4_product"]
+    assert products
+    assert {checked(case).reason for case in products} == {""}
+
+
+def test_products_that_only_a_gpu_can_run_are_named(hopper: None):
+    """Each tiling once, each pair of an expert's sizes; jax's module, or absl, may be missing here."""
+    config, params = model(HEADS, Experts(8, 2, 192))
+    names = [case.name for case in kernel_cases(config, fixed(params), SIZES)]
+    assert [name for name in names if name.startswith("expert")] == [
+        "expert_product 128x192, bfloat16",
+        "expert_product 192x128, bfloat16",
+    ]
+    tilings = [name for name in names if name.startswith("fixed")]
+    assert tilings and len(set(tilings)) == len(tilings)
+
+
+def test_rules_are_told_apart_from_checks():
+    with traced_for("t4"):
+        every = [checked(case) for case in kernel_cases(*model(HEADS, dtype="float16"), SIZES)]
+    assert {check.reason for check in every} == {"it needs compute capability 8.0, Tesla T4 has 7.5"}
+    assert not any(check.ran for check in every)
+
+
+def test_a_cpu_has_none_to_check():
+    assert check_kernels(*model(HEADS), SIZES) == {}
+
+
+def failing(*_: Any) -> Any:
+    raise RuntimeError("Shared memory size limit exceeded\nrequested: 1, available: 0")
+
+
+def lying(q: jax.Array, *_: Any) -> jax.Array:
+    return jnp.full(q.shape, 1e-3, q.dtype)
+
+
+def broken(q: jax.Array, *_: Any) -> jax.Array:
+    return jnp.full(q.shape, jnp.nan, q.dtype)
+
+
+@pytest.mark.parametrize(
+    "kernel, why",
+    [
+        (failing, "RuntimeError: Shared memory size limit exceeded"),
+        (lying, "it differs from the reference by 1 of the largest number"),
+        (broken, "it differs from the reference by inf of the largest number"),
+    ],
+)
+def test_a_kernel_that_fails_or_lies_is_refused(
+    hopper: None, nowhere: None, monkeypatch: pytest.MonkeyPatch, kernel: Any, why: str, caplog: Any
+):
+    monkeypatch.setattr(attention, "attend_pages", kernel)
+    found = check_kernels(*model(HEADS), SIZES)
+    assert {check.reason for check in found.values()} == {why}
+    assert refused_by(found) == {"attention_decode", "attention_prefill"}
+    assert sum("attention gathers pages" in line for line in caplog.messages) in (0, 2)  # once a process
+
+
+def test_a_later_start_reads_what_was_found(hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
+    monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
+    given = *model(HEADS), SIZES
+    found = check_kernels(*given)
+    assert found and not refused_by(found)
+    monkeypatch.setattr(attention, "attend_pages", failing)
+    assert check_kernels(*given) == found
+    assert refused_by(check_kernels(*given, anew=True)) == {"attention_decode", "attention_prefill"}
+    assert refused_by(check_kernels(*given))  # doctor's result is kept
+
+
+REFUSED = {"attention_decode 6/2 heads of 32": KernelCheck("attention_decode", "it lies", 1.0, 2.0)}
+
+
+def tokens_of(llm: LLM) -> list[Any]:
+    return [o.outputs[0].token_ids for o in llm.generate([[5, 6, 7], list(range(9, 40))], use_tqdm=False)]
+
+
+def key_of(llm: LLM) -> str | None:
+    programs: Any = llm.engine.programs
+    return programs.key
+
+
+def test_a_start_with_refused_kernels_serves_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
+    """Its programs are traced without them, under keys of their own."""
+    with LLM(**OPTIONS) as llm:
+        expected, key, first = tokens_of(llm), key_of(llm), llm.report()["kernels"]
+    assert first == {}
+    monkeypatch.setattr(start, "check_kernels", lambda *_: REFUSED)
+    seen = []
+    lower = Programs._lower
+
+    def watched(self: Any, shape: Any) -> Any:
+        seen.append([may_use(kernel) for kernel in (attention.DECODE, attention.PREFILL)])
+        with traced_for("h200"):
+            seen.append([may_use(kernel) for kernel in (attention.DECODE, attention.PREFILL)])
+        return lower(self, shape)
+
+    monkeypatch.setattr(Programs, "_lower", watched)
+    with LLM(**OPTIONS) as llm:
+        assert tokens_of(llm) == expected
+        assert key_of(llm) != key
+        assert llm.report()["kernels"] == {
+            name: {"kernel": "attention_decode", "reason": "it lies", "difference": 1.0, "seconds": 2.0}
+            for name in REFUSED
+        }
+        metrics: list[Any] = llm.get_metrics()
+        used = {m.labels["kernel"]: m.value for m in metrics if m.name == "duetto:kernel_used"}
+        assert used == dict.fromkeys(REFUSED, 0.0)
+    assert seen and all(pair in ([False, False], [False, True]) for pair in seen)
+    assert kernel_checks.refused_by(REFUSED) == {"attention_decode"}
