@@ -5,14 +5,7 @@ from . import fields, parts
 from .family import Family
 from .ropes import rope
 
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.plain("mlp.up_proj", "mlp.down_proj")
-)
+NAMES = parts.BACKBONE | parts.BIASES | parts.plain("mlp.up_proj", "mlp.down_proj")
 
 
 def config(raw: fields.Raw) -> ModelConfig:

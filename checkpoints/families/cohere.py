@@ -17,8 +17,7 @@ NAMES = (
     parts.OUTSIDE
     | {"layers.{}.attention_norm.gain": Stored(parts.LAYER + "input_layernorm.weight", "D->D")}
     | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    | parts.BIASES
     | parts.FFN
 )
 HEAD_NORMS = {

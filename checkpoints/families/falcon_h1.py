@@ -16,11 +16,8 @@ FFN = {
     for path, stored in (parts.FFN | parts.FFN_BIASES).items()
 }
 NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    parts.BACKBONE
+    | parts.BIASES
     | FFN
     | mamba2.names(parts.LAYER + "mamba.")
     | {

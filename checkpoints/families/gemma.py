@@ -26,4 +26,4 @@ def config(raw: fields.Raw) -> ModelConfig:
     )
 
 
-FAMILY = Family(config, parts.LLAMA | parts.QKV_BIASES | parts.OUTPUT_BIAS, parts.IGNORED)
+FAMILY = Family(config, parts.LLAMA | parts.BIASES, parts.IGNORED)

@@ -14,7 +14,7 @@ POST_NORMS = {
     "layers.{}.ffn_norm.gain": Stored(parts.LAYER + "pre_feedforward_layernorm.weight", "D->D"),
     "layers.{}.ffn_post_norm.gain": Stored(parts.LAYER + "post_feedforward_layernorm.weight", "D->D"),
 }
-NAMES = parts.OUTSIDE | POST_NORMS | parts.ATTENTION | parts.FFN | parts.QKV_BIASES | parts.OUTPUT_BIAS
+NAMES = parts.OUTSIDE | POST_NORMS | parts.ATTENTION | parts.FFN | parts.BIASES
 
 
 def config(raw: fields.Raw) -> ModelConfig:

@@ -8,7 +8,7 @@ from . import fields, parts
 from .family import Family
 from .ropes import rope, rotary_size
 
-NAMES = parts.OUTSIDE | parts.NORMS | parts.ATTENTION | parts.QKV_BIASES | parts.GATE_UP
+NAMES = parts.BACKBONE | parts.QKV_BIASES | parts.GATE_UP
 
 
 def config(raw: fields.Raw) -> ModelConfig:

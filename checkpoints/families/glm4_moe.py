@@ -6,15 +6,7 @@ from . import deepseek, fields, parts
 from .family import Family
 from .ropes import rope, rotary_size
 
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.QK_NORMS
-    | deepseek.MIXTURE
-    | deepseek.CORRECTION
-)
+NAMES = parts.BACKBONE | parts.QKV_BIASES | parts.QK_NORMS | deepseek.MIXTURE | deepseek.CORRECTION
 EXPERTS = {
     "moe_intermediate_size": 1408,
     "n_shared_experts": 1,

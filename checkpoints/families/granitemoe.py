@@ -7,11 +7,8 @@ from .stored import Stored
 
 BLOCK = parts.LAYER + "block_sparse_moe."
 NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    parts.BACKBONE
+    | parts.BIASES
     | {
         "layers.{}.ffn.router": Stored(BLOCK + "router.layer.weight", "E,D->DE"),
         "layers.{}.ffn.experts.gate": Stored(BLOCK + "input_linear.weight", "E,[F],D->EDF"),

@@ -9,8 +9,7 @@ from .stored import Stored
 
 NAMES = (
     parts.LLAMA
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    | parts.BIASES
     | {
         "layers.{}.attention.q_norm": Stored(parts.LAYER + "self_attn.query_layernorm.weight", "H->H"),
         "layers.{}.attention.k_norm": Stored(parts.LAYER + "self_attn.key_layernorm.weight", "H->H"),

@@ -8,7 +8,7 @@ from . import fields, parts
 from .family import Family
 from .ropes import rope, rope_scaling
 
-NAMES = parts.LLAMA | parts.QKV_BIASES | parts.OUTPUT_BIAS | parts.FFN_BIASES
+NAMES = parts.LLAMA | parts.BIASES | parts.FFN_BIASES
 
 
 def config(raw: fields.Raw) -> ModelConfig:

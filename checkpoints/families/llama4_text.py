@@ -20,15 +20,7 @@ MIXTURE = parts.gated("ffn.shared", "feed_forward.shared_expert") | {
     "layers.{}.ffn.experts.up": Stored(GATE_UP, "E,D,[F]->EDF"),
     "layers.{}.ffn.experts.down": Stored(BLOCK + "experts.down_proj", "E,F,D->EFD"),
 }
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.gated("ffn", "feed_forward")
-    | MIXTURE
-)
+NAMES = parts.BACKBONE | parts.BIASES | parts.gated("ffn", "feed_forward") | MIXTURE
 CHUNKED = "chunked_attention"
 
 

@@ -10,9 +10,7 @@ from .stored import Stored
 
 CORRECTION = Stored(parts.LAYER + "block_sparse_moe.e_score_correction_bias", "E->E")
 NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
+    parts.BACKBONE
     | parts.experts("block_sparse_moe", "w1", "w3", "w2")
     | {
         "layers.{}.attention.q_norm": Stored(parts.LAYER + "self_attn.q_norm.weight", "NH->NH"),

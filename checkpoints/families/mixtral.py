@@ -5,7 +5,7 @@ from . import fields, parts
 from .family import Family
 from .ropes import rope
 
-NAMES = parts.OUTSIDE | parts.NORMS | parts.ATTENTION | parts.experts("block_sparse_moe", "w1", "w3", "w2")
+NAMES = parts.BACKBONE | parts.experts("block_sparse_moe", "w1", "w3", "w2")
 
 
 def config(raw: fields.Raw) -> ModelConfig:

@@ -5,15 +5,7 @@ from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
 
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.NORM_BIASES
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.plain("mlp.up_proj", "mlp.down_proj")
-)
+NAMES = parts.BACKBONE | parts.NORM_BIASES | parts.BIASES | parts.plain("mlp.up_proj", "mlp.down_proj")
 
 
 def config(raw: fields.Raw) -> ModelConfig:

@@ -14,15 +14,7 @@ OUTPUT_NORMS = {
     "layers.{}.attention_post_norm.gain": Stored(parts.LAYER + "post_attention_layernorm.weight", "D->D"),
     "layers.{}.ffn_post_norm.gain": Stored(parts.LAYER + "post_feedforward_layernorm.weight", "D->D"),
 }
-NAMES = (
-    parts.OUTSIDE
-    | OUTPUT_NORMS
-    | parts.ATTENTION
-    | parts.WIDE_QK_NORMS
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.FFN
-)
+NAMES = parts.OUTSIDE | OUTPUT_NORMS | parts.ATTENTION | parts.WIDE_QK_NORMS | parts.BIASES | parts.FFN
 
 
 def config(raw: fields.Raw) -> ModelConfig:

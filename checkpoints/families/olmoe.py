@@ -7,12 +7,9 @@ from .family import Family
 from .ropes import rope
 
 NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
+    parts.BACKBONE
     | parts.WIDE_QK_NORMS
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    | parts.BIASES
     | parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
 )
 

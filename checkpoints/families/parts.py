@@ -87,7 +87,8 @@ def experts(block: str, gate: str, up: str, down: str) -> dict[str, Stored]:
 
 
 FFN = gated("ffn", "mlp")
-LLAMA = OUTSIDE | NORMS | ATTENTION | FFN
+BACKBONE, BIASES = OUTSIDE | NORMS | ATTENTION, QKV_BIASES | OUTPUT_BIAS
+LLAMA = BACKBONE | FFN
 
 
 def grouped_query(

@@ -7,11 +7,7 @@ from .family import Family
 from .ropes import rope
 
 NAMES = (
-    parts.LLAMA
-    | parts.QK_NORMS
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
+    parts.LLAMA | parts.QK_NORMS | parts.BIASES | parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
 )
 
 

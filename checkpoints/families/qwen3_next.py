@@ -11,8 +11,7 @@ from .stored import Stored
 
 ATTENTION = (
     parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    | parts.BIASES
     | parts.QK_NORMS
     | {
         "layers.{}.attention.q": Stored(parts.LAYER + "self_attn.q_proj.weight", "N[H],D->DNH"),

@@ -6,15 +6,7 @@ from . import fields, parts
 from .family import Family
 from .ropes import rope
 
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.NORM_BIASES
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.plain("mlp.c_fc", "mlp.c_proj")
-)
+NAMES = parts.BACKBONE | parts.NORM_BIASES | parts.BIASES | parts.plain("mlp.c_fc", "mlp.c_proj")
 
 
 def config(raw: fields.Raw) -> ModelConfig:
