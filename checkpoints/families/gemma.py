@@ -18,7 +18,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     ffn = parts.dense(raw, "gelu_tanh" if raw.get("hidden_act") == "gelu" else activation)
     return parts.decoder(
         raw,
-        [LayerKind(attention, ffn)] * parts.num_layers(raw),
+        LayerKind(attention, ffn),
         max_position=8192,
         norm=parts.rms(raw, offset=1.0),
         tied=True,

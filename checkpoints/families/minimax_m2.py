@@ -45,8 +45,7 @@ def config(raw: fields.Raw) -> ModelConfig:
         qk_norm=norm,
         qk_norm_over="all heads",
     )
-    layers = [LayerKind(attention, experts(raw))] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=196608, norm=norm)
+    return parts.decoder(raw, LayerKind(attention, experts(raw)), max_position=196608, norm=norm)
 
 
 def experts(raw: fields.Raw) -> Experts:

@@ -19,8 +19,7 @@ def config(raw: fields.Raw) -> ModelConfig:
         size=fields.integer(raw, "intermediate_size"),
         activation=fields.activation(raw, "hidden_act", "silu"),
     )
-    layers = [LayerKind(attention, experts)] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=131072, norm=parts.rms(raw, 1e-5))
+    return parts.decoder(raw, LayerKind(attention, experts), max_position=131072, norm=parts.rms(raw, 1e-5))
 
 
 FAMILY = Family(config, NAMES, parts.IGNORED)

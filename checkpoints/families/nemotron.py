@@ -16,7 +16,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     ffn = parts.dense(raw, activation, gated=False, bias=fields.flag(raw, "mlp_bias", False))
     return parts.decoder(
         raw,
-        [LayerKind(attention, ffn)] * parts.num_layers(raw),
+        LayerKind(attention, ffn),
         max_position=4096,
         norm=parts.layer_norm(raw, "norm_eps", offset=1.0),
     )

@@ -20,8 +20,7 @@ NAMES = parts.OUTSIDE | OUTPUT_NORMS | parts.ATTENTION | parts.WIDE_QK_NORMS | p
 def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' Olmo2Config."""
     turn = rope(raw, fields.head_size(raw), length=2048)
-    layers = [layer(raw, turn)] * parts.num_layers(raw)
-    return decoder(raw, layers)
+    return decoder(raw, layer(raw, turn))
 
 
 def layer(raw: fields.Raw, turn: Rope, window: int | None = None) -> LayerKind:
@@ -32,7 +31,7 @@ def layer(raw: fields.Raw, turn: Rope, window: int | None = None) -> LayerKind:
     return LayerKind(parts.grouped_query(raw, turn, fields.head_size(raw), **kinds), parts.dense(raw))
 
 
-def decoder(raw: fields.Raw, layers: list[LayerKind]) -> ModelConfig:
+def decoder(raw: fields.Raw, layers: list[LayerKind] | LayerKind) -> ModelConfig:
     """A model of such layers."""
     return parts.decoder(raw, layers, 2048, parts.rms(raw, 1e-5), pre_norms=False, post_norms=True)
 

@@ -28,8 +28,7 @@ def config(raw: fields.Raw) -> ModelConfig:
         activation=fields.activation(raw, "hidden_act", "silu"),
         normalised=fields.flag(raw, "norm_topk_prob", False),
     )
-    layers = [LayerKind(attention, experts)] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=4096, norm=norm)
+    return parts.decoder(raw, LayerKind(attention, experts), max_position=4096, norm=norm)
 
 
 FAMILY = Family(config, NAMES, parts.IGNORED)

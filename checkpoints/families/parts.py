@@ -161,18 +161,18 @@ def num_layers(raw: fields.Raw) -> int:
 
 def decoder(
     raw: fields.Raw,
-    layers: list[LayerKind],
+    layers: list[LayerKind] | LayerKind,
     max_position: int,
     norm: NormKind,
     tied: bool = False,
     **more: Any,
 ) -> ModelConfig:
-    """A model of these layers; the rest has defaults for `max_position_embeddings` and
-    `tie_word_embeddings`."""
+    """A model of these layers, or all of whose layers are of one kind; the rest has defaults for
+    `max_position_embeddings` and `tie_word_embeddings`."""
     return ModelConfig(
         vocab_size=fields.integer(raw, "vocab_size"),
         hidden_size=fields.integer(raw, "hidden_size"),
-        layers=tuple(layers),
+        layers=(layers,) * num_layers(raw) if isinstance(layers, LayerKind) else tuple(layers),
         max_position=fields.integer(raw, "max_position_embeddings", max_position),
         norm=norm,
         tied_embeddings=fields.flag(raw, "tie_word_embeddings", tied),

@@ -1,7 +1,6 @@
 """Qwen 3 with mixtures of experts (Yang et al., arXiv 2505.09388)."""
 
 from ...model.config import Dense, Experts, LayerKind, ModelConfig
-from ...refusals import shown
 from . import fields, parts
 from .family import Family
 from .ropes import rope
@@ -24,9 +23,7 @@ def config(raw: fields.Raw) -> ModelConfig:
 
 def ffns(raw: fields.Raw) -> list[Dense | Experts]:
     """Every `decoder_sparse_step`-th layer is a mixture of experts, but for those of `mlp_only_layers`."""
-    step, plain = fields.integer(raw, "decoder_sparse_step", 1), fields.value(raw, "mlp_only_layers", [])
-    if not isinstance(plain, list) or not all(type(i) is int for i in plain):
-        raise ValueError(f"mlp_only_layers is {shown(plain)}, expected a list of numbers of layers")
+    step, plain = fields.integer(raw, "decoder_sparse_step", 1), fields.indices(raw, "mlp_only_layers", ())
     experts = Experts(
         count=fields.experts(raw, "num_experts", fields.experts(raw, "num_local_experts", 128)),
         active=fields.integer(raw, "num_experts_per_tok", 8),
