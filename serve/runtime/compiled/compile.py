@@ -96,7 +96,7 @@ def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
     return Batch(ints(B, T), ints(B), ints(B), tables, ints(B), after, packed)
 
 
-def seat_like(slots: Slots) -> tuple[Any, Seat]:
+def seat_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
     """Return the arguments of `seat` behind the slots, as shapes."""
     knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
     one = jax.ShapeDtypeStruct((), jnp.int32)
@@ -111,11 +111,15 @@ def history_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
     return one, tokens, one, one, jax.ShapeDtypeStruct((V,), jnp.float32)
 
 
-def masks_like(allowed: Allowed) -> tuple[Any, ...]:
+def masks_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
     """Return the arguments of `load_masks` behind the slots: slots, the first position of each, masks."""
-    K, rows = MASKED_AT_ONCE, allowed.masks
+    K, rows = MASKED_AT_ONCE, slots.sampling.allowed.masks
     some = jax.ShapeDtypeStruct((K,), jnp.int32)
     return some, some, jax.ShapeDtypeStruct((K, *rows.shape[1:]), rows.dtype)
+
+
+# Programs that change the slots, and their arguments behind these.
+SLOT_PROGRAMS = {"seat": seat_like, "load_history": history_like, "load_masks": masks_like}
 
 
 def in_slots(load: Callable[..., Allowed]) -> Callable[..., Slots]:
@@ -291,8 +295,7 @@ class Programs:
         return StepArguments(params, self.fresh_cache(), self.fresh_slots())
 
     def _small(self) -> list[Lowered]:
-        of_slots = [self._lower_seat(), self._lower_history(), self._lower_masks()]
-        return [*of_slots, self._lower_cache(), self._lower_slots()]
+        return [self._lower_seat(), *self._lower_loads(), self._lower_cache(), self._lower_slots()]
 
     def _lower_cache(self) -> Lowered:
         return lower_zeros(self.like.cache)
@@ -304,7 +307,7 @@ class Programs:
 
     def _lower_seat(self) -> Lowered:
         slots = self.like.slots
-        return self._of_seat(seat).lower(slots, *seat_like(slots))
+        return self._of_seat(seat).lower(slots, *seat_like(slots, self.sizes))
 
     def _of_seat(self, change: Callable[..., Any]) -> Any:
         whole = self.like.everywhere
@@ -312,18 +315,17 @@ class Programs:
             change = in_seat(change, mesh_of(whole))
         return jax.jit(change, donate_argnums=0, out_shardings=whole)
 
-    def _lower_history(self) -> Lowered:
+    def _lower_loads(self) -> list[Lowered]:
+        """Lower the programs that load a request's history, and the masks of grammars."""
         slots = self.like.slots
 
         def load(slots, slot, tokens, prompt_len, total_len, bias):
             sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
             return replace(slots, sampling=sampling)
 
-        return self._of_seat(load).lower(slots, *history_like(slots, self.sizes))
-
-    def _lower_masks(self) -> Lowered:
-        allowed = self.like.slots.sampling.allowed
-        return JoinedPrograms([self._of_seat(load_masks).lower(allowed, *masks_like(allowed))], in_slots)
+        history = self._of_seat(load).lower(slots, *history_like(slots, self.sizes))
+        masks = self._of_seat(load_masks).lower(slots.sampling.allowed, *masks_like(slots, self.sizes))
+        return [history, JoinedPrograms([masks], in_slots)]
 
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
         """Dispatch a step, which consumes the cache and the slots; returns others, and the Output."""
