@@ -55,9 +55,7 @@ class EnginePlan:
     target: Target
     sizes: Sizes
     context: int
-    params: Decoder | None = (
-        None  # where they lie, without numbers; by default those of the sizes in the option's quantization
-    )
+    params: Decoder | None = None
 
     @property
     def shapes(self) -> list[Shape]:

@@ -25,7 +25,7 @@ from ...host.process import release
 from ..steps.phases import Phases, TargetOnly
 from ..steps.step import Seat, Slots, empty_slots, seat
 from . import executable_cache
-from .batches import BatchRow, batch_of, packed
+from .batches import BatchRow, batch_of, empty_batch, with_places
 from .executable_cache import JoinedPrograms, Lowered
 from .futures import DeferredSampling
 from .shapes import Shape, Sizes
@@ -69,7 +69,8 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
     def at(x: Any, where: Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    dtype, seats, pages = target_of(params).embed.dtype, seats_of(params, sizes.shards), all_pages(sizes)
+    dtype, seats = target_of(params).embed.dtype, seats_of(params, sizes.shards)
+    pages = tuple(sizes.shards * count for count in sizes.pages)
     (device, *_) = seats.device_set
     kept = kept_as(sizes.kv_cache_dtype, dtype)
     cache = jax.eval_shape(lambda: empty_cache(config.layers, pages, sizes.page_size, kept, device))
@@ -79,21 +80,10 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
     return StepArguments(like(params), cache, jax.tree.map(lambda x: at(x, seats), slots))
 
 
-def all_pages(sizes: Sizes) -> tuple[int, ...]:
-    return tuple(sizes.shards * count for count in sizes.pages)
-
-
 def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
     """Return the batch of a shape as shapes, with rows for every shard."""
-
-    def ints(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=sharding)
-
-    B, T = sizes.shards * shape.rows, shape.tokens
-    tables = tuple(ints(B, sizes.table_width) for _ in sizes.pages)
-    after = ints(B) if shape.phase == "prefill" else None
-    packed = ints(sizes.shards * shape.packed) if shape.packed else None
-    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B), after, packed)
+    batch = with_places(empty_batch(sizes, shape, 0), shape, sizes)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
 
 
 def seat_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
@@ -329,8 +319,7 @@ class Programs:
 
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
         """Dispatch a step, which consumes the cache and the slots; returns others, and the Output."""
-        if shape.packed:
-            batch = replace(batch, packed=packed(batch, shape.packed, self.sizes.shards))
+        batch = with_places(batch, shape, self.sizes)
         return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
 
     def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:

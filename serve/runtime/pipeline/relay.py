@@ -63,7 +63,7 @@ class StageThreads:
 
         def start() -> None:
             work, given, promised = held.pop()
-            job = self._threads[stage].submit(with_arrived, work, given)
+            job = self._threads[stage].submit(lambda: work(*map(arrived, given)))
             job.add_done_callback(partial(settle, promised))
 
         when_done(jobs, start)
@@ -82,10 +82,6 @@ def when_done(jobs: Iterable[Future[Any]], then: Callable[[], Any]) -> None:
         then()
 
     go_on()
-
-
-def with_arrived(work: Callable[..., Any], given: Sequence[Any]) -> Any:
-    return work(*map(arrived, given))
 
 
 def settle(promised: "Sequence[Future[Any]]", job: "Future[Any]") -> None:
