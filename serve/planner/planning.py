@@ -142,11 +142,6 @@ def abstract_params(
     return with_head(put(where, weights))
 
 
-def compile_for(plan: EnginePlan, shape: Shape, arguments: StepArguments) -> jax.stages.Compiled:
-    """Compile one program ahead of time for the plan's target."""
-    return compile_and_read(plan, shape, arguments)[0][0]
-
-
 def compile_and_read(
     plan: EnginePlan, shape: Shape, arguments: StepArguments
 ) -> list[tuple[jax.stages.Compiled, Thunks | None]]:

@@ -131,7 +131,9 @@ class SharedPrograms(Programs):
         if order.program == "run" and shape is not None:
             batch = order.tree(empty_batch(self.sizes, shape, 0))
             cache, slots, output = super().run(shape, state, batch)
-            self._await(output)
+            self._outputs.append(output)
+            if len(self._outputs) > FLIGHTS:  # so that errors of the device are raised
+                jax.block_until_ready(self._outputs.popleft())
             return replace(state, cache=cache, slots=slots)
         if order.program in SLOT_PROGRAMS:
             given = order.tree(SLOT_PROGRAMS[order.program](state.slots, self.sizes))
@@ -140,12 +142,6 @@ class SharedPrograms(Programs):
         params = state.params
         del state  # its cache goes first: two may not fit
         return super().empty(params)
-
-    def _await(self, output: Any) -> None:
-        """Block until all but the last FLIGHTS steps are done, so that errors of the device are raised."""
-        self._outputs.append(output)
-        if len(self._outputs) > FLIGHTS:
-            jax.block_until_ready(self._outputs.popleft())
 
 
 def fingerprint(params: Params) -> str:
