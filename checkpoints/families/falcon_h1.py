@@ -35,7 +35,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     layer = LayerKind(attention(raw), ffn(raw), mamba(raw), (of_attention, of_mamba))
     return parts.decoder(
         raw,
-        [layer] * parts.num_layers(raw),
+        layer,
         max_position=8192,
         norm=parts.rms(raw, 1e-5),
         embedding_scale=factor(raw, "embedding_multiplier"),

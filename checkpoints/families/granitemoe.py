@@ -24,13 +24,7 @@ def config(raw: fields.Raw) -> ModelConfig:
 
 
 def experts(raw: fields.Raw, count: int, shared: int = 0) -> Experts:
-    return Experts(
-        count=count,
-        active=fields.integer(raw, "num_experts_per_tok", 2),
-        size=fields.integer(raw, "intermediate_size"),
-        activation=fields.activation(raw, "hidden_act", "silu"),
-        shared=shared,
-    )
+    return parts.mixture(raw, count, 2, fields.integer(raw, "intermediate_size"), shared=shared)
 
 
 FAMILY = Family(config, NAMES, parts.IGNORED)

@@ -8,13 +8,8 @@ from ...model.rope import Rope
 from . import fields, parts
 from .family import Family
 from .ropes import rope
-from .stored import Stored
 
-OUTPUT_NORMS = {
-    "layers.{}.attention_post_norm.gain": Stored(parts.LAYER + "post_attention_layernorm.weight", "D->D"),
-    "layers.{}.ffn_post_norm.gain": Stored(parts.LAYER + "post_feedforward_layernorm.weight", "D->D"),
-}
-NAMES = parts.OUTSIDE | OUTPUT_NORMS | parts.ATTENTION | parts.WIDE_QK_NORMS | parts.BIASES | parts.FFN
+NAMES = parts.OUTSIDE | parts.OUTPUT_NORMS | parts.ATTENTION | parts.WIDE_QK_NORMS | parts.BIASES | parts.FFN
 
 
 def config(raw: fields.Raw) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...model.config import Activation, Dense, GroupedQuery, LayerKind, ModelConfig, NormKind
+from ...model.config import Activation, Dense, Experts, GroupedQuery, LayerKind, ModelConfig, NormKind
 from ...model.rope import Rope
 from . import fields, ropes
 from .stored import Stored
@@ -34,6 +34,10 @@ QKV_BIASES = {
     "layers.{}.attention.v_bias": Stored(LAYER + "self_attn.v_proj.bias", "KH->KH"),
 }
 OUTPUT_BIAS = {"layers.{}.attention.o_bias": Stored(LAYER + "self_attn.o_proj.bias", "D->D")}
+OUTPUT_NORMS = {
+    "layers.{}.attention_post_norm.gain": Stored(LAYER + "post_attention_layernorm.weight", "D->D"),
+    "layers.{}.ffn_post_norm.gain": Stored(LAYER + "post_feedforward_layernorm.weight", "D->D"),
+}
 QK_NORMS = {
     "layers.{}.attention.q_norm": Stored(LAYER + "self_attn.q_norm.weight", "H->H"),
     "layers.{}.attention.k_norm": Stored(LAYER + "self_attn.k_norm.weight", "H->H"),
@@ -105,10 +109,12 @@ def grouped_query(
     return GroupedQuery(heads, found, size, rope, **kinds)
 
 
-def partly_turned(raw: fields.Raw, size: int, length: int, share: float, **kinds: Any) -> GroupedQuery:
+def partly_turned(
+    raw: fields.Raw, size: int, length: int, share: float, theta: float = 10000.0, **kinds: Any
+) -> GroupedQuery:
     """Attention that turns a part of each head, `partial_rotary_factor` or else `share`."""
     turned = ropes.rotary_size(raw, size, share)
-    turn = ropes.rope(raw, turned, length=length, partial=True)
+    turn = ropes.rope(raw, turned, length=length, theta=theta, partial=True)
     return grouped_query(raw, turn, size, rotary_size=turned, **kinds)
 
 
@@ -116,6 +122,12 @@ def dense(raw: fields.Raw, activation: Activation | None = None, **kinds: Any) -
     """A feed-forward layer, gated unless `kinds` say otherwise, its activation `hidden_act` if not given."""
     activation = activation or fields.activation(raw, "hidden_act", "silu")
     return Dense(fields.integer(raw, "intermediate_size"), activation, **kinds)
+
+
+def mixture(raw: fields.Raw, count: int, active: int, size: int, **kinds: Any) -> Experts:
+    """A mixture of `count` experts of `size`; each token goes to `num_experts_per_tok` or else `active`."""
+    active = fields.integer(raw, "num_experts_per_tok", active)
+    return Experts(count, active, size, fields.activation(raw, "hidden_act", "silu"), **kinds)
 
 
 def one_window(raw: fields.Raw, default: int | None) -> int | None:

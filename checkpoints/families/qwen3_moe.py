@@ -24,13 +24,10 @@ def config(raw: fields.Raw) -> ModelConfig:
 def ffns(raw: fields.Raw) -> list[Dense | Experts]:
     """Every `decoder_sparse_step`-th layer is a mixture of experts, but for those of `mlp_only_layers`."""
     step, plain = fields.integer(raw, "decoder_sparse_step", 1), fields.indices(raw, "mlp_only_layers", ())
-    experts = Experts(
-        count=fields.experts(raw, "num_experts", fields.experts(raw, "num_local_experts", 128)),
-        active=fields.integer(raw, "num_experts_per_tok", 8),
-        size=fields.integer(raw, "moe_intermediate_size", 768),
-        activation=fields.activation(raw, "hidden_act", "silu"),
-        normalised=fields.flag(raw, "norm_topk_prob", False),
-    )
+    count = fields.experts(raw, "num_experts", fields.experts(raw, "num_local_experts", 128))
+    size = fields.integer(raw, "moe_intermediate_size", 768)
+    normalised = fields.flag(raw, "norm_topk_prob", False)
+    experts = parts.mixture(raw, count, 8, size, normalised=normalised)
     mixed = [i not in plain and (i + 1) % step == 0 for i in range(parts.num_layers(raw))]
     return [experts if here else parts.dense(raw) for here in mixed]
 
