@@ -63,7 +63,8 @@ class StageThreads:
 
         def start() -> None:
             work, given, promised = held.pop()
-            job = self._threads[stage].submit(lambda: work(*map(arrived, given)))
+            # no closure: it would keep the arrays as long as an error's frames live
+            job = self._threads[stage].submit(with_arrived, work, given)
             job.add_done_callback(partial(settle, promised))
 
         when_done(jobs, start)
@@ -82,6 +83,10 @@ def when_done(jobs: Iterable[Future[Any]], then: Callable[[], Any]) -> None:
         then()
 
     go_on()
+
+
+def with_arrived(work: Callable[..., Any], given: Sequence[Any]) -> Any:
+    return work(*map(arrived, given))
 
 
 def settle(promised: "Sequence[Future[Any]]", job: "Future[Any]") -> None:
