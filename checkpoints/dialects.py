@@ -7,15 +7,21 @@ model's row of a table: the first of which it has all `signs`.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 
 @dataclass(frozen=True)
-class Marks:
+class TemplateRule:
+    """A row of a table, and what a template of its models has."""
+
+    signs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Marks(TemplateRule):
     """Markers of reasoning: `begin` and `end` around it, and around the answer after it one of `opens`, and
     `closes`, for models that mark answers."""
 
-    signs: tuple[str, ...]
     begin: str
     end: str
     opens: tuple[str, ...] = ()
@@ -23,12 +29,11 @@ class Marks:
 
 
 @dataclass(frozen=True)
-class Calls:
+class Calls(TemplateRule):
     """Markers of tool calls: they stand between `begin` and `end`, "" where they end with the message.
     `name`: vLLM's `--tool-call-parser` for the notation between them; the older of Mistral's two notations,
     which share one there, has its own name. Llama's models may omit `begin` at the start of a message."""
 
-    signs: tuple[str, ...]
     name: str
     begin: str
     end: str = ""
@@ -93,11 +98,6 @@ CALLS = (
     Calls(("<|python_start|>",), "llama4_json", "<|python_start|>", "<|python_end|>"),
     Calls(("ipython", '"parameters": '), "llama3_json", "<|python_tag|>"),
 )
-
-
-class TemplateRule(Protocol):
-    @property
-    def signs(self) -> tuple[str, ...]: ...
 
 
 R = TypeVar("R", bound=TemplateRule)

@@ -53,7 +53,9 @@ def generation_defaults(path: str | Path) -> GenerationDefaults:
     )
     sampling = {FIELDS[name][0]: own[name] for name in FIELDS if own.get(name) is not None}
     for name, (parameter, kind) in FIELDS.items():
-        check_type(file, name, sampling.get(parameter), kind)
+        value, (allowed, words) = sampling.get(parameter), TYPES[kind]
+        if value is not None and type(value) not in allowed:
+            raise CheckpointError(f"{file}: {name} is {shown(value)}, expected {words}")
     ends, first = tuple(dict.fromkeys(eos)), bos[0] if bos else None
     return GenerationDefaults(ends, first, sampling, pooling_in(folder))
 
@@ -68,12 +70,6 @@ def pooling_in(folder: Path) -> str | None:
     modes = [name.removeprefix("pooling_mode_") for name, value in stated.items() if value is True]
     mode = stated.get("pooling_mode") or "+".join(m for m in modes if m != "include_prompt") or None
     return POOLING.get(str(mode), mode)
-
-
-def check_type(file: Path, name: str, value: Any, kind: type) -> None:
-    allowed, words = TYPES[kind]
-    if value is not None and type(value) not in allowed:
-        raise CheckpointError(f"{file}: {name} is {shown(value)}, expected {words}")
 
 
 def token_ids(file: Path, raw: Mapping[str, Any], name: str) -> list[int]:

@@ -17,6 +17,7 @@ ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 TEXT_FILES = (*DESCRIBING, "vocab.txt", "adapter_config.json")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 LEFT_OUT = ("[!1]*/*", "consolidated*")  # folders such as original/, not 1_Pooling/; copies of the weights
+SHIPPED = Path(__file__).parent  # demo-draft and demo-heads may be called by their names
 LOG_IN = "give hf_token, set HF_TOKEN, or run `hf auth login`"
 
 
@@ -51,6 +52,14 @@ def resolve(
     if weights:
         require_weights(model, names)
     return asked.whole(commit, names) or asked.downloaded()
+
+
+def resolve_draft(name: str, **where: Any) -> Path:
+    """The folder of a draft model or of heads: a path, one that ships, or a model on the hub. `where` are
+    options of `resolve`."""
+    if not Path(name).exists() and (SHIPPED / name).is_dir():
+        return SHIPPED / name
+    return resolve(name, **where)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,10 @@ def load(path: str | Path, dtype: Any = "auto", shardings: Any = None) -> tuple[
             found = paths(ocp.load(str(at), nested(targets)))
         except Exception as e:
             raise unreadable(at, e) from e
-    check_finite(at, found)
+    if (path := not_finite(found)) is not None:
+        raise CheckpointError(
+            f"{at}: parameter {path} holds NaN or infinity as {found[path].dtype}, expected finite numbers"
+        )
     treedef = jax.tree.structure(wanted, is_leaf=is_spec)
     return config, jax.tree.unflatten(treedef, [found[path] for path in targets])
 
@@ -238,14 +241,6 @@ def check(at: Path, wanted: Mapping[str, Spec], stored: Mapping[str, Any]) -> No
         expected = wanted[path].shape if path in wanted else None
         if found != expected:
             raise CheckpointError(f"{at}: parameter {path} has shape {found}, config.json says {expected}")
-
-
-def check_finite(at: Path, leaves: Mapping[str, jax.Array]) -> None:
-    """Raise CheckpointError for a parameter that holds NaN or infinity."""
-    if (path := not_finite(leaves)) is not None:
-        raise CheckpointError(
-            f"{at}: parameter {path} holds NaN or infinity as {leaves[path].dtype}, expected finite numbers"
-        )
 
 
 def abstract(

@@ -5,14 +5,7 @@ from . import fields, parts
 from .family import Family
 from .ropes import rope
 
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.plain("mlp.up_proj", "mlp.down_proj")
-)
+NAMES = parts.BACKBONE | parts.BIASES | parts.plain("mlp.up_proj", "mlp.down_proj")
 
 
 def config(raw: fields.Raw) -> ModelConfig:
@@ -21,8 +14,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     attention = parts.grouped_query(raw, rope(raw, size, length=4096), size, bias=bias, output_bias=bias)
     activation = fields.activation(raw, "hidden_act", "relu2")
     ffn = parts.dense(raw, activation, gated=False, bias=fields.flag(raw, "mlp_bias", False))
-    layers = [LayerKind(attention, ffn)] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=4096, norm=parts.rms(raw, 1e-5))
+    return parts.decoder(raw, LayerKind(attention, ffn), max_position=4096, norm=parts.rms(raw, 1e-5))
 
 
 FAMILY = Family(config, NAMES, parts.IGNORED)

@@ -17,8 +17,7 @@ NAMES = (
     parts.OUTSIDE
     | {"layers.{}.attention_norm.gain": Stored(parts.LAYER + "input_layernorm.weight", "D->D")}
     | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    | parts.BIASES
     | parts.FFN
 )
 HEAD_NORMS = {
@@ -31,7 +30,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' CohereConfig."""
     normed = norm(raw) if fields.flag(raw, "use_qk_norm", False) else None
     mixer = attention(raw, turn(raw, 500000.0), qk_norm=normed, qk_norm_over="each head")
-    return decoder(raw, [LayerKind(mixer, parts.dense(raw))] * parts.num_layers(raw))
+    return decoder(raw, LayerKind(mixer, parts.dense(raw)))
 
 
 def turn(raw: fields.Raw, theta: float) -> Rope:
@@ -48,7 +47,7 @@ def norm(raw: fields.Raw) -> NormKind:
     return parts.layer_norm(raw, "layer_norm_eps", bias=False)
 
 
-def decoder(raw: fields.Raw, layers: list[LayerKind]) -> ModelConfig:
+def decoder(raw: fields.Raw, layers: list[LayerKind] | LayerKind) -> ModelConfig:
     """A model of such layers; Command R's contexts are those of `model_max_length`, not of
     `max_position_embeddings`."""
     scale = fields.number(raw, "logit_scale", 0.0625)

@@ -88,12 +88,7 @@ def experts(raw: fields.Raw, defaults: Mapping[str, Any], **kinds: Any) -> Exper
     null."""
     size = fields.integer(raw, "moe_intermediate_size", defaults["moe_intermediate_size"])
     shared = fields.nullable(fields.experts, raw, "n_shared_experts", defaults["n_shared_experts"]) or 0
-    count = fields.named(raw, "n_routed_experts", "num_local_experts")
-    return Experts(
-        count=fields.experts(raw, count, defaults["n_routed_experts"] or fields.REQUIRED),
-        active=fields.integer(raw, "num_experts_per_tok", defaults["num_experts_per_tok"] or fields.REQUIRED),
-        size=size,
-        activation=fields.activation(raw, "hidden_act", "silu"),
-        shared=shared * size,
-        **kinds,
-    )
+    named = fields.named(raw, "n_routed_experts", "num_local_experts")
+    count = fields.experts(raw, named, defaults["n_routed_experts"] or fields.REQUIRED)
+    active = defaults["num_experts_per_tok"] or fields.REQUIRED
+    return parts.mixture(raw, count, active, size, shared=shared * size, **kinds)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from ...model.config import Dense, Experts, LayerKind, ModelConfig
 from ...model.kinds import Indexer
-from ...refusals import shown
 from . import deepseek, deepseek_v3, fields, parts
 from .family import Family
 from .stored import Stored
@@ -25,7 +24,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' DeepseekV32Config."""
     fields.only(raw, "scoring_func", "sigmoid")
     fields.only(raw, "rope_interleave", True)
-    of_layers(raw, "layer_types", ["indexed_attention"] * parts.num_layers(raw), "indexed_attention")
+    fields.layer_types(raw, ["indexed_attention"] * parts.num_layers(raw), ("indexed_attention",))
     attention = deepseek.latent(raw, 163840, interleaved=True)
     if attention.query_rank is None:
         raise ValueError(
@@ -51,20 +50,8 @@ def ffns(raw: fields.Raw) -> list[Dense | Experts]:
     plain = [
         "sparse" if isinstance(ffn, Experts) else "dense" for ffn in deepseek.ffns(raw, experts, dense=3)
     ]
-    kinds = of_layers(raw, "mlp_layer_types", plain, "dense", "sparse")
+    kinds = fields.layer_types(raw, plain, ("dense", "sparse"), "mlp_layer_types")
     return [experts if kind == "sparse" else parts.dense(raw) for kind in kinds]
-
-
-def of_layers(raw: fields.Raw, name: str, default: list[str], *known: str) -> list[str]:
-    """A field with one of the known words for each layer."""
-    found = fields.value(raw, name, default)
-    if not isinstance(found, list) or len(found) != len(default):
-        raise ValueError(f"{name} is {shown(found)}, expected a list of {len(default)}, one for each layer")
-    for kind in found:
-        fields.only({name: kind}, name, *known)
-        if kind is None:
-            raise ValueError(f"{name} holds null, expected {' or '.join(map(repr, known))}")
-    return found
 
 
 FAMILY = Family(config, NAMES | deepseek.CORRECTION, parts.IGNORED + parts.BEYOND)

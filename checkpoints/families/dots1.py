@@ -5,16 +5,7 @@ from . import deepseek, fields, parts
 from .family import Family
 from .ropes import rope
 
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.QK_NORMS
-    | deepseek.MIXTURE
-    | deepseek.CORRECTION
-)
+NAMES = parts.BACKBONE | parts.BIASES | parts.QK_NORMS | deepseek.MIXTURE | deepseek.CORRECTION
 EXPERTS = {
     "moe_intermediate_size": 1408,
     "n_shared_experts": None,

@@ -11,8 +11,8 @@ from .ropes import rope
 def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' Ernie4_5Config."""
     size, bias = parts.nullable_head_size(raw, 128), fields.flag(raw, "use_bias", False)
-    layers = [LayerKind(attention(raw, size, 2, bias), parts.dense(raw, bias=bias))] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=131072, norm=parts.rms(raw, 1e-5), tied=True)
+    layer = LayerKind(attention(raw, size, 2, bias), parts.dense(raw, bias=bias))
+    return parts.decoder(raw, layer, max_position=131072, norm=parts.rms(raw, 1e-5), tied=True)
 
 
 def attention(raw: fields.Raw, size: int, kv_heads: int, bias: bool) -> GroupedQuery:

@@ -7,13 +7,7 @@ from .family import Family
 from .stored import Stored
 
 CORRECTION = Stored(parts.LAYER + "mlp.moe_statics.e_score_correction_bias", "1,E->E")
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | deepseek.MIXTURE
-    | {"layers.{}.ffn.correction": CORRECTION}
-)
+NAMES = parts.BACKBONE | deepseek.MIXTURE | {"layers.{}.ffn.correction": CORRECTION}
 AHEAD = r"model\.mtp_.*"
 
 

@@ -5,13 +5,8 @@ from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
 from .ropes import rope
-from .stored import Stored
 
-POST_NORMS = {
-    "layers.{}.attention_post_norm.gain": Stored(parts.LAYER + "post_attention_layernorm.weight", "D->D"),
-    "layers.{}.ffn_post_norm.gain": Stored(parts.LAYER + "post_feedforward_layernorm.weight", "D->D"),
-}
-NAMES = parts.OUTSIDE | POST_NORMS | parts.ATTENTION | parts.QK_NORMS | parts.FFN
+NAMES = parts.OUTSIDE | parts.OUTPUT_NORMS | parts.ATTENTION | parts.QK_NORMS | parts.FFN
 
 
 def config(raw: fields.Raw) -> ModelConfig:

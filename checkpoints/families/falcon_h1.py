@@ -5,7 +5,6 @@ from typing import Any
 
 from ...model.config import Dense, GroupedQuery, LayerKind, ModelConfig
 from ...model.recurrent.kinds import Mamba
-from ...refusals import shown
 from . import fields, mamba2, parts
 from .family import Family
 from .ropes import rope
@@ -16,11 +15,8 @@ FFN = {
     for path, stored in (parts.FFN | parts.FFN_BIASES).items()
 }
 NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    parts.BACKBONE
+    | parts.BIASES
     | FFN
     | mamba2.names(parts.LAYER + "mamba.")
     | {
@@ -39,7 +35,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     layer = LayerKind(attention(raw), ffn(raw), mamba(raw), (of_attention, of_mamba))
     return parts.decoder(
         raw,
-        [layer] * parts.num_layers(raw),
+        layer,
         max_position=8192,
         norm=parts.rms(raw, 1e-5),
         embedding_scale=factor(raw, "embedding_multiplier"),
@@ -51,14 +47,6 @@ def factor(raw: fields.Raw, name: str) -> float:
     return fields.number(raw, name, 1.0)
 
 
-def factors(raw: fields.Raw, name: str, count: int) -> tuple[float, ...]:
-    """A list of numbers above 0, all 1 where it is absent."""
-    found = fields.value(raw, name, [1.0] * count)
-    if not isinstance(found, list) or len(found) != count:
-        raise ValueError(f"{name} is {shown(found)}, expected a list of {count} numbers")
-    return tuple(fields.number({name: x}, name) for x in found)
-
-
 def attention(raw: fields.Raw) -> GroupedQuery:
     """Keys have a factor, and so their scores."""
     size, bias = fields.head_size(raw), fields.flag(raw, "attention_bias", False)
@@ -68,7 +56,7 @@ def attention(raw: fields.Raw) -> GroupedQuery:
 
 
 def ffn(raw: fields.Raw) -> Dense:
-    of_gate, of_all = factors(raw, "mlp_multipliers", 2)
+    of_gate, of_all = fields.numbers(raw, "mlp_multipliers", 2, [1.0] * 2)
     bias = fields.flag(raw, "mlp_bias", False)
     return parts.dense(raw, bias=bias, gate_scale=of_gate, scale=of_all)
 
@@ -82,7 +70,7 @@ def mamba(raw: fields.Raw) -> Mamba:
         "output_bias": fields.flag(raw, "projectors_bias", False),
         "norm": order if fields.flag(raw, "mamba_rms_norm", False) else None,
         "eps": parts.rms(raw, 1e-5).eps,
-        "scales": factors(raw, "ssm_multipliers", 5),
+        "scales": fields.numbers(raw, "ssm_multipliers", 5, [1.0] * 5),
     }
     expanded = fields.integer(raw, "mamba_expand", 2) * hidden
     return mamba2.beside_attention(raw, width or expanded, **kinds)

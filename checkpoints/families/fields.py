@@ -1,7 +1,7 @@
 """Fields of a `config.json`, read with their types and limits: each raises ValueError with the field and its
 value."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...model.config import Activation
@@ -83,6 +83,22 @@ def number(raw: Raw, name: str, default: Any = REQUIRED, most: float = MAX_NUMBE
     if type(found) not in (int, float) or not MIN_NUMBER <= found <= most:
         raise ValueError(f"{name} is {shown(found)}, expected a number above 0: {MIN_NUMBER:g} to {most:g}")
     return float(found)
+
+
+def numbers(raw: Raw, name: str, count: int, default: Any = REQUIRED) -> tuple[float, ...]:
+    """A list of `count` numbers above zero."""
+    found = value(raw, name, default)
+    if not isinstance(found, list) or len(found) != count:
+        raise ValueError(f"{name} is {shown(found)}, expected a list of {count} numbers")
+    return tuple(number({name: x}, name) for x in found)
+
+
+def indices(raw: Raw, name: str, default: Iterable[int]) -> list[int]:
+    """A list of layers' numbers."""
+    found = value(raw, name, list(default))
+    if not isinstance(found, list) or any(type(i) is not int for i in found):
+        raise ValueError(f"{name} is {shown(found)}, expected a list of layers' numbers")
+    return found
 
 
 def flag(raw: Raw, name: str, default: bool) -> bool:

@@ -18,7 +18,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     ffn = parts.dense(raw, "gelu_tanh" if raw.get("hidden_act") == "gelu" else activation)
     return parts.decoder(
         raw,
-        [LayerKind(attention, ffn)] * parts.num_layers(raw),
+        LayerKind(attention, ffn),
         max_position=8192,
         norm=parts.rms(raw, offset=1.0),
         tied=True,
@@ -26,4 +26,4 @@ def config(raw: fields.Raw) -> ModelConfig:
     )
 
 
-FAMILY = Family(config, parts.LLAMA | parts.QKV_BIASES | parts.OUTPUT_BIAS, parts.IGNORED)
+FAMILY = Family(config, parts.LLAMA | parts.BIASES, parts.IGNORED)

@@ -8,13 +8,11 @@ from .family import Family
 from .ropes import rope
 from .stored import Stored
 
-POST_NORMS = {
+INPUT_NORMS = {
     "layers.{}.attention_norm.gain": Stored(parts.LAYER + "input_layernorm.weight", "D->D"),
-    "layers.{}.attention_post_norm.gain": Stored(parts.LAYER + "post_attention_layernorm.weight", "D->D"),
     "layers.{}.ffn_norm.gain": Stored(parts.LAYER + "pre_feedforward_layernorm.weight", "D->D"),
-    "layers.{}.ffn_post_norm.gain": Stored(parts.LAYER + "post_feedforward_layernorm.weight", "D->D"),
 }
-NAMES = parts.OUTSIDE | POST_NORMS | parts.ATTENTION | parts.FFN | parts.QKV_BIASES | parts.OUTPUT_BIAS
+NAMES = parts.OUTSIDE | INPUT_NORMS | parts.OUTPUT_NORMS | parts.ATTENTION | parts.FFN | parts.BIASES
 
 
 def config(raw: fields.Raw) -> ModelConfig:

@@ -8,13 +8,13 @@ from . import fields, parts
 from .family import Family
 from .ropes import rope, rotary_size
 
-NAMES = parts.OUTSIDE | parts.NORMS | parts.ATTENTION | parts.QKV_BIASES | parts.GATE_UP
+NAMES = parts.BACKBONE | parts.QKV_BIASES | parts.GATE_UP
 
 
 def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' GlmConfig."""
-    layers = [LayerKind(attention(raw), parts.dense(raw))] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=131072, norm=parts.rms(raw, 1.5625e-7))
+    layer = LayerKind(attention(raw), parts.dense(raw))
+    return parts.decoder(raw, layer, max_position=131072, norm=parts.rms(raw, 1.5625e-7))
 
 
 def attention(raw: fields.Raw) -> GroupedQuery:

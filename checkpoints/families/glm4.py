@@ -13,9 +13,8 @@ POST_NORMS = {
 
 def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' Glm4Config."""
-    layers = [LayerKind(glm.attention(raw), parts.dense(raw))] * parts.num_layers(raw)
-    norm = parts.rms(raw, 1.5625e-7)
-    return parts.decoder(raw, layers, max_position=131072, norm=norm, post_norms=True)
+    layer, norm = LayerKind(glm.attention(raw), parts.dense(raw)), parts.rms(raw, 1.5625e-7)
+    return parts.decoder(raw, layer, max_position=131072, norm=norm, post_norms=True)
 
 
 FAMILY = Family(config, glm.NAMES | POST_NORMS, parts.IGNORED)

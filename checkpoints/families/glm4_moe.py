@@ -1,20 +1,13 @@
 """GLM-4.5, 4.6 and 4.7 (arXiv 2508.06471): mixtures of experts as in DeepSeek-V3, grouped-query attention
 that turns a part of each head; layers that predict several tokens ahead are left out."""
 
+from typing import Any
+
 from ...model.config import LayerKind, ModelConfig
 from . import deepseek, fields, parts
 from .family import Family
-from .ropes import rope, rotary_size
 
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.QK_NORMS
-    | deepseek.MIXTURE
-    | deepseek.CORRECTION
-)
+NAMES = parts.BACKBONE | parts.QKV_BIASES | parts.QK_NORMS | deepseek.MIXTURE | deepseek.CORRECTION
 EXPERTS = {
     "moe_intermediate_size": 1408,
     "n_shared_experts": 1,
@@ -31,16 +24,9 @@ def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' Glm4MoeConfig."""
     fields.only(raw, "scoring_func", "sigmoid")
     norm, size = parts.rms(raw, 1e-5), fields.head_size(raw)
-    turned = rotary_size(raw, size, 0.5)
-    attention = parts.grouped_query(
-        raw,
-        rope(raw, turned, length=131072, partial=True),
-        size,
-        kv_heads=8,
-        rotary_size=turned,
-        bias=fields.flag(raw, "attention_bias", False),
-        qk_norm=norm if fields.flag(raw, "use_qk_norm", False) else None,
-    )
+    bias, normed = fields.flag(raw, "attention_bias", False), fields.flag(raw, "use_qk_norm", False)
+    kinds: dict[str, Any] = {"kv_heads": 8, "bias": bias, "qk_norm": norm if normed else None}
+    attention = parts.partly_turned(raw, size, length=131072, share=0.5, **kinds)
     ffns = deepseek.ffns(raw, deepseek.corrected_experts(raw, EXPERTS), dense=1)
     layers = [LayerKind(attention, ffn) for ffn in ffns]
     return parts.decoder(raw, layers, max_position=131072, norm=norm)

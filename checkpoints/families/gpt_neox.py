@@ -35,10 +35,9 @@ def config(raw: fields.Raw) -> ModelConfig:
     size, bias = fields.divided_head_size(raw), fields.flag(raw, "attention_bias", True)
     attention = parts.partly_turned(named(raw), size, length=2048, share=0.25, bias=bias, output_bias=bias)
     activation = fields.activation(raw, "hidden_act", "gelu")
-    layers = [LayerKind(attention, parts.dense(raw, activation, gated=False, bias=True))]
     return parts.decoder(
         raw,
-        layers * parts.num_layers(raw),
+        LayerKind(attention, parts.dense(raw, activation, gated=False, bias=True)),
         max_position=2048,
         norm=parts.layer_norm(raw, "layer_norm_eps"),
         parallel="two norms" if fields.flag(raw, "use_parallel_residual", True) else None,

@@ -10,11 +10,8 @@ from .stored import Stored
 MLP = parts.LAYER + "mlp."
 GATE_UP = MLP + "experts.gate_up_proj"
 NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    parts.BACKBONE
+    | parts.BIASES
     | {
         "layers.{}.attention.sinks": Stored(parts.LAYER + "self_attn.sinks", "N->N"),
         "layers.{}.ffn.router": Stored(MLP + "router.weight", "E,D->DE"),

@@ -16,7 +16,7 @@ def config(raw: fields.Raw) -> ModelConfig:
 def alike(raw: fields.Raw, ffn: Dense | Experts) -> ModelConfig:
     """A model whose layers have attention and this feed-forward layer."""
     mixer = attention(raw, rope(raw, fields.head_size(raw), length=2048))
-    return decoder(raw, [LayerKind(mixer, ffn)] * parts.num_layers(raw))
+    return decoder(raw, LayerKind(mixer, ffn))
 
 
 def attention(raw: fields.Raw, turn: Rope | None) -> GroupedQuery:
@@ -25,7 +25,7 @@ def attention(raw: fields.Raw, turn: Rope | None) -> GroupedQuery:
     return parts.grouped_query(raw, turn, size, bias=bias, output_bias=bias, scale=scale)
 
 
-def decoder(raw: fields.Raw, layers: list[LayerKind]) -> ModelConfig:
+def decoder(raw: fields.Raw, layers: list[LayerKind] | LayerKind) -> ModelConfig:
     """A model of these layers, with the family's factors."""
     return parts.decoder(
         raw,

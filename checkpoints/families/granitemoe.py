@@ -7,11 +7,8 @@ from .stored import Stored
 
 BLOCK = parts.LAYER + "block_sparse_moe."
 NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    parts.BACKBONE
+    | parts.BIASES
     | {
         "layers.{}.ffn.router": Stored(BLOCK + "router.layer.weight", "E,D->DE"),
         "layers.{}.ffn.experts.gate": Stored(BLOCK + "input_linear.weight", "E,[F],D->EDF"),
@@ -27,13 +24,7 @@ def config(raw: fields.Raw) -> ModelConfig:
 
 
 def experts(raw: fields.Raw, count: int, shared: int = 0) -> Experts:
-    return Experts(
-        count=count,
-        active=fields.integer(raw, "num_experts_per_tok", 2),
-        size=fields.integer(raw, "intermediate_size"),
-        activation=fields.activation(raw, "hidden_act", "silu"),
-        shared=shared,
-    )
+    return parts.mixture(raw, count, 2, fields.integer(raw, "intermediate_size"), shared=shared)
 
 
 FAMILY = Family(config, NAMES, parts.IGNORED)

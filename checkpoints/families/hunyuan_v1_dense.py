@@ -9,8 +9,7 @@ from .stored import Stored
 
 NAMES = (
     parts.LLAMA
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    | parts.BIASES
     | {
         "layers.{}.attention.q_norm": Stored(parts.LAYER + "self_attn.query_layernorm.weight", "H->H"),
         "layers.{}.attention.k_norm": Stored(parts.LAYER + "self_attn.key_layernorm.weight", "H->H"),
@@ -26,8 +25,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     norm, turn = parts.rms(raw, 1e-5), rope(raw, size, length=2048)
     kinds = {"qk_norm": norm, "norm_turned": True, "bias": bias, "output_bias": bias}
     attention = parts.grouped_query(raw, turn, size, **kinds)
-    layers = [LayerKind(attention, parts.dense(raw))] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=2048, norm=norm)
+    return parts.decoder(raw, LayerKind(attention, parts.dense(raw)), max_position=2048, norm=norm)
 
 
 FAMILY = Family(config, NAMES, parts.IGNORED)

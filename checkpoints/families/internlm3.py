@@ -13,8 +13,8 @@ def config(raw: fields.Raw) -> ModelConfig:
     rest = fields.flag(raw, "bias", fields.flag(raw, "mlp_bias", False))
     turn = rope(short(raw), size, length=32768)
     attention = parts.grouped_query(raw, turn, size, kv_heads=2, bias=bias, output_bias=rest)
-    layers = [LayerKind(attention, parts.dense(raw, bias=rest))] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=32768, norm=parts.rms(raw, 1e-5))
+    layer = LayerKind(attention, parts.dense(raw, bias=rest))
+    return parts.decoder(raw, layer, max_position=32768, norm=parts.rms(raw, 1e-5))
 
 
 def short(raw: fields.Raw) -> fields.Raw:

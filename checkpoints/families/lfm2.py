@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from ...model.config import Dense, Experts, LayerKind, ModelConfig
 from ...model.recurrent.kinds import ShortConv
-from ...refusals import shown
 from . import fields, parts
 from .family import Family
 from .ropes import rope
@@ -40,9 +39,7 @@ ALWAYS = {"block_use_swiglu": True, "use_pos_enc": True}
 def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' Lfm2Config."""
     count = parts.num_layers(raw)
-    full = fields.value(raw, "full_attn_idxs", list(range(count)))
-    if not isinstance(full, list) or any(type(i) is not int for i in full):
-        raise ValueError(f"full_attn_idxs is {shown(full)}, expected a list of layers' numbers")
+    full = fields.indices(raw, "full_attn_idxs", range(count))
     kinds = ["full_attention" if i in full else "conv" for i in range(count)]
     return decoder(raw, kinds, [Dense(ffn_size(raw))] * count)
 

@@ -8,7 +8,7 @@ from . import fields, parts
 from .family import Family
 from .ropes import rope, rope_scaling
 
-NAMES = parts.LLAMA | parts.QKV_BIASES | parts.OUTPUT_BIAS | parts.FFN_BIASES
+NAMES = parts.LLAMA | parts.BIASES | parts.FFN_BIASES
 
 
 def config(raw: fields.Raw) -> ModelConfig:
@@ -18,8 +18,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     parts.one_window(raw, None)
     attention = parts.grouped_query(raw, rope(raw, size, length=2048), size, bias=bias, output_bias=bias)
     ffn = parts.dense(raw, bias=fields.flag(raw, "mlp_bias", False))
-    layers = [LayerKind(attention, ffn)] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=2048, norm=parts.rms(raw))
+    return parts.decoder(raw, LayerKind(attention, ffn), max_position=2048, norm=parts.rms(raw))
 
 
 def export(config: ModelConfig) -> dict[str, Any]:

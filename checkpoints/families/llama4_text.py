@@ -20,15 +20,7 @@ MIXTURE = parts.gated("ffn.shared", "feed_forward.shared_expert") | {
     "layers.{}.ffn.experts.up": Stored(GATE_UP, "E,D,[F]->EDF"),
     "layers.{}.ffn.experts.down": Stored(BLOCK + "experts.down_proj", "E,F,D->EFD"),
 }
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.gated("ffn", "feed_forward")
-    | MIXTURE
-)
+NAMES = parts.BACKBONE | parts.BIASES | parts.gated("ffn", "feed_forward") | MIXTURE
 CHUNKED = "chunked_attention"
 
 
@@ -93,9 +85,7 @@ def temperature(raw: fields.Raw) -> Rope | None:
 def ffns(raw: fields.Raw) -> list[Dense | Experts]:
     """Layers of `moe_layers`, or else every `interleave_moe_layer_step`-th one, are mixtures of experts."""
     count, step = parts.num_layers(raw), fields.integer(raw, "interleave_moe_layer_step", 1)
-    mixed = fields.value(raw, "moe_layers", list(range(step - 1, count, step)))
-    if not isinstance(mixed, list) or any(type(i) is not int for i in mixed):
-        raise ValueError(f"moe_layers is {shown(mixed)}, expected a list of layers' numbers")
+    mixed = fields.indices(raw, "moe_layers", range(step - 1, count, step))
     activation = fields.activation(raw, "hidden_act", "silu")
     dense = Dense(fields.integer(raw, "intermediate_size_mlp", 16384), activation)
     mixture = experts(raw, activation)

@@ -63,8 +63,7 @@ def config(raw: fields.Raw) -> ModelConfig:
         output_bias=bias,
         eps=norm.eps,
     )
-    layers = [LayerKind(mixer, None)] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=LONGEST, norm=norm)
+    return parts.decoder(raw, LayerKind(mixer, None), max_position=LONGEST, norm=norm)
 
 
 def beside_attention(raw: fields.Raw, width: int, **kinds: Any) -> Mamba:

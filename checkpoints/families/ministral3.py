@@ -21,8 +21,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     plain = rope(raw, size, length=LENGTH)
     turn = replace(plain, query_growth=fields.number(raw["rope_parameters"], "llama_4_scaling_beta", 0.0))
     attention = parts.grouped_query(raw, turn, size, kv_heads=8, window=window)
-    layers = [LayerKind(attention, parts.dense(raw))] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, LENGTH, parts.rms(raw, 1e-5))
+    return parts.decoder(raw, LayerKind(attention, parts.dense(raw)), LENGTH, parts.rms(raw, 1e-5))
 
 
 FAMILY = Family(config, parts.LLAMA, parts.IGNORED)

@@ -10,8 +10,8 @@ def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' MistralConfig."""
     size, window = fields.head_size(raw), parts.one_window(raw, 4096)
     attention = parts.grouped_query(raw, rope(raw, size, length=131072), size, kv_heads=8, window=window)
-    layers = [LayerKind(attention, parts.dense(raw))] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=131072, norm=parts.rms(raw))
+    layer = LayerKind(attention, parts.dense(raw))
+    return parts.decoder(raw, layer, max_position=131072, norm=parts.rms(raw))
 
 
 FAMILY = Family(config, parts.LLAMA, parts.IGNORED)

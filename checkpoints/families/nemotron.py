@@ -5,15 +5,7 @@ from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
 
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.NORM_BIASES
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.plain("mlp.up_proj", "mlp.down_proj")
-)
+NAMES = parts.BACKBONE | parts.NORM_BIASES | parts.BIASES | parts.plain("mlp.up_proj", "mlp.down_proj")
 
 
 def config(raw: fields.Raw) -> ModelConfig:
@@ -24,7 +16,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     ffn = parts.dense(raw, activation, gated=False, bias=fields.flag(raw, "mlp_bias", False))
     return parts.decoder(
         raw,
-        [LayerKind(attention, ffn)] * parts.num_layers(raw),
+        LayerKind(attention, ffn),
         max_position=4096,
         norm=parts.layer_norm(raw, "norm_eps", offset=1.0),
     )

@@ -8,28 +8,14 @@ from ...model.rope import Rope
 from . import fields, parts
 from .family import Family
 from .ropes import rope
-from .stored import Stored
 
-OUTPUT_NORMS = {
-    "layers.{}.attention_post_norm.gain": Stored(parts.LAYER + "post_attention_layernorm.weight", "D->D"),
-    "layers.{}.ffn_post_norm.gain": Stored(parts.LAYER + "post_feedforward_layernorm.weight", "D->D"),
-}
-NAMES = (
-    parts.OUTSIDE
-    | OUTPUT_NORMS
-    | parts.ATTENTION
-    | parts.WIDE_QK_NORMS
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.FFN
-)
+NAMES = parts.OUTSIDE | parts.OUTPUT_NORMS | parts.ATTENTION | parts.WIDE_QK_NORMS | parts.BIASES | parts.FFN
 
 
 def config(raw: fields.Raw) -> ModelConfig:
     """Absent fields have the defaults of transformers' Olmo2Config."""
     turn = rope(raw, fields.head_size(raw), length=2048)
-    layers = [layer(raw, turn)] * parts.num_layers(raw)
-    return decoder(raw, layers)
+    return decoder(raw, layer(raw, turn))
 
 
 def layer(raw: fields.Raw, turn: Rope, window: int | None = None) -> LayerKind:
@@ -40,7 +26,7 @@ def layer(raw: fields.Raw, turn: Rope, window: int | None = None) -> LayerKind:
     return LayerKind(parts.grouped_query(raw, turn, fields.head_size(raw), **kinds), parts.dense(raw))
 
 
-def decoder(raw: fields.Raw, layers: list[LayerKind]) -> ModelConfig:
+def decoder(raw: fields.Raw, layers: list[LayerKind] | LayerKind) -> ModelConfig:
     """A model of such layers."""
     return parts.decoder(raw, layers, 2048, parts.rms(raw, 1e-5), pre_norms=False, post_norms=True)
 

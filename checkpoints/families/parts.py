@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...model.config import Activation, Dense, GroupedQuery, LayerKind, ModelConfig, NormKind
+from ...model.config import Activation, Dense, Experts, GroupedQuery, LayerKind, ModelConfig, NormKind
 from ...model.rope import Rope
 from . import fields, ropes
 from .stored import Stored
@@ -34,6 +34,10 @@ QKV_BIASES = {
     "layers.{}.attention.v_bias": Stored(LAYER + "self_attn.v_proj.bias", "KH->KH"),
 }
 OUTPUT_BIAS = {"layers.{}.attention.o_bias": Stored(LAYER + "self_attn.o_proj.bias", "D->D")}
+OUTPUT_NORMS = {
+    "layers.{}.attention_post_norm.gain": Stored(LAYER + "post_attention_layernorm.weight", "D->D"),
+    "layers.{}.ffn_post_norm.gain": Stored(LAYER + "post_feedforward_layernorm.weight", "D->D"),
+}
 QK_NORMS = {
     "layers.{}.attention.q_norm": Stored(LAYER + "self_attn.q_norm.weight", "H->H"),
     "layers.{}.attention.k_norm": Stored(LAYER + "self_attn.k_norm.weight", "H->H"),
@@ -87,7 +91,8 @@ def experts(block: str, gate: str, up: str, down: str) -> dict[str, Stored]:
 
 
 FFN = gated("ffn", "mlp")
-LLAMA = OUTSIDE | NORMS | ATTENTION | FFN
+BACKBONE, BIASES = OUTSIDE | NORMS | ATTENTION, QKV_BIASES | OUTPUT_BIAS
+LLAMA = BACKBONE | FFN
 
 
 def grouped_query(
@@ -104,10 +109,12 @@ def grouped_query(
     return GroupedQuery(heads, found, size, rope, **kinds)
 
 
-def partly_turned(raw: fields.Raw, size: int, length: int, share: float, **kinds: Any) -> GroupedQuery:
+def partly_turned(
+    raw: fields.Raw, size: int, length: int, share: float, theta: float = 10000.0, **kinds: Any
+) -> GroupedQuery:
     """Attention that turns a part of each head, `partial_rotary_factor` or else `share`."""
     turned = ropes.rotary_size(raw, size, share)
-    turn = ropes.rope(raw, turned, length=length, partial=True)
+    turn = ropes.rope(raw, turned, length=length, theta=theta, partial=True)
     return grouped_query(raw, turn, size, rotary_size=turned, **kinds)
 
 
@@ -115,6 +122,12 @@ def dense(raw: fields.Raw, activation: Activation | None = None, **kinds: Any) -
     """A feed-forward layer, gated unless `kinds` say otherwise, its activation `hidden_act` if not given."""
     activation = activation or fields.activation(raw, "hidden_act", "silu")
     return Dense(fields.integer(raw, "intermediate_size"), activation, **kinds)
+
+
+def mixture(raw: fields.Raw, count: int, active: int, size: int, **kinds: Any) -> Experts:
+    """A mixture of `count` experts of `size`; each token goes to `num_experts_per_tok` or else `active`."""
+    active = fields.integer(raw, "num_experts_per_tok", active)
+    return Experts(count, active, size, fields.activation(raw, "hidden_act", "silu"), **kinds)
 
 
 def one_window(raw: fields.Raw, default: int | None) -> int | None:
@@ -160,18 +173,18 @@ def num_layers(raw: fields.Raw) -> int:
 
 def decoder(
     raw: fields.Raw,
-    layers: list[LayerKind],
+    layers: list[LayerKind] | LayerKind,
     max_position: int,
     norm: NormKind,
     tied: bool = False,
     **more: Any,
 ) -> ModelConfig:
-    """A model of these layers; the rest has defaults for `max_position_embeddings` and
-    `tie_word_embeddings`."""
+    """A model of these layers, or all of whose layers are of one kind; the rest has defaults for
+    `max_position_embeddings` and `tie_word_embeddings`."""
     return ModelConfig(
         vocab_size=fields.integer(raw, "vocab_size"),
         hidden_size=fields.integer(raw, "hidden_size"),
-        layers=tuple(layers),
+        layers=(layers,) * num_layers(raw) if isinstance(layers, LayerKind) else tuple(layers),
         max_position=fields.integer(raw, "max_position_embeddings", max_position),
         norm=norm,
         tied_embeddings=fields.flag(raw, "tie_word_embeddings", tied),

@@ -29,10 +29,9 @@ def config(raw: fields.Raw) -> ModelConfig:
     size = fields.head_size(raw)
     attention = parts.partly_turned(raw, size, length=2048, share=0.5, bias=True, output_bias=True)
     activation = fields.activation(raw, "hidden_act", "gelu_new")
-    layers = [LayerKind(attention, parts.dense(raw, activation, gated=False, bias=True))]
     return parts.decoder(
         raw,
-        layers * parts.num_layers(raw),
+        LayerKind(attention, parts.dense(raw, activation, gated=False, bias=True)),
         max_position=2048,
         norm=parts.layer_norm(raw, "layer_norm_eps"),
         parallel="one norm",

@@ -25,8 +25,8 @@ def config(raw: fields.Raw) -> ModelConfig:
     fields.only(raw, "attention_bias", False)
     size, window = fields.head_size(raw), parts.one_window(raw, None)
     attention = parts.partly_turned(named(raw), size, 4096, 1.0, window=window)
-    layers = [LayerKind(attention, parts.dense(raw))] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=4096, norm=parts.rms(raw, 1e-5))
+    layer = LayerKind(attention, parts.dense(raw))
+    return parts.decoder(raw, layer, max_position=4096, norm=parts.rms(raw, 1e-5))
 
 
 def named(raw: fields.Raw) -> fields.Raw:

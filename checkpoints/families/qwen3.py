@@ -6,7 +6,7 @@ from .family import Family
 from .qwen2 import windows
 from .ropes import rope
 
-NAMES = parts.LLAMA | parts.QK_NORMS | parts.QKV_BIASES | parts.OUTPUT_BIAS
+NAMES = parts.LLAMA | parts.QK_NORMS | parts.BIASES
 
 
 def config(raw: fields.Raw) -> ModelConfig:

@@ -1,17 +1,12 @@
 """Qwen 3 with mixtures of experts (Yang et al., arXiv 2505.09388)."""
 
 from ...model.config import Dense, Experts, LayerKind, ModelConfig
-from ...refusals import shown
 from . import fields, parts
 from .family import Family
 from .ropes import rope
 
 NAMES = (
-    parts.LLAMA
-    | parts.QK_NORMS
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
+    parts.LLAMA | parts.QK_NORMS | parts.BIASES | parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
 )
 
 
@@ -28,16 +23,11 @@ def config(raw: fields.Raw) -> ModelConfig:
 
 def ffns(raw: fields.Raw) -> list[Dense | Experts]:
     """Every `decoder_sparse_step`-th layer is a mixture of experts, but for those of `mlp_only_layers`."""
-    step, plain = fields.integer(raw, "decoder_sparse_step", 1), fields.value(raw, "mlp_only_layers", [])
-    if not isinstance(plain, list) or not all(type(i) is int for i in plain):
-        raise ValueError(f"mlp_only_layers is {shown(plain)}, expected a list of numbers of layers")
-    experts = Experts(
-        count=fields.experts(raw, "num_experts", fields.experts(raw, "num_local_experts", 128)),
-        active=fields.integer(raw, "num_experts_per_tok", 8),
-        size=fields.integer(raw, "moe_intermediate_size", 768),
-        activation=fields.activation(raw, "hidden_act", "silu"),
-        normalised=fields.flag(raw, "norm_topk_prob", False),
-    )
+    step, plain = fields.integer(raw, "decoder_sparse_step", 1), fields.indices(raw, "mlp_only_layers", ())
+    count = fields.experts(raw, "num_experts", fields.experts(raw, "num_local_experts", 128))
+    size = fields.integer(raw, "moe_intermediate_size", 768)
+    normalised = fields.flag(raw, "norm_topk_prob", False)
+    experts = parts.mixture(raw, count, 8, size, normalised=normalised)
     mixed = [i not in plain and (i + 1) % step == 0 for i in range(parts.num_layers(raw))]
     return [experts if here else parts.dense(raw) for here in mixed]
 

@@ -2,6 +2,7 @@
 of experts. The layers that predict several tokens ahead are left out."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from ...model.config import Dense, Experts, LayerKind, ModelConfig
 from ...model.recurrent.kinds import DeltaNet
@@ -11,8 +12,7 @@ from .stored import Stored
 
 ATTENTION = (
     parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
+    | parts.BIASES
     | parts.QK_NORMS
     | {
         "layers.{}.attention.q": Stored(parts.LAYER + "self_attn.q_proj.weight", "N[H],D->DNH"),
@@ -62,8 +62,8 @@ def decoder(raw: fields.Raw, ffns: Sequence[Dense | Experts], kv_heads: int = 2)
     """A model of both kinds of layers."""
     norm, size = parts.rms(raw, offset=1.0), parts.nullable_head_size(raw, 256)
     bias = fields.flag(raw, "attention_bias", False)
-    kinds = {"kv_heads": kv_heads, "qk_norm": norm, "bias": bias, "output_bias": bias, "gated": True}
-    attention = parts.partly_turned(raw, size, 32768, 0.25, **kinds)
+    kinds: dict[str, Any] = {"kv_heads": kv_heads, "qk_norm": norm, "bias": bias, "output_bias": bias}
+    attention = parts.partly_turned(raw, size, 32768, 0.25, gated=True, **kinds)
     state = delta_net(raw)
     mixers = [state if kind == "linear_attention" else attention for kind in layer_types(raw)]
     layers = [LayerKind(mixer, ffn) for mixer, ffn in zip(mixers, ffns, strict=True)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...model.rope import Rope
 from ...refusals import shown
-from .fields import REQUIRED, Raw, flag, integer, number, only, value
+from .fields import REQUIRED, Raw, flag, integer, number, numbers, only, value
 
 KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 MAX_MAGNITUDE = 1e3  # of what multiplies YaRN's correction of scores; models have 1 and less
@@ -176,8 +176,8 @@ def longrope(plain: Rope, found: Raw, length: int, size: int) -> Rope:
         plain,
         kind="longrope",
         factor=factor,
-        short_factors=factors(found, "short_factor", size // 2),
-        long_factors=factors(found, "long_factor", size // 2),
+        short_factors=numbers(found, "short_factor", size // 2),
+        long_factors=numbers(found, "long_factor", size // 2),
         scale=number(found, "attention_factor", scale),
     )
 
@@ -185,16 +185,6 @@ def longrope(plain: Rope, found: Raw, length: int, size: int) -> Rope:
 def stretch(found: Raw, by_length: float, absent: Any) -> float:
     """`factor`, or how much longer than in training the context is."""
     return number(found, "factor", absent if "factor" not in found and absent is REQUIRED else by_length)
-
-
-def factors(found: Raw, name: str, size: int) -> tuple[float, ...]:
-    """Factors of the pairs of dimensions, each above 0."""
-    stated = value(found, name, REQUIRED)
-    if not isinstance(stated, list) or len(stated) != size:
-        raise ValueError(
-            f"{name} is {shown(stated)}, expected a list of {size}, one for each pair of dimensions"
-        )
-    return tuple(number({name: x}, name) for x in stated)
 
 
 def rope_scaling(rope: Rope) -> dict[str, Any] | None:

@@ -18,8 +18,7 @@ def config(raw: fields.Raw) -> ModelConfig:
         output_bias=fields.flag(raw, "attention_out_bias", False),
     )
     ffn = parts.dense(raw, bias=fields.flag(raw, "mlp_bias", False))
-    layers = [LayerKind(attention, ffn)] * parts.num_layers(raw)
-    return parts.decoder(raw, layers, max_position=524288, norm=parts.rms(raw))
+    return parts.decoder(raw, LayerKind(attention, ffn), max_position=524288, norm=parts.rms(raw))
 
 
 FAMILY = Family(config, llama.NAMES, parts.IGNORED)

@@ -28,7 +28,7 @@ def config(raw: fields.Raw) -> ModelConfig:
     )
     return parts.decoder(
         raw,
-        [LayerKind(attention, parts.dense(raw))] * parts.num_layers(raw),
+        LayerKind(attention, parts.dense(raw)),
         max_position=4096,
         norm=norm,
         parallel="one norm" if fields.flag(raw, "use_parallel_residual", False) else None,

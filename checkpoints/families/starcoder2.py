@@ -6,15 +6,7 @@ from . import fields, parts
 from .family import Family
 from .ropes import rope
 
-NAMES = (
-    parts.OUTSIDE
-    | parts.NORMS
-    | parts.NORM_BIASES
-    | parts.ATTENTION
-    | parts.QKV_BIASES
-    | parts.OUTPUT_BIAS
-    | parts.plain("mlp.c_fc", "mlp.c_proj")
-)
+NAMES = parts.BACKBONE | parts.NORM_BIASES | parts.BIASES | parts.plain("mlp.c_fc", "mlp.c_proj")
 
 
 def config(raw: fields.Raw) -> ModelConfig:
@@ -23,10 +15,9 @@ def config(raw: fields.Raw) -> ModelConfig:
     kinds = {"kv_heads": 2, "window": parts.one_window(raw, None), "bias": bias, "output_bias": bias}
     attention = parts.grouped_query(raw, rope(raw, size, length=4096), size, **kinds)
     activation = fields.activation(raw, "hidden_act", "gelu_pytorch_tanh")
-    layers = [LayerKind(attention, parts.dense(raw, activation, gated=False, bias=bias))]
     return parts.decoder(
         raw,
-        layers * parts.num_layers(raw),
+        LayerKind(attention, parts.dense(raw, activation, gated=False, bias=bias)),
         max_position=4096,
         norm=parts.layer_norm(raw, "norm_epsilon"),
         tied=True,

@@ -25,24 +25,15 @@ Index = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
-class CodesSource:
-    """Codes of a quantised tensor, as a TensorSource of their own."""
+class DerivedSource:
+    """A TensorSource that is read from a stored one, in whose place it stands."""
 
+    name: str
     of: TensorSource
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    read: Callable[[int, int], np.ndarray]
-
-    def rows(self, a: int, b: int) -> np.ndarray:
-        return self.read(a, b)
 
     @property
     def file(self) -> Path:
         return self.of.file
-
-    @property
-    def name(self) -> str:
-        return self.of.name
 
     @property
     def code(self) -> str:
@@ -51,6 +42,15 @@ class CodesSource:
     @property
     def start(self) -> int:
         return self.of.start
+
+
+@dataclass(frozen=True)
+class CodesSource(DerivedSource):
+    """Codes of a quantised tensor, as a TensorSource of their own."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    rows: Callable[[int, int], np.ndarray]
 
 
 @dataclass(frozen=True)

@@ -76,17 +76,17 @@ def sources(raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, 
         return dict(tensors)
     method, held = config["quant_method"], LastRead()
     if method == "mxfp4":
-        return joined(tensors, "_blocks", ("_scales",), "", partial(Mxfp4.of, held))
+        return joined(tensors, "_blocks", ("_scales",), "", partial(Mxfp4.joined, held))
     if method in ("awq", "gptq"):
         bits, parts = value(config, "bits", 4), (".qzeros", ".scales", ".g_idx")
         # the first format stored zeros less one
         shift = int(method == "gptq" and config.get("checkpoint_format") != "gptq_v2")
         packing = Packing(bits, method == "awq", shift, value(config, "group_size", 128))
-        return joined(tensors, ".qweight", parts, ".weight", partial(PackedWeight.of, held, packing))
+        return joined(tensors, ".qweight", parts, ".weight", partial(PackedWeight.joined, held, packing))
     parts = ("_scale_inv", "_scale")
     unused = (".activation_scale", ".input_scale", ".k_scale", ".v_scale")
     tensors = {name: t for name, t in tensors.items() if not name.endswith(unused)}
-    return joined(tensors, ".weight", parts, ".weight", partial(BlockScaled.of, block_size(config)))
+    return joined(tensors, ".weight", parts, ".weight", partial(BlockScaled.joined, block_size(config)))
 
 
 def joined(

@@ -4,14 +4,13 @@ also be read as its codes."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ..tensors import FLOATS, CheckpointError, Tensor, is_finite
-from .codes import CodesSource, TensorCodes
+from .codes import CodesSource, DerivedSource, TensorCodes
 
 F32, I32, I8, U8 = (np.dtype(t) for t in (np.float32, np.int32, np.int8, np.uint8))
 FP8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
@@ -74,19 +73,18 @@ def scales_of(tensor: Tensor) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class BlockScaled:
+class BlockScaled(DerivedSource):
     """An FP8 matrix [o,i] and float scales: one in all, one a row [o,1], or one for each block [ceil(o/m),
     ceil(i/n)]."""
 
-    name: str
-    weight: Tensor
+    of: Tensor
     scale: Tensor
     block: tuple[int, int]
 
-    code, dtype = "F8_E4M3", F32
+    dtype = F32
 
     @classmethod
-    def of(
+    def joined(
         cls, block: tuple[int, int] | None, name: str, weight: Tensor, beside: dict[str, Tensor]
     ) -> "BlockScaled":
         scale = part(beside, weight, "_scale_inv", "_scale")
@@ -106,19 +104,11 @@ class BlockScaled:
         return cls(name, weight, scale, shapes[scale.shape])
 
     @property
-    def file(self) -> Path:
-        return self.weight.file
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        return self.weight.shape
-
-    @property
-    def start(self) -> int:
-        return self.weight.start
+        return self.of.shape
 
     def rows(self, a: int, b: int) -> np.ndarray:
-        values = self.weight.raw(a, b, FP8).astype(F32)
+        values = self.of.raw(a, b, FP8).astype(F32)
         scales = self.scales().astype(F32)[np.arange(a, b) // self.block[0]]
         return values * np.repeat(scales, self.block[1], axis=1)[:, : values.shape[1]]
 
@@ -127,24 +117,23 @@ class BlockScaled:
 
     def codes(self) -> TensorCodes:
         blocks = tuple(np.arange(size) // block for size, block in zip(self.shape, self.block, strict=True))
-        values = CodesSource(self, self.shape, FP8, lambda a, b: self.weight.raw(a, b, FP8))
+        values = CodesSource(self.name, self, self.shape, FP8, lambda a, b: self.of.raw(a, b, FP8))
         return TensorCodes("fp8", values, blocks, SCALES[self.scale.code], self.scales)
 
 
 @dataclass(frozen=True)
-class Mxfp4:
+class Mxfp4(DerivedSource):
     """E matrices of four-bit floats, stored crosswise as blocks [E,o,i/32,16] with exponents [E,o,i/32]: read
     as [E,i,o]."""
 
-    name: str
-    blocks: Tensor
+    of: Tensor  # the blocks
     scales: Tensor
     held: LastRead = field(compare=False)
 
-    code, dtype = "U8", F32
+    dtype = F32
 
     @classmethod
-    def of(cls, held: LastRead, name: str, blocks: Tensor, beside: dict[str, Tensor]) -> "Mxfp4":
+    def joined(cls, held: LastRead, name: str, blocks: Tensor, beside: dict[str, Tensor]) -> "Mxfp4":
         scales = part(beside, blocks, "_scales")
         if len(blocks.shape) != 4 or blocks.shape[-1] * 2 != MXFP4_BLOCK or blocks.code != "U8":
             raise refuse(blocks, f"bytes of shape (experts, outputs, blocks, {MXFP4_BLOCK // 2})")
@@ -153,17 +142,9 @@ class Mxfp4:
         return cls(name, blocks, scales, held)
 
     @property
-    def file(self) -> Path:
-        return self.blocks.file
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        experts, outputs, count, _ = self.blocks.shape
+        experts, outputs, count, _ = self.of.shape
         return experts, count * MXFP4_BLOCK, outputs
-
-    @property
-    def start(self) -> int:
-        return self.blocks.start
 
     def rows(self, a: int, b: int) -> np.ndarray:
         return self.across(a, b, self.shape[1], self.inputs)
@@ -190,7 +171,8 @@ class Mxfp4:
             return np.ascontiguousarray(self.expert(e)[0][:, a:b].T)
 
         half = inputs // 2
-        values = CodesSource(self, (experts, half, outputs), U8, lambda a, b: self.across(a, b, half, pairs))
+        shape = experts, half, outputs
+        values = CodesSource(self.name, self, shape, U8, lambda a, b: self.across(a, b, half, pairs))
         blocks = np.arange(experts), np.arange(inputs) // MXFP4_BLOCK, np.arange(outputs)
         return TensorCodes("fp4", values, blocks, E8M0, self.powers, packed=1)
 
@@ -200,8 +182,8 @@ class Mxfp4:
 
     def expert(self, e: int) -> tuple[np.ndarray, np.ndarray]:
         """Bytes [o,i/2] and exponents [o,i/32] of an expert."""
-        _, outputs, count, _ = self.blocks.shape
-        bytes_of = partial(self.blocks.raw, e * outputs * count, (e + 1) * outputs * count, U8)
+        _, outputs, count, _ = self.of.shape
+        bytes_of = partial(self.of.raw, e * outputs * count, (e + 1) * outputs * count, U8)
         packed = self.held.get((self.name, e), bytes_of).reshape(outputs, -1)
         return packed, self.scales.raw(e * outputs, (e + 1) * outputs, U8)
 
@@ -231,25 +213,24 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class PackedWeight:
+class PackedWeight(DerivedSource):
     """An AWQ or GPTQ matrix, (q - zero) * scale, which is stored with its inputs first: read as [outputs,
     inputs].
 
     GPTQ may order inputs by their activations: `g_idx` then has each one's group.
     """
 
-    name: str
-    qweight: Tensor
+    of: Tensor  # the packed words
     qzeros: Tensor
     scales: Tensor
     g_idx: Tensor | None
     packing: Packing
     held: LastRead = field(compare=False)
 
-    code, dtype = "I32", F32
+    dtype = F32
 
     @classmethod
-    def of(
+    def joined(
         cls, held: LastRead, packing: Packing, name: str, qweight: Tensor, beside: dict[str, Tensor]
     ) -> "PackedWeight":
         zeros, scales = part(beside, qweight, ".qzeros"), part(beside, qweight, ".scales")
@@ -259,8 +240,8 @@ class PackedWeight:
 
     def check(self) -> None:
         """Raise CheckpointError unless the parts fit each other."""
-        if len(self.qweight.shape) != 2 or self.qweight.code != "I32":
-            raise refuse(self.qweight, "a matrix of 32-bit words")
+        if len(self.of.shape) != 2 or self.of.code != "I32":
+            raise refuse(self.of, "a matrix of 32-bit words")
         outputs, inputs = self.shape
         groups = 1 if self.packing.group == ALL_INPUTS else -(-inputs // self.packing.group)
         if self.scales.shape != (groups, outputs) or self.scales.code not in FLOATS:
@@ -276,17 +257,9 @@ class PackedWeight:
                 raise refuse(self.g_idx, f"numbers of groups, 0 to {groups - 1}")
 
     @property
-    def file(self) -> Path:
-        return self.qweight.file
-
-    @property
     def shape(self) -> tuple[int, ...]:
-        rows, columns = self.qweight.shape
+        rows, columns = self.of.shape
         return (columns * 8, rows) if self.packing.awq else (columns, rows * self.packing.per_word)
-
-    @property
-    def start(self) -> int:
-        return self.qweight.start
 
     def rows(self, a: int, b: int) -> np.ndarray:
         _, zeros, scales = self.read()
@@ -308,7 +281,7 @@ class PackedWeight:
         shape, rows = ((outputs, inputs), self.bytes) if eight else ((outputs, inputs // 2), self.pairs)
         return TensorCodes(
             "int8" if eight else "int4",
-            CodesSource(self, shape, dtype, rows),
+            CodesSource(self.name, self, shape, dtype, rows),
             (np.arange(outputs), self.group),
             FLOATS[self.scales.code],
             scales=lambda: self.read()[2].T,
@@ -339,4 +312,4 @@ class PackedWeight:
     def read_whole(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         zeros = self.packing.unpack(whole(self.qzeros, I32), 1)[:, : self.shape[0]]
         zeros = (zeros + self.packing.shift) & ((1 << self.packing.bits) - 1)
-        return whole(self.qweight, I32), zeros, scales_of(self.scales)
+        return whole(self.of, I32), zeros, scales_of(self.scales)

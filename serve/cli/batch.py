@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from ...checkpoints.huggingface import read_config
 from ...sampling.params import SamplingParams
-from ..engine.lora.registry import modules_of
 from ..engine.startup.dtype import compute_dtype
 from ..engine.startup.folder import checked_defaults
 from ..host.devices import default_device, memory_limit
@@ -19,6 +18,7 @@ from ..jobs.batch.job import BatchOptions
 from ..jobs.batch.run import JobFiles, run_batch
 from ..options.engine import EngineOptions
 from ..options.flags import given, json_object, positive
+from ..options.lora import modules_of
 from ..runtime.compiled.jaxcache import keep_compiled
 from ..runtime.multihost.rendezvous import join
 from ..text.tools.formats import format_named

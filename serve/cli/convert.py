@@ -48,7 +48,9 @@ def convert(
     with fresh(target) as folder:
         copy_description(source, folder)
         if form == "orbax":
-            forget_quantization(folder / "config.json")
+            raw = json.loads((folder / "config.json").read_bytes())
+            if raw.pop("quantization_config", None) is not None:  # the weights written here have another
+                (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
             orbax.save(folder, params)
         else:
             refuse_records(params)
@@ -62,13 +64,6 @@ def refuse_records(params: Decoder) -> None:
         raise ValueError(
             f"parameter {path} is {scheme or 'factored'}: only orbax folders hold such weights{remedy}"
         )
-
-
-def forget_quantization(file: Path) -> None:
-    """Remove the source's quantization from `config.json`: the weights written here have another."""
-    raw = json.loads(file.read_bytes())
-    if raw.pop("quantization_config", None) is not None:
-        file.write_text(json.dumps(raw, indent=2) + "\n")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

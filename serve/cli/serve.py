@@ -3,10 +3,10 @@
 import argparse
 from dataclasses import replace
 
-from ..engine.lora.registry import modules_of
 from ..engine.startup.folder import checked_defaults
 from ..options.engine import EngineOptions
 from ..options.flags import add_fields, given
+from ..options.lora import modules_of
 from ..options.server import ServerOptions
 from ..text.tools.formats import format_named
 from . import common

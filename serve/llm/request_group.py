@@ -3,6 +3,7 @@ ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...lora.request import LoRARequest
 from ..engine.core.request import Request
@@ -18,6 +19,11 @@ class RequestGroup:
     requests: list[Request]
     lora_request: LoRARequest | None = None
     submitted: bool = False
+
+    @classmethod
+    def of_one(cls, **fields: Any) -> "RequestGroup":
+        """Return the group of one request with these fields; its id is set at submission."""
+        return cls("", None, [Request(id="", **fields)])
 
     @property
     def finished(self) -> bool:

@@ -1,14 +1,15 @@
 """Command-line flags of a dataclass: each field declares name, type, default and help of its flag."""
 
 import argparse
+import contextlib
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ...refusals import RepeatedKey, renamed, unique
-from ..host.streams import tell
 
 
 def add_fields(
@@ -45,7 +46,9 @@ class FormerFlag(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         former, name = str(option_string), self.dest.replace("_", "-")
         is_no = former.startswith("--no-")
-        tell(f"{parser.prog}: {renamed(former, f'--no-{name}' if is_no else f'--{name}')}")
+        note = f"{parser.prog}: {renamed(former, f'--no-{name}' if is_no else f'--{name}')}\n"
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no reader, closed, none at all
+            sys.stderr.write(note)
         setattr(namespace, self.dest, not is_no if self.nargs == 0 else values)
 
 

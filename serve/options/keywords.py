@@ -25,24 +25,30 @@ def engine_options(given: Mapping[str, Any]) -> EngineOptions:
     Warns of former names. Raises TypeError for an unknown name, ValueError for a value that is not allowed.
     """
     types, options = get_type_hints(EngineOptions), {}
-    for name, value in given.items():
-        ours = (OTHER_NAMES | FORMER).get(name, name)
+    for ours, (name, value) in current_names(given, OTHER_NAMES | FORMER).items():
         if ours not in types:
             check_keyword(name, value, types)
-        elif value is None:
-            continue
-        elif ours in options:
-            raise TypeError(f"{ours} is given under two names: {name} is the second")
-        else:
-            if name in FORMER:
-                warnings.warn(renamed(name, ours), FutureWarning, stacklevel=2)
+        elif value is not None:
             options[ours] = converted(name, value, types[ours])
     return EngineOptions(**options)
 
 
-def current_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options by their current names; a file of an earlier version may have former ones."""
-    return {FORMER.get(name, name): value for name, value in values.items()}
+def current_names(values: Mapping[str, Any], names: Mapping[str, str] = FORMER) -> dict[str, tuple[str, Any]]:
+    """Return names and values of options by the options' current names; None counts if nothing else is given.
+
+    Warns of former names. Raises TypeError for an option that is given under two names.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    for name, value in values.items():
+        ours = names.get(name, name)
+        if value is None and (ours in found or name in FORMER):
+            continue
+        if found.get(ours, (name, None))[1] is not None:
+            raise TypeError(f"{ours} is given under two names: {name} is the second")
+        if name in FORMER:
+            warnings.warn(renamed(name, ours), FutureWarning, stacklevel=3)
+        found[ours] = name, value
+    return found
 
 
 def check_keyword(name: str, value: Any, options: Iterable[str]) -> None:

@@ -56,9 +56,7 @@ class EnginePlan:
     target: Target
     sizes: Sizes
     context: int
-    params: Decoder | None = (
-        None  # where they lie, without numbers; by default those of the sizes in the option's quantization
-    )
+    params: Decoder | None = None
 
     @property
     def shapes(self) -> list[Shape]:
@@ -144,11 +142,6 @@ def abstract_params(
     weights = abstract(decoder_spec(config), jnp.dtype(dtype)) if weights is None else weights
     where = places(config, layout, devices=target.devices) or on_one(config, target.devices[0])
     return with_head(put(where, weights))
-
-
-def compile_for(plan: EnginePlan, shape: Shape, arguments: StepArguments) -> jax.stages.Compiled:
-    """Compile one program ahead of time for the plan's target."""
-    return compile_and_read(plan, shape, arguments)[0][0]
 
 
 def compile_and_read(

@@ -81,7 +81,8 @@ def render_tier(plan: EnginePlan, tier: TierPlan) -> str:
 
 def render_rows(plan: EnginePlan, found: list[StagePlan]) -> list[str]:
     """The roofline of each stage, and what it was made from."""
-    tables = [[*titles(found, stage), *render_table(stage.rows)] for stage in found if stage.rows]
+    titles = {stage.name: [f"stage {stage.name}"] if len(found) > 1 else [] for stage in found}
+    tables = [[*titles[stage.name], *render_table(stage.rows)] for stage in found if stage.rows]
     if not tables:
         return []
     tables[-1].append(f"each row of a decode has {plan.context} tokens in the cache, a prefill none")
@@ -92,10 +93,6 @@ def render_rows(plan: EnginePlan, found: list[StagePlan]) -> list[str]:
         rates = f"{peaks.flops(plan.dtype) / 1e12:.4g} TFLOP/s in {plan.dtype}, {peaks.bandwidth / 1e9:.5g}"
         tables[-1].append(f"floors from peaks: {rates} GB/s")
     return ["\n".join(lines) for lines in tables]
-
-
-def titles(found: list[StagePlan], stage: StagePlan) -> list[str]:
-    return [f"stage {stage.name}"] if len(found) > 1 else []
 
 
 def render_facts(plan: EnginePlan, stage: StagePlan) -> list[str]:

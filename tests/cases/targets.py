@@ -2,13 +2,15 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan
+from duetto.serve.planner.planning import EnginePlan, compile_and_read
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import MissingCompiler, Target, find_target, here
-from duetto.serve.runtime.compiled.shapes import Sizes
+from duetto.serve.runtime.compiled.compile import StepArguments
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 
 # Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have
 # few words.
@@ -23,6 +25,11 @@ def found_target(name: str) -> Target:
         return here() if name == "cpu" else find_target(name)
     except MissingCompiler as error:
         pytest.skip(str(error))
+
+
+def compile_for(plan: EnginePlan, shape: Shape, arguments: StepArguments) -> jax.stages.Compiled:
+    """Compile one program ahead of time for the plan's target."""
+    return compile_and_read(plan, shape, arguments)[0][0]
 
 
 def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> EnginePlan:

@@ -234,7 +234,7 @@ PARTLY = ("stablelm", "gpt_neox", "phi", "nemotron")
         ("deepseek_v32", {"index_head_dim": 8}, "index_head_dim is 8, expected qk_rope_head_dim 10"),
         ("deepseek_v32", {"index_topk": 0}, "index_topk is 0"),
         ("deepseek_v32", {"rope_interleave": False}, "rope_interleave is False"),
-        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types is 'full_attention'"),
+        ("deepseek_v32", {"layer_types": ["full_attention"] * 3}, "layer_types holds 'full_attention'"),
         (
             "deepseek_v32",
             {"mlp_layer_types": ["dense"]},

@@ -176,7 +176,10 @@ def render(job: PlannedModel, load: Workload, aim: SearchGoal, facts: dict[str, 
 def render_answer(i: int, own: dict[str, Any], load: Workload) -> list[str]:
     """A candidate in a few lines."""
     if not own["bears"]:
-        return [f"{i}. {own['name']}: {unborne(own)}; its bound is {own['bound']}", *nearest(own)]
+        tried, unborne = len(own["points"]), "bears nothing within the limits"
+        if tried < TRIES:
+            unborne = f"bears none of the {tried} loads that there was time for (of {TRIES})"
+        return [f"{i}. {own['name']}: {unborne}; its bound is {own['bound']}", *nearest(own)]
     full, each = own["full"], devices(own["devices"])
     bears = (
         f"   one replica on {each} bears {own['bears']:.3g} requests/s, "
@@ -199,12 +202,6 @@ def render_answer(i: int, own: dict[str, Any], load: Workload) -> list[str]:
         now = f"{own['price']:.3g} at this load, " if "price" in own else ""
         lines.append(f"   a million generated tokens cost {now}{own['price_full']:.3g} at full load")
     return [*lines, *(f"   {command}" for command in own["commands"])]
-
-
-def unborne(own: dict[str, Any]) -> str:
-    if len(own["points"]) < TRIES:
-        return f"bears none of the {len(own['points'])} loads that there was time for (of {TRIES})"
-    return "bears nothing within the limits"
 
 
 def nearest(own: dict[str, Any]) -> list[str]:

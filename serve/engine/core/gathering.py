@@ -143,7 +143,9 @@ class PrefillBatcher:
         decoding, steps: rows of decode, and the decode steps of a dispatch.
         tokens: tokens to compute of the first prompts, which together fit one step.
         """
-        now = free if self._is_hurried() or not decoding else self._choose(free, decoding, steps, tokens)
+        self._forget_seated()
+        is_hurried = bool(self._hurried) and self._hurried[0][0] <= self._clock()
+        now = free if is_hurried or not decoding else self._choose(free, decoding, steps, tokens)
         self._holding = now == 0
         return now
 
@@ -170,10 +172,6 @@ class PrefillBatcher:
     def _forget_seated(self) -> None:
         while self._hurried and not is_waiting(self._hurried[0][2]):
             heapq.heappop(self._hurried)
-
-    def _is_hurried(self) -> bool:
-        self._forget_seated()
-        return bool(self._hurried) and self._hurried[0][0] <= self._clock()
 
     def _choose(self, free: int, decoding: int, steps: int, tokens: Sequence[int]) -> int:
         costs = self._known()

@@ -103,11 +103,6 @@ class SchedulerConfig(NamedTuple):
         load = Counter(map(self.shard, taken))
         return [load[shard] for shard in range(self.shards)]
 
-    def turn_after(self, group: int, active: Collection[int]) -> int:
-        """Return the next group in turn that is active."""
-        turns = [(group + 1 + i) % self.groups for i in range(self.groups)]
-        return next((group for group in turns if group in active), turns[0])
-
     def seat(self, free: list[int], taken: Iterable[int], shard: int = 0) -> int:
         """Take a slot of a shard from the heap of free ones: the lowest in the group with the fewest
         taken."""
@@ -119,11 +114,6 @@ class SchedulerConfig(NamedTuple):
         free.remove(slot)
         heapq.heapify(free)
         return slot
-
-    @property
-    def most_in_turn(self) -> int:
-        """Most tokens of one sequence that a step computes one by one."""
-        return max(self.decode_steps, self.guesses + 1)
 
     @property
     def most_tokens(self) -> int:

@@ -88,8 +88,10 @@ class Scheduler:
         return None if request.slot is None else request.slot % self.limits.groups
 
     def next_turn(self) -> None:
-        if self.limits.groups > 1:
-            self.group = self.limits.turn_after(self.group, self._decoding)
+        """Give the turn to the next group that decodes."""
+        if (groups := self.limits.groups) > 1:
+            turns, active = [(self.group + 1 + i) % groups for i in range(groups)], self._decoding
+            self.group = next((group for group in turns if group in active), turns[0])
 
     def plan(self, settled: bool, guess: Guess | None = None) -> SchedulerOutput | None:
         """Return the next step, with decode of the group whose turn it is. None if that lacks a page: then

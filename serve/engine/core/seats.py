@@ -88,6 +88,6 @@ def masks_of(programs: StepPrograms, works: Sequence[ScheduledTokens]) -> tuple[
 
 
 def tables_of(windows: Sequence[int | None], sizes: Sizes, limits: SchedulerConfig) -> PageTables:
-    work, in_turn = limits.most_tokens, limits.most_in_turn
+    work, in_turn = limits.most_tokens, max(limits.decode_steps, limits.guesses + 1)
     make = partial(PageTables, windows, sizes.pages, sizes.page_size, work, in_turn, sizes.stride)
     return make() if sizes.shards == 1 else ShardedPageTables(make, sizes.shards)

@@ -1,8 +1,6 @@
 """Adapters that an engine serves, by name, read from their folders into the host's memory."""
 
-import json
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,9 @@ from ....checkpoints.adapters.adapter import Adapter, Reader
 from ....checkpoints.families.family import Family
 from ....lora.request import LoRARequest
 from ....model.config import ModelConfig
-from ....refusals import RepeatedKey, shown, unique, unknown
+from ....refusals import unknown
 from ...options.engine import EngineOptions
+from ...options.lora import modules_of
 
 
 @dataclass
@@ -79,35 +78,3 @@ def registry_of(options: EngineOptions, family: Family, config: ModelConfig, dty
     for request in modules_of(options.lora_modules):
         registry.load(request)
     return registry
-
-
-def modules_of(given: Sequence[str] | None) -> list[LoRARequest]:
-    """The adapters of the option `lora_modules`: each NAME=PATH, or a JSON object with name, path and perhaps
-    base_model_name. Raises ValueError for others, and for one name twice."""
-    found: list[LoRARequest] = []
-    for number, text in enumerate(given or (), 1):
-        name, path, base = parsed(text)
-        if any(name == other.lora_name for other in found):
-            raise ValueError(f"lora_modules {shown(text)} is not allowed: {name!r} has a path already")
-        found.append(LoRARequest(name, number, path, base))
-    return found
-
-
-def parsed(text: str) -> tuple[str, str, str | None]:
-    if not text.lstrip().startswith("{"):
-        name, _, path = text.partition("=")
-        if name and path:
-            return name, path, None
-        raise ValueError(f"lora_modules {shown(text)} is not allowed: NAME=PATH, or a JSON object")
-    try:
-        found = json.loads(text, object_pairs_hook=unique)
-    except RepeatedKey as error:
-        raise ValueError(f"lora_modules {shown(text)} is not allowed: {error}") from None
-    except ValueError:
-        found = {}
-    strings = all(isinstance(value, str) for value in found.values() if value is not None)
-    if not {"name", "path"} <= set(found) <= {"name", "path", "base_model_name"} or not strings:
-        raise ValueError(
-            f"lora_modules {shown(text)} is not allowed: an object with name, path and base_model_name"
-        )
-    return found["name"], found["path"], found.get("base_model_name")

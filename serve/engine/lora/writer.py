@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
 
 from ....model.config import ModelConfig
 from ....model.pair import Params, target_of, with_target
@@ -61,12 +60,6 @@ def roomy(params: Decoder, config: ModelConfig, options: EngineOptions) -> Decod
     return with_room(params, config, AdapterSizes(options.max_loras, options.max_lora_rank))
 
 
-def put_at(
-    axis: int, stack: Float[Array, "..."], new: Float[Array, "..."], place: Int[Array, ""]
-) -> Float[Array, "..."]:
-    return jax.lax.dynamic_update_index_in_dim(stack, new, place, axis)
-
-
 class Writer:
     """Writes adapters into the places of parameters like these, by programs compiled when it is made."""
 
@@ -112,5 +105,6 @@ def compiled(stack: Any, axis: int) -> Any:
     """The program that writes into one place of a stack, which is donated, and stays where it is."""
     new = jax.ShapeDtypeStruct((*stack.shape[:axis], *stack.shape[axis + 1 :]), stack.dtype)
     place = jax.ShapeDtypeStruct((), jnp.int32)
-    put = jax.jit(partial(put_at, axis), donate_argnums=0, out_shardings=stack.sharding)
+    put_at = partial(jax.lax.dynamic_update_index_in_dim, axis=axis)
+    put = jax.jit(put_at, donate_argnums=0, out_shardings=stack.sharding)
     return put.lower(stack, new, place).compile()

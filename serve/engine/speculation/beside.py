@@ -1,13 +1,12 @@
 """Draft model or head of an engine: read from its folder, checked against the model, and joined with its
 steps."""
 
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from ....checkpoints import heads, huggingface
-from ....checkpoints.hub import resolve
+from ....checkpoints.hub import resolve_draft
 from ....kvcache.placement import everywhere
 from ....model.config import ModelConfig
 from ....model.heads import Head
@@ -19,8 +18,6 @@ from ...options.speculation import SpeculativeConfig
 from ...runtime.steps.phases import Phases, TargetOnly
 from .draft_steps import DraftSpeculation
 from .guessers import DraftModel, HeadProposer
-
-SHIPPED = Path(heads.__file__).parent  # demo-draft and demo-heads may be called by their names
 
 
 def check_states(config: PairConfig, chosen: SpeculativeConfig, stages: int) -> None:
@@ -66,7 +63,7 @@ def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder)
     and ValueError if it does not fit the model."""
     if chosen.model is None:
         return SpeculatorWeights()
-    folder, where = find(chosen.model), everywhere(params)
+    folder, where = resolve_draft(chosen.model), everywhere(params)
     if chosen.method == "heads" or (chosen.tree is not None and (folder / heads.FILE).exists()):
         head = heads.load_head(folder, config.hidden_size, params.embed.dtype)
         return SpeculatorWeights(jax.tree.map(lambda x: place_at(x, where), head))
@@ -82,11 +79,3 @@ def read_beside(chosen: SpeculativeConfig, config: ModelConfig, params: Decoder)
             f"the model that it drafts for one of {config.vocab_size}: they must be equal"
         )
     return SpeculatorWeights(own, draft)
-
-
-def find(name: str, **where: Any) -> Path:
-    """Return the folder of a name: a path, one that ships, or a model on the hub. `where` are options of
-    `hub.resolve`."""
-    if not Path(name).exists() and (SHIPPED / name).is_dir():
-        return SHIPPED / name
-    return resolve(name, **where)

@@ -24,6 +24,7 @@ PLAIN_WEIGHT = 0.1  # the same for plain steps, which are measured seldom
 USUAL_WEIGHT, PACE_WEIGHT = 0.02, 0.3  # the same for a shape's usual time, and for the pace
 MOST_TIMES_EXPECTED = 2.0  # a time counts as at most this many times what was expected
 ASKING_SHARE = 0.003  # of the time may be lost by speculative steps that do not pay
+MOST_FAILURES = 2  # times in a row that they did not, each of which halves that share
 LOAN = 0.5  # plain steps' time that may be lost at a stretch before steps are plain
 LEAST_WAIT = 0.1  # least loss of a speculative step without draft tokens, in plain steps
 FIRST_LOAN = 4.0  # the same before any measurement
@@ -98,12 +99,13 @@ def distance(a: Key, b: Key) -> float:
 @dataclass
 class Ledger:
     """Seconds that speculative steps have lost against plain ones of the same tokens; negative if they
-    won."""
+    won. `failures` counts the stretches of them that have lost since the last one that won."""
 
     debt: float = 0.0
     limit: float = FIRST_LOAN  # debt, in plain steps, up to which steps are speculative
     left: float = FIRST_PLAIN  # plain steps to measure in any case
     asked: int = 0  # steps since a plain one
+    failures: int = 0
     awake: bool = True
 
     def learn(self, lost: float, plain: float, rows: int) -> None:
@@ -117,11 +119,14 @@ class Ledger:
         if self.debt > self.limit * plain:
             first = self.limit == FIRST_LOAN  # which is never paid back in full
             self.debt, self.awake = LOAN * plain if first else self.debt, False
-            self.left = MEASURED_PLAIN
+            self.failures, self.left = min(self.failures + 1, MOST_FAILURES), MEASURED_PLAIN
+        elif self.debt < 0:
+            self.failures = 0
 
     def rest(self, plain: float) -> None:
         """Record a plain step, in which a part of the debt is paid off."""
-        self.debt = self.debt - ASKING_SHARE * plain if self.debt > 0 else self.debt
+        if self.debt > 0:
+            self.debt -= ASKING_SHARE / 2**self.failures * plain
         self.left, self.asked = max(self.left - UNMEASURED, 0.0), 0
         if self.debt <= 0 and not self.awake:
             self.awake, self.limit = True, LOAN

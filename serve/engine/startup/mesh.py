@@ -133,7 +133,9 @@ def spread(config: ModelConfig, params: Decoder, layout: Layout) -> Decoder:
         )
     is_laid_out = is_apart(params) == bool(layout.ffn) and len(stages(params)) == layout.stages
     if layout.size == 1 or (n == layout.size and is_laid_out):
-        if layout.data > 1 and shards_of(params) != layout.data:
+        own: Any = params.embed.sharding
+        shards = own.mesh.shape.get(DATA, 1) if isinstance(own, NamedSharding) else 1
+        if layout.data > 1 and shards != layout.data:
             raise ValueError(
                 f"data_parallel_size {layout.data} is not allowed: the parameters lie on a mesh without an "
                 f"axis {DATA} of that size"
@@ -159,12 +161,6 @@ def apart(config: ModelConfig, params: Decoder, numbers: range, experts: bool = 
     chosen = found[numbers.start : numbers.stop]
     where = places(config, Layout(len(chosen), experts), devices=chosen)
     return put(where or on_one(config, chosen[0]), params)
-
-
-def shards_of(params: Decoder) -> int:
-    """Devices along the axis of a mesh that rows are split over, where parameters lie on one."""
-    own: Any = params.embed.sharding
-    return own.mesh.shape.get(DATA, 1) if isinstance(own, NamedSharding) else 1
 
 
 def check_experts(params: Decoder) -> None:

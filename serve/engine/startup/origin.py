@@ -9,13 +9,12 @@ from typing import Any
 
 from ....checkpoints.folders import overridden, read_config_json
 from ....checkpoints.generation import GenerationDefaults
-from ....checkpoints.hub import resolve
+from ....checkpoints.hub import resolve, resolve_draft
 from ....checkpoints.tensors import CheckpointError
 from ....sampling.params import MAX_STOP_IDS
 from ...options.engine import STORED, EngineOptions
 from ...text.tokenizer.tokenizer import Tokenizer
 from ...text.tokenizer.vocabularies import EXPECTED, unread
-from ..speculation.beside import find
 from .folder import DEMO
 
 NONE = "the model has no tokenizer"
@@ -69,7 +68,7 @@ class Origin:
         """Options in which a draft model is a folder, and `quantization` what is left to do after loading."""
         draft, config = options.speculation.model, options.speculative_config
         if draft is not None and isinstance(config, Mapping):
-            config = {**config, "model": str(find(draft, **where))}
+            config = {**config, "model": str(resolve_draft(draft, **where))}
         with overridden(self.model, options.hf_overrides) as folder:
             form = stored_form(folder, options.quantization)
         return replace(options, speculative_config=config, quantization=form)

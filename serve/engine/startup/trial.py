@@ -77,15 +77,12 @@ def measured(device: Any, layers: Layers) -> float:
     found: dict[Any, list[float]] = {key: [] for key in runs}
     begin = time.monotonic()
     while (spent := time.monotonic() - begin) < LONGEST:
-        if spent > LEAST and all(map(is_settled, found.values())):
+        alike = (len(own) == AGREE and own[-1] < WITHIN * own[0] for own in found.values())
+        if spent > LEAST and all(alike):
             break
         found = {key: sorted([*found[key], *run()])[:AGREE] for key, run in runs.items()}
     slow, fast = DTYPES
     return prod(found[rows, slow][0] / found[rows, fast][0] for rows in ROWS) ** (1 / len(ROWS))
-
-
-def is_settled(quickest: Sequence[float]) -> bool:
-    return len(quickest) == AGREE and quickest[-1] < WITHIN * quickest[0]
 
 
 def weights_in(dtype: str, layers: Layers, device: Any) -> tuple[Any, Any]:

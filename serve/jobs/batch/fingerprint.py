@@ -7,12 +7,12 @@ from hashlib import sha256
 from pathlib import Path
 
 from ....checkpoints import orbax
-from ...engine.lora.registry import modules_of
-from ...engine.speculation.beside import find
+from ....checkpoints.hub import resolve_draft
 from ...host.devices import default_device
 from ...llm.audit.facts import machine
 from ...options.engine import EngineOptions
 from ...options.keywords import FORMER
+from ...options.lora import modules_of
 from .source import file_hash
 
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".txt")
@@ -70,4 +70,4 @@ def speculation(options: EngineOptions) -> dict[str, str]:
     given = dict(options.speculative_config or {})
     folder = given.pop("model", None)
     flags = {"--speculative-config": json.dumps(given, sort_keys=True, default=str)}
-    return flags if folder is None else {**flags, "draft": contents(find(folder))}
+    return flags if folder is None else {**flags, "draft": contents(resolve_draft(folder))}

@@ -9,7 +9,7 @@ import msgspec
 
 from ...llm.audit.chain import START, ChainLine, read
 from ...llm.audit.facts import NEEDED
-from ...options.keywords import current_names
+from ...options.keywords import FORMER
 
 
 class AdapterName(msgspec.Struct, frozen=True):
@@ -69,7 +69,10 @@ class Start(msgspec.Struct):
     versions: dict[int, str | None] = {}
 
     def __post_init__(self):
-        self.versions, self.options = {0: self.weights}, current_names(self.options)
+        self.versions, self.options = (
+            {0: self.weights},
+            {FORMER.get(name, name): value for name, value in self.options.items()},
+        )
         if others := sorted(self.options.keys() - set(NEEDED)):
             raise ValueError(f"options: {others[0]!r} is not allowed, a log has {', '.join(NEEDED)}")
 

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from ....checkpoints.adapters.adapter import Adapter
 from ....sampling.params import SamplingParams, knobs_row
 from ....sampling.state import check_choice
-from ...engine.core.request import Request
 from ...llm.audit.entry import scores_of
 from ...llm.audit.facts import facts_of, weights_hash, words_hash
 from ...llm.llm import LLM
@@ -120,19 +119,19 @@ class Prover:
     def _run(self, jobs: Sequence[Replay]) -> dict[int, list[str]]:
         """Return the differences by the line numbers of claims."""
         found: dict[int, list[str]] = defaultdict(list)
-        made: list[tuple[Replay, Request]] = []
+        made: list[tuple[Replay, RequestGroup]] = []
         for i, job in enumerate(jobs):
             try:
-                made.append((job, self._request(job, i)))
+                made.append((job, self._group(job, i)))
             except (ValueError, TypeError) as error:
                 found[job.claim.line].append(f"what was asked: {error}")
-        self.llm.session.complete([partial(group_of, request) for _, request in made])
-        for job, request in made:
-            wrong = difference(job.claim.entry, job.span, request)
+        self.llm.session.complete([partial(named, group) for _, group in made])
+        for job, group in made:
+            wrong = difference(job.claim.entry, job.span, group)
             found[job.claim.line].extend([wrong] if wrong else [])
         return found
 
-    def _request(self, job: Replay, place: int) -> Request:
+    def _group(self, job: Replay, place: int) -> RequestGroup:
         """Return a span's request: earlier tokens are given, and it ends with the span unless that is the
         last."""
         entry, span = job.claim.entry, job.span
@@ -141,8 +140,7 @@ class Prover:
             params = replace(params, prompt_logprobs=None)
         self._check(params, entry)
         whole = is_last(entry, span) and entry.finish_reason != "abort"
-        request = Request(
-            id="",
+        group = RequestGroup.of_one(
             prompt=list(entry.prompt),
             params=params,
             seed=entry.seed,
@@ -157,11 +155,12 @@ class Prover:
             constraint=self.llm.input_processor.constraint(params, len(entry.prompt)),
             adapter=self._adapter(entry),
         )
+        (request,) = group.requests
         request.resume(entry.tokens[: span.first])
         request.obey()
         if request.finished:
             raise ValueError(f"it ends after {request.generated} tokens")
-        return request
+        return group
 
     def _check(self, params: SamplingParams, entry: AuditEntry) -> None:
         """Raise ValueError for parameters that no row of the engine can have."""
@@ -172,13 +171,14 @@ class Prover:
         check_choice(params, V, stops, words)
 
 
-def group_of(request: Request, id: str) -> RequestGroup:
-    request.id = id
-    return RequestGroup(id, None, [request])
+def named(group: RequestGroup, id: str) -> RequestGroup:
+    group.id = group.requests[0].id = id
+    return group
 
 
-def difference(entry: AuditEntry, span: Span, request: Request) -> str:
+def difference(entry: AuditEntry, span: Span, group: RequestGroup) -> str:
     """Return the first place in which a span differs from its replay; "" if none does."""
+    (request,) = group.requests
     found = first_of(entry.tokens[span.first : span.end], request.outputs[span.first :])
     if found is not None:
         return f"token {span.first + found}"

@@ -72,18 +72,14 @@ class WorkerPool:
     ):
         self._backend, self.tokenizer = backend, tokenizer
         self._handles = [WorkerHandle(backend.start_worker()) for _ in range(count)]
-        self._facts = self._first_facts()
-        facts = self._facts
+        try:
+            self._facts = facts = backend.facts(self._handles[0].worker)
+        except WorkerLost as gone:
+            raise RuntimeError(f"no worker could be started: {gone}") from None
         self._processor = InputProcessor(
             facts.vocab_size, facts.max_model_len, options, tokenizer, facts.eos_ids
         )
         self.lost = self._in_a_row = 0
-
-    def _first_facts(self) -> WorkerInfo:
-        try:
-            return self._backend.facts(self._handles[0].worker)
-        except WorkerLost as gone:
-            raise RuntimeError(f"no worker could be started: {gone}") from None
 
     @property
     def longest_prompt(self) -> int:

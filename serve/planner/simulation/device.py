@@ -128,7 +128,8 @@ class SimulatedPrograms(NullPrograms):
 
     def coming(self, shape: Shape, works: Mapping[int, ScheduledTokens], at: float) -> SimulatedResult:
         """Return what the rows of a call have sampled, as a future."""
-        sampled = np.full((self.sizes.shards * shape.rows, self._most(shape)), NO_TOKEN, np.int32)
+        columns = 1 if shape.phase == "prefill" else shape.tokens
+        sampled = np.full((self.sizes.shards * shape.rows, columns), NO_TOKEN, np.int32)
         for row, work in works.items():
             first, end = self._sampled(shape, work, self._known[_seat(work)])
             sampled[row, first:end] = TOKEN
@@ -146,19 +147,16 @@ class SimulatedPrograms(NullPrograms):
             self.clock.wait_until(left)
         return left
 
-    def _most(self, shape: Shape) -> int:
-        return 1 if shape.phase == "prefill" else shape.tokens
-
     def _sampled(self, shape: Shape, work: ScheduledTokens, known: int) -> tuple[int, int]:
         """Return the columns in which a row samples: behind the last of its known tokens."""
         if shape.phase == "prefill":
             return 0, int(work.start + work.count >= known)
         if shape.phase == "verify":
-            return 0, 1 + self._right(work.count - 1) if work.start + 1 >= known else 0
+            if work.start + 1 < known:
+                return 0, 0
+            wrong = (i for i in range(1, work.count) if self._random.random() >= self._acceptance)
+            return 0, next(wrong, work.count)
         return min(max(known - 1 - work.start, 0), work.count), work.count
-
-    def _right(self, guesses: int) -> int:
-        return next((i for i in range(guesses) if self._random.random() >= self._acceptance), guesses)
 
 
 def _seat(work: ScheduledTokens) -> int:

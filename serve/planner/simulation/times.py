@@ -1,8 +1,7 @@
-"""Seconds of calls: measured on this machine, recorded in a run, or from a device's roofline with a stated
-efficiency."""
+"""Seconds of calls: measured on this machine, or from a device's roofline with a stated efficiency."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, NamedTuple, Protocol
@@ -43,18 +42,6 @@ class StepTimes(Protocol):
     def stages(self) -> int: ...
 
     def __call__(self, call: StepCall) -> Sequence[float]: ...
-
-
-class Recorded:
-    """Times of a run's calls, in the order in which they were made."""
-
-    stages = 1
-
-    def __init__(self, seconds: Iterable[float]):
-        self._seconds: Iterator[float] = iter(seconds)
-
-    def __call__(self, call: StepCall) -> Sequence[float]:
-        return (next(self._seconds),)
 
 
 @dataclass(frozen=True)
@@ -233,7 +220,8 @@ class Roofline:
         own = self.demands.of(shape, context, span, shards)
         flops = lay.tensor * e.compute * p.flops(self.demands.dtype)
         at_most = flops, lay.tensor * e.memory * p.bandwidth
-        return own.floor(*at_most) + shape_steps(shape) * self._exchanged(shape, span) + e.call
+        passes = shape.tokens if shape.phase == "decode" else 1  # one after the other
+        return own.floor(*at_most) + passes * self._exchanged(shape, span) + e.call
 
     def _exchanged(self, shape: Shape, span: range) -> float:
         """Seconds in which devices exchange what each made of a token: two sums of each layer that is split
@@ -251,8 +239,3 @@ class Roofline:
         if span.stop < self.config.num_layers:
             moved, times = moved + size, times + 1
         return moved / self.peaks.link + times * self.efficiency.exchange if times else 0.0
-
-
-def shape_steps(shape: Shape) -> int:
-    """Passes of the model that a call takes one after the other."""
-    return shape.tokens if shape.phase == "decode" else 1

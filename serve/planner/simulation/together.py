@@ -189,10 +189,8 @@ class DecodeFastForward:
         self.flight = self._dispatch(engine.dispatch(plan) if plan or plan.admitted else self._noted(plan))
         if before is not None:
             self._commit(before, turned, ended)
-        self._join(r for r in (*plan.admitted, *(w.request for w in plan.prefill)) if self._has_been_read(r))
-
-    def _has_been_read(self, request: Request) -> bool:
-        return request.slot is not None and request.slot not in self.engine.scheduler.prefilling
+        seen = (*plan.admitted, *(work.request for work in plan.prefill))
+        self._join(r for r in seen if r.slot is not None and r.slot not in scheduler.prefilling)
 
     def _move(self, ended: Iterable[DecodeRow]) -> None:
         """Rows leave whose last token is on its way, others join."""

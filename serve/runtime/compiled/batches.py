@@ -1,6 +1,7 @@
 """Batches on the host: the rows of one call as numpy arrays, before the program of its shape is called."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -50,6 +51,11 @@ def fill(
     batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
     for table, own in zip(batch.page_tables, pages, strict=True):
         table[row, : len(own)] = own
+
+
+def with_places(batch: Batch, shape: Shape, sizes: Sizes) -> Batch:
+    """Return a batch with the places of its tokens, for a shape that computes these alone."""
+    return replace(batch, packed=packed(batch, shape.packed, sizes.shards)) if shape.packed else batch
 
 
 def packed(batch: Batch, rows: int, shards: int = 1) -> Int[np.ndarray, " places"]:

@@ -26,7 +26,7 @@ from ...host.process import release
 from ..steps.phases import Phases, TargetOnly
 from ..steps.step import Seat, Slots, empty_slots, seat
 from . import executable_cache
-from .batches import BatchRow, batch_of, packed
+from .batches import BatchRow, batch_of, empty_batch, with_places
 from .executable_cache import JoinedPrograms, Lowered
 from .futures import DeferredSampling
 from .shapes import Shape, Sizes
@@ -70,7 +70,8 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
     def at(x: Any, where: Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    dtype, seats, pages = target_of(params).embed.dtype, seats_of(params, sizes.shards), all_pages(sizes)
+    dtype, seats = target_of(params).embed.dtype, seats_of(params, sizes.shards)
+    pages = tuple(sizes.shards * count for count in sizes.pages)
     (device, *_) = seats.device_set
     kept = kept_as(sizes.kv_cache_dtype, dtype)
     cache = jax.eval_shape(lambda: empty_cache(config.layers, pages, sizes.page_size, kept, device))
@@ -80,24 +81,13 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
     return StepArguments(like(params), cache, jax.tree.map(lambda x: at(x, seats), slots))
 
 
-def all_pages(sizes: Sizes) -> tuple[int, ...]:
-    return tuple(sizes.shards * count for count in sizes.pages)
-
-
 def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
     """Return the batch of a shape as shapes, with rows for every shard."""
-
-    def ints(*sizes: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, jnp.int32, sharding=sharding)
-
-    B, T = sizes.shards * shape.rows, shape.tokens
-    tables = tuple(ints(B, sizes.table_width) for _ in sizes.pages)
-    after = ints(B) if shape.phase == "prefill" else None
-    packed = ints(sizes.shards * shape.packed) if shape.packed else None
-    return Batch(ints(B, T), ints(B), ints(B), tables, ints(B), after, packed)
+    batch = with_places(empty_batch(sizes, shape, 0), shape, sizes)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
 
 
-def seat_like(slots: Slots) -> tuple[Any, Seat]:
+def seat_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
     """Return the arguments of `seat` behind the slots, as shapes."""
     knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
     one = jax.ShapeDtypeStruct((), jnp.int32)
@@ -112,11 +102,15 @@ def history_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
     return one, tokens, one, one, jax.ShapeDtypeStruct((V,), jnp.float32)
 
 
-def masks_like(allowed: Allowed) -> tuple[Any, ...]:
+def masks_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
     """Return the arguments of `load_masks` behind the slots: slots, the first position of each, masks."""
-    K, rows = MASKED_AT_ONCE, allowed.masks
+    K, rows = MASKED_AT_ONCE, slots.sampling.allowed.masks
     some = jax.ShapeDtypeStruct((K,), jnp.int32)
     return some, some, jax.ShapeDtypeStruct((K, *rows.shape[1:]), rows.dtype)
+
+
+# Programs that change the slots, and their arguments behind these.
+SLOT_PROGRAMS = {"seat": seat_like, "load_history": history_like, "load_masks": masks_like}
 
 
 def in_slots(load: Callable[..., Allowed]) -> Callable[..., Slots]:
@@ -300,8 +294,7 @@ class Programs:
         return StepArguments(params, self.fresh_cache(), self.fresh_slots())
 
     def _small(self) -> list[Lowered]:
-        of_slots = [self._lower_seat(), self._lower_history(), self._lower_masks()]
-        return [*of_slots, self._lower_cache(), self._lower_slots()]
+        return [self._lower_seat(), *self._lower_loads(), self._lower_cache(), self._lower_slots()]
 
     def _lower_cache(self) -> Lowered:
         return lower_zeros(self.like.cache)
@@ -313,7 +306,7 @@ class Programs:
 
     def _lower_seat(self) -> Lowered:
         slots = self.like.slots
-        return self._of_seat(seat).lower(slots, *seat_like(slots))
+        return self._of_seat(seat).lower(slots, *seat_like(slots, self.sizes))
 
     def _of_seat(self, change: Callable[..., Any]) -> Any:
         whole = self.like.everywhere
@@ -321,23 +314,21 @@ class Programs:
             change = in_seat(change, mesh_of(whole))
         return jax.jit(change, donate_argnums=0, out_shardings=whole)
 
-    def _lower_history(self) -> Lowered:
+    def _lower_loads(self) -> list[Lowered]:
+        """Lower the programs that load a request's history, and the masks of grammars."""
         slots = self.like.slots
 
         def load(slots, slot, tokens, prompt_len, total_len, bias):
             sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
             return replace(slots, sampling=sampling)
 
-        return self._of_seat(load).lower(slots, *history_like(slots, self.sizes))
-
-    def _lower_masks(self) -> Lowered:
-        allowed = self.like.slots.sampling.allowed
-        return JoinedPrograms([self._of_seat(load_masks).lower(allowed, *masks_like(allowed))], in_slots)
+        history = self._of_seat(load).lower(slots, *history_like(slots, self.sizes))
+        masks = self._of_seat(load_masks).lower(slots.sampling.allowed, *masks_like(slots, self.sizes))
+        return [history, JoinedPrograms([masks], in_slots)]
 
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
         """Dispatch a step, which consumes the cache and the slots; returns others, and the Output."""
-        if shape.packed:
-            batch = replace(batch, packed=packed(batch, shape.packed, self.sizes.shards))
+        batch = with_places(batch, shape, self.sizes)
         return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
 
     def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:

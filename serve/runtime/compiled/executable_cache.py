@@ -270,25 +270,21 @@ def compile(key: str | None, lowered: Lowered, options: dict[str, str | bool] | 
     """
     compiled, known = compiled_from(lowered, options)
     if known and read_bytes(key) == b"":
+        unlike_any = {"xla_gpu_dump_autotune_logs_to": str(time.time_ns())}  # without effect on a CPU
         with suppress(ValueError, jax.errors.JaxRuntimeError):  # of an XLA that lacks the option
-            compiled, known = compiled_from(lowered, unlike_any())
+            compiled, known = compiled_from(lowered, unlike_any)
     if folder() is not None and key is not None and not known and hash_of_traced() == traced():
         with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
             write_bytes(key, pickle.dumps(serialize_executable.serialize(compiled)))
     return compiled
 
 
-def compiled_from(lowered: Lowered, options: dict[str, str | bool] | None = None) -> tuple[Any, bool]:
+def compiled_from(lowered: Lowered, options: Mapping[str, str | bool] | None = None) -> tuple[Any, bool]:
     """Return the compiled program, and whether it is a CPU program from jax's cache."""
     watch_hits()
     THREAD.hits = 0
     compiled = lowered.compile(compiler_options=options)
     return compiled, bool(THREAD.hits) and jax.default_backend() == "cpu"
-
-
-def unlike_any() -> dict[str, str | bool]:
-    """Return options that change nothing on a CPU, and under which jax's cache has no program."""
-    return {"xla_gpu_dump_autotune_logs_to": str(time.time_ns())}
 
 
 @cache

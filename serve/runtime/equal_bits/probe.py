@@ -5,7 +5,7 @@ that an engine may serve between two of them.
 """
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -162,7 +162,8 @@ class Probe:
             return True
         if shape.phase != "prefill":
             spoken = shape.phase == "verify"
-            return same_rows((yield from self.decode(shape, spoken)), (yield from self.decoded(spoken)))
+            found, wanted = (yield from self.decode(shape, spoken)), (yield from self.decoded(spoken))
+            return all(row == wanted[i % len(wanted)] for i, row in enumerate(found))
         tokens = min(shape.area, self.tokens)
         for text in range(min(TEXTS, -(-self._enough(self._cache) // tokens))):
             if not (yield from self._equal(shape, tokens, text)):
@@ -323,7 +324,3 @@ def read_pages(pool: Any, pages: Any) -> Any:
 
 def kind(pool: Any) -> Any:
     return pool.shape, str(pool.dtype), pool.sharding
-
-
-def same_rows(found: Sequence[bytes], reference: Sequence[bytes]) -> bool:
-    return all(row == reference[i % len(reference)] for i, row in enumerate(found))

@@ -17,7 +17,7 @@ from ....model.pair import Params
 from ...host.process import release
 from ..compiled import executable_cache
 from ..compiled.batches import empty_batch
-from ..compiled.compile import Programs, StepArguments, history_like, masks_like, operands, seat_like
+from ..compiled.compile import SLOT_PROGRAMS, Programs, StepArguments, operands
 from ..compiled.futures import StepFuture, arrived
 from ..compiled.shapes import Shape
 from .group import ProcessGroup
@@ -52,9 +52,8 @@ class SharedPrograms(Programs):
         if self.group.rank:
             self._follow(state)
         self._calls = ThreadPoolExecutor(1, "duetto-orders")
-        self.seat = self._ordered("seat", self.seat)
-        self.load_history = self._ordered("history", self.load_history)
-        self.load_masks = self._ordered("masks", self.load_masks)
+        for program in SLOT_PROGRAMS:
+            setattr(self, program, self._ordered(program, getattr(self, program)))
 
     def _facts(self) -> str:
         """Describe all that the programs of all shapes depend on."""
@@ -129,30 +128,20 @@ class SharedPrograms(Programs):
         end_process(0)  # SystemExit would end the thread alone
 
     def _obey(self, order: Order, state: StepArguments, shape: Shape | None) -> StepArguments:
-        match order.program:
-            case "run" if shape is not None:
-                batch = order.tree(empty_batch(self.sizes, shape, 0))
-                cache, slots, output = super().run(shape, state, batch)
-                self._await(output)
-                return replace(state, cache=cache, slots=slots)
-            case "seat":
-                return replace(state, slots=self.seat(state.slots, *order.tree(seat_like(state.slots))))
-            case "history":
-                given = order.tree(history_like(state.slots, self.sizes))
-                return replace(state, slots=self.load_history(state.slots, *given))
-            case "masks":
-                given = order.tree(masks_like(state.slots.sampling.allowed))
-                return replace(state, slots=self.load_masks(state.slots, *given))
+        if order.program == "run" and shape is not None:
+            batch = order.tree(empty_batch(self.sizes, shape, 0))
+            cache, slots, output = super().run(shape, state, batch)
+            self._outputs.append(output)
+            if len(self._outputs) > FLIGHTS:  # so that errors of the device are raised
+                jax.block_until_ready(self._outputs.popleft())
+            return replace(state, cache=cache, slots=slots)
+        if order.program in SLOT_PROGRAMS:
+            given = order.tree(SLOT_PROGRAMS[order.program](state.slots, self.sizes))
+            return replace(state, slots=getattr(self, order.program)(state.slots, *given))
         assert order.program == "empty", order.program
         params = state.params
         del state  # its cache goes first: two may not fit
         return super().empty(params)
-
-    def _await(self, output: Any) -> None:
-        """Block until all but the last FLIGHTS steps are done, so that errors of the device are raised."""
-        self._outputs.append(output)
-        if len(self._outputs) > FLIGHTS:
-            jax.block_until_ready(self._outputs.popleft())
 
 
 def fingerprint(params: Params) -> str:

@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from ....kvcache.pages import KVCache
 from ....model.pair import Params
 from ..compiled.compile import Programs, StepArguments, lower_zeros
-from ..compiled.executable_cache import JoinedPrograms
+from ..compiled.executable_cache import JoinedPrograms, Lowered
 from ..compiled.shapes import Shape
 from ..steps.phases import TargetOnly
 from ..steps.step import Seat, Slots, StageZeroSlots
@@ -87,11 +87,8 @@ class StagedPrograms(Programs):
 
         return seat
 
-    def _lower_history(self) -> JoinedPrograms:
-        return JoinedPrograms([super()._lower_history()], self._at_exit)
-
-    def _lower_masks(self) -> JoinedPrograms:
-        return JoinedPrograms([super()._lower_masks()], self._at_exit)
+    def _lower_loads(self) -> list[Lowered]:
+        return [JoinedPrograms([own], self._at_exit) for own in super()._lower_loads()]
 
     def _at_exit(self, compiled: Any) -> Any:
         def load(slots: StagedSlots, *given: Any) -> StagedSlots:
@@ -100,14 +97,13 @@ class StagedPrograms(Programs):
         return load
 
     def _lower_slots(self) -> JoinedPrograms:
-        return JoinedPrograms([super()._lower_slots(), lower_zeros(self.lowering.front)], self._slots)
+        def join(own: Callable[[], Slots], front: Callable[[], StageZeroSlots]) -> Callable[[], StagedSlots]:
+            return lambda: StagedSlots(own(), front())
 
-    def _slots(self, own: Callable[[], Slots], front: Callable[[], StageZeroSlots]) -> Any:
-        return lambda: StagedSlots(own(), front())
+        return JoinedPrograms([super()._lower_slots(), lower_zeros(self.lowering.front)], join)
 
     def _lower_cache(self) -> JoinedPrograms:
-        return JoinedPrograms([lower_zeros(cache) for cache in self.lowering.caches], join_caches)
+        def join(*fresh: Callable[[], KVCache]) -> Callable[[], StagedCache]:
+            return lambda: StagedCache(tuple(make() for make in fresh))
 
-
-def join_caches(*fresh: Callable[[], KVCache]) -> Callable[[], StagedCache]:
-    return lambda: StagedCache(tuple(make() for make in fresh))
+        return JoinedPrograms([lower_zeros(cache) for cache in self.lowering.caches], join)

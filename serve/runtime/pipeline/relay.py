@@ -63,6 +63,7 @@ class StageThreads:
 
         def start() -> None:
             work, given, promised = held.pop()
+            # no closure: it would keep the arrays as long as an error's frames live
             job = self._threads[stage].submit(with_arrived, work, given)
             job.add_done_callback(partial(settle, promised))
 

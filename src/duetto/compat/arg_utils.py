@@ -1,7 +1,6 @@
 """`EngineArgs`: the keywords of `LLM` as a record, and as flags of a script's command line."""
 
 import argparse
-import warnings
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import asdict, field, fields, make_dataclass
@@ -10,7 +9,6 @@ from typing import Any, get_type_hints
 
 from ..fields import knob
 from ..neutral import EFFECTLESS, NEUTRAL
-from ..refusals import renamed
 from ..serve.options.engine import EngineOptions
 from ..serve.options.flags import add_fields
 from ..serve.options.keywords import FORMER, OTHER_NAMES, OWN, check_keyword, current_names
@@ -61,15 +59,11 @@ class EngineArgs(Fields):
     """
 
     def __init__(self, model: str | None = None, **options: Any):
-        given = {name: value for name, value in options.items() if name not in FORMER or value is not None}
-        for name, value in given.items():
-            if name in FORMER and FORMER[name] in given:
-                raise TypeError(f"{FORMER[name]} is given under two names: {name} is the second")
-            if name in FORMER:
-                warnings.warn(renamed(name, FORMER[name]), FutureWarning, stacklevel=2)
-            elif name not in Fields.__dataclass_fields__:
+        given = current_names(options)
+        for ours, (name, value) in given.items():
+            if ours not in Fields.__dataclass_fields__:
                 check_keyword(name, value, OPTIONS)
-        super().__init__(model, **current_names(given))
+        super().__init__(model, **{ours: value for ours, (_, value) in given.items()})
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from cases.targets import compile_for
 
 from duetto.model.config import ModelConfig
 from duetto.model.pair import Pair, PairConfig
@@ -24,7 +25,6 @@ from duetto.serve.planner.planning import (
     EnginePlan,
     abstract_arguments,
     abstract_params,
-    compile_for,
     plan_job,
 )
 from duetto.serve.planner.roofline.floor import Demand, demand, pair_demand

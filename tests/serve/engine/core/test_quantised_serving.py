@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.packers import LLAMA_CASES, experts, llama_folder, mxfp4, projection, quantise, random_folder
+from cases.targets import compile_for
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
@@ -27,7 +28,7 @@ from duetto.serve.cli.convert import convert
 from duetto.serve.cli.main import main
 from duetto.serve.engine.startup.folder import read_folder, read_shapes
 from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_for
+from duetto.serve.planner.planning import EnginePlan, abstract_arguments
 from duetto.serve.planner.roofline.facts import facts
 from duetto.serve.planner.roofline.floor import demand
 from duetto.serve.planner.roofline.presets import PRESETS

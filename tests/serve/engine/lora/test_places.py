@@ -8,8 +8,9 @@ import pytest
 from duetto.lora.request import LoRARequest
 from duetto.model.weights.adapted import NO_ADAPTER
 from duetto.serve.engine.lora.places import Places
-from duetto.serve.engine.lora.registry import Registry, modules_of
+from duetto.serve.engine.lora.registry import Registry
 from duetto.serve.options.engine import EngineOptions
+from duetto.serve.options.lora import modules_of
 
 
 def adapter(name):

@@ -10,9 +10,9 @@ from cases.requests import GREEDY, PROMPTS, SEEDED, SIZES
 
 from duetto import LLM
 from duetto.lora.request import LoRARequest
-from duetto.serve.engine.lora.registry import modules_of
 from duetto.serve.jobs.verify.claims import Claims
 from duetto.serve.jobs.verify.replay import Prover
+from duetto.serve.options.lora import modules_of
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 

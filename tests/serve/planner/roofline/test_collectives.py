@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cases.targets import LAYERS, found_target, job_for
+from cases.targets import LAYERS, compile_for, found_target, job_for
 
 from duetto.kvcache.placement import parts
 from duetto.model.config import Experts
@@ -15,7 +15,7 @@ from duetto.model.pair import target_of
 from duetto.model.sharding import device_bytes
 from duetto.model.tree import nbytes
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_for
+from duetto.serve.planner.planning import EnginePlan, abstract_arguments
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.runtime.compiled.shapes import Shape
 

@@ -4,12 +4,12 @@ lie."""
 from dataclasses import replace
 
 import pytest
-from cases.targets import LAYERS, found_target, job_for
+from cases.targets import LAYERS, compile_for, found_target, job_for
 
 from duetto.model.config import Experts
 from duetto.model.weights import grouped
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_for, make_row
+from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
 from duetto.serve.planner.roofline.hlo import FREE, Computation, Instruction, Module, buffers, sizes_of
 from duetto.serve.runtime.compiled.shapes import Shape
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError
 import jax
 import jax.numpy as jnp
 import pytest
-from cases.targets import LAYERS, found_target, job_for
+from cases.targets import LAYERS, compile_for, found_target, job_for
 
 from duetto.model.pair import target_of
 from duetto.model.sharding import device_bytes
@@ -17,7 +17,7 @@ from duetto.model.tree import nbytes
 from duetto.serve.host import devices
 from duetto.serve.host.devices import MEMORY_SETTINGS
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_for, make_row
+from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
 from duetto.serve.planner.roofline import targets
 from duetto.serve.planner.roofline.facts import ProgramFacts, facts
 from duetto.serve.planner.roofline.floor import pools
