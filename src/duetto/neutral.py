@@ -64,7 +64,7 @@ NEUTRAL: dict[str, Table] = {
     },
     # fields of vLLM's `StructuredOutputsParams`
     "structured_outputs": {
-        "structured_outputs.disable_additional_properties": (False, None),
+        "structured_outputs.disable_additional_properties": (False, True, None),
         "structured_outputs.structural_tag": (None,),
         "structured_outputs.disable_fallback": (False, True, None),
     },

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ....sampling.structured import StructuredOutputsParams
+from ..tools.json_schema import closed
 from .constraint import mask_of
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 MOST_ITEMS = 10_000  # alternatives that a grammar may follow at one place: a token then takes up to 0.1 s
 LIMITS: dict[str, Any] = {"max_items_in_row": MOST_ITEMS}
+SPACE = (
+    r"( |\r?\n( {0,20}|\t{0,10}))?"  # whitespace between JSON's tokens: none, one space, or an indented line
+)
 LARGE = 8 << 20  # bytes; larger grammars are returned to the system at once
 
 
@@ -85,10 +89,8 @@ def source(params: StructuredOutputsParams) -> str:
 
     try:
         if params.schema is not None:
-            spaces: Any = {"whitespace_flexible": not params.disable_any_whitespace}
-            if params.whitespace_pattern is not None:
-                spaces = {"whitespace_pattern": params.whitespace_pattern}
-            return LLMatcher.grammar_from_json_schema(params.schema, overrides=spaces)
+            own = json.dumps(closed(json.loads(params.schema)))
+            return LLMatcher.grammar_from_json_schema(own, overrides=whitespace(params))
         if params.regex is not None:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None:
@@ -99,6 +101,14 @@ def source(params: StructuredOutputsParams) -> str:
         return LLMatcher.grammar_from_lark(as_lark(params.grammar))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"structured_outputs is not allowed: {error}") from None
+
+
+def whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
+    """Return llguidance's options for the whitespace between JSON's tokens, which has a bound by default:
+    small models would fill an answer with it."""
+    if params.disable_any_whitespace and params.whitespace_pattern is None:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": params.whitespace_pattern or SPACE}
 
 
 def as_lark(text: str) -> str:

@@ -41,6 +41,8 @@ def of_format(name: str, given: Any) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"json_object": True}
     own = given.get("json_schema", given)
+    strict = own.get("strict") if isinstance(own, Mapping) else None
+    require(strict in (None, True, False), f"{name}.strict", strict, "true or false")
     schema = own.get("schema") if isinstance(own, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestError("invalid_request", f"{name} needs a schema, an object of JSON Schema", name)
