@@ -11,6 +11,7 @@ import numpy as np
 from ....sampling.structured import StructuredOutputsParams
 from ..tools.json_schema import closed
 from .constraint import mask_of
+from .vocabulary import library
 
 if TYPE_CHECKING:
     import llguidance
@@ -84,9 +85,9 @@ class GrammarCache:
 
 
 def source(params: StructuredOutputsParams) -> str:
-    """Return a grammar in llguidance's format. Raises ValueError for invalid JSON or text."""
-    from llguidance import LLMatcher
-
+    """Return a grammar in llguidance's format. Raises ValueError for invalid JSON or text, and without
+    llguidance."""
+    LLMatcher = library().LLMatcher
     try:
         if params.schema is not None:
             own = json.dumps(closed(json.loads(params.schema)))
@@ -98,9 +99,27 @@ def source(params: StructuredOutputsParams) -> str:
             choices = " | ".join(map(quoted, params.choice))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         assert params.grammar is not None
+        if is_own(params.grammar):
+            if not json.loads(params.grammar).get("grammars"):
+                raise ValueError("the JSON of a grammar needs a list of grammars")
+            return params.grammar
         return LLMatcher.grammar_from_lark(as_lark(params.grammar))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"structured_outputs is not allowed: {error}") from None
+
+
+def within(lark: str, params: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return the grammar of a Lark text that refers to another grammar as `@answer`. Raises ValueError as
+    `source` does."""
+    text = source(params)
+    own, *others = json.loads(text)["grammars"] if is_own(text) else [{"lark_grammar": text}]
+    whole = [{"lark_grammar": lark}, {**own, "name": "answer"}, *others]
+    return StructuredOutputsParams(grammar=json.dumps({"grammars": whole}))
+
+
+def is_own(grammar: str) -> bool:
+    """True for llguidance's own format of JSON, as which no Lark begins."""
+    return grammar.lstrip().startswith("{")
 
 
 def whitespace(params: StructuredOutputsParams) -> dict[str, Any]:

@@ -57,6 +57,14 @@ def of_text(given: Any) -> dict[str, Any]:
     return {"response_format": given["format"]} if given.get("format") is not None else {}
 
 
+def of_reasoning(given: Any) -> dict[str, Any]:
+    """Translate the `reasoning` of a response's body to fields of a chat."""
+    require(isinstance(given, Mapping), "reasoning", given, "an object")
+    others = {name: value for name, value in given.items() if name != "effort" and value is not None}
+    require(not others, "reasoning", ", ".join(sorted(others)), "effort alone: there are no summaries")
+    return {"reasoning_effort": given["effort"]} if given.get("effort") is not None else {}
+
+
 # ---------------------------------------------------------------- tools
 
 
@@ -73,11 +81,22 @@ def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
     names = [name_of(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
     name, count = Counter(names).most_common(1)[0]
     require(count == 1, "tools", name, "each function has a name of its own")
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        return allowed_of(tools, choice.get("allowed_tools"), names, several)
     if isinstance(choice, Mapping):
         return Toolbox(tools, "required", chosen(choice, names), several)
     choice = "auto" if choice is None else choice
     require(choice in ("none", "auto", "required"), "tool_choice", choice, ALLOWED)
     return Toolbox(tools, choice, None, several)
+
+
+def allowed_of(tools: list[Any], given: Any, names: list[str], several: bool) -> Toolbox:
+    """Return the tools of which a choice allows some."""
+    require(isinstance(given, Mapping), "tool_choice.allowed_tools", given, "an object with mode and tools")
+    mode, listed = given.get("mode"), given.get("tools")
+    require(mode in ("auto", "required"), "tool_choice.allowed_tools.mode", mode, "auto or required")
+    require(isinstance(listed, list) and bool(listed), "tool_choice.allowed_tools.tools", listed, "functions")
+    return Toolbox(tools, mode, None, several, frozenset(chosen(one, names) for one in listed))
 
 
 def name_of(where: str, tool: Any) -> str:
@@ -101,11 +120,13 @@ def name_of(where: str, tool: Any) -> str:
     return str(name)
 
 
-def chosen(choice: Mapping[str, Any], names: list[str]) -> str:
-    """Return the name of the function that must be called."""
-    function = choice.get("function")
+def chosen(choice: Any, names: list[str]) -> str:
+    """Return the name of a function in a choice."""
+    kind, function = (
+        choice.get(name) if isinstance(choice, Mapping) else None for name in ("type", "function")
+    )
     name = function.get("name") if isinstance(function, Mapping) else None
-    if choice.get("type") != "function" or name not in names:
+    if kind != "function" or name not in names:
         allowed = f"{ALLOWED}, of which the name is {' or '.join(names[:8])}"
         raise RequestError(
             "invalid_request", f"tool_choice={shown(choice)} is not allowed: {allowed}", "tool_choice"
@@ -122,8 +143,20 @@ def of_response(body: Mapping[str, Any]) -> dict[str, Any]:
     elif tools is not None:
         found["tools"] = tools
     if (choice := body.get("tool_choice")) is not None:
-        found["tool_choice"] = nested(choice)
+        found["tool_choice"] = allowed_nested(choice) if "tools" in of(choice) else nested(choice)
     return found
+
+
+def of(value: Any) -> Mapping[str, Any]:
+    """Return an object, empty in place of another value."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def allowed_nested(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a choice of allowed tools in the form of chats."""
+    listed = choice["tools"]
+    tools = [nested(one) for one in listed] if isinstance(listed, list) else listed
+    return {"type": choice.get("type"), "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
 
 
 def nested(tool: Any) -> Any:

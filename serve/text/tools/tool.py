@@ -53,6 +53,7 @@ class Toolbox:
     given: as in a body of OpenAI's, for chat templates
     choice: whether tools may not, may, or must be called
     only: the one tool that must be called
+    allowed: names of the tools that may be called; None: all
     is_several: whether there may be several calls
     """
 
@@ -60,6 +61,7 @@ class Toolbox:
     choice: Choice = "auto"
     only: str | None = None
     is_several: bool = True
+    allowed: frozenset[str] | None = None
 
     @property
     def is_forced(self) -> bool:
@@ -69,7 +71,8 @@ class Toolbox:
     def tools(self) -> tuple[Tool, ...]:
         functions = [tool["function"] for tool in self.given] if self.choice != "none" else []
         found = (Tool(one["name"], one.get("parameters") or {}) for one in functions)
-        return tuple(tool for tool in found if self.only in (None, tool.name))
+        known = (tool for tool in found if self.allowed is None or tool.name in self.allowed)
+        return tuple(tool for tool in known if self.only in (None, tool.name))
 
 
 # ---------------------------------------------------------------- values written as text, by their schema
