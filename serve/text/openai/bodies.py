@@ -65,7 +65,7 @@ class ToolFields:
 
     tools: Sequence[Mapping[str, Any]] | None = knob(None, "functions that the model may call")
     tool_choice: str | Mapping[str, Any] | None = knob(
-        None, "none, auto (default), required, or a function that must be called"
+        None, "none, auto (default), required, a function that must be called, or allowed_tools"
     )
     parallel_tool_calls: bool | None = knob(True, "false: at most one call")
 

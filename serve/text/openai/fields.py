@@ -42,7 +42,7 @@ def of_format(name: str, given: Any) -> dict[str, Any] | None:
         return {"json_object": True}
     own = given.get("json_schema", given)
     strict = own.get("strict") if isinstance(own, Mapping) else None
-    require(strict in (None, True, False), f"{name}.strict", strict, "true or false")
+    require(strict is None or isinstance(strict, bool), f"{name}.strict", strict, "true or false")
     schema = own.get("schema") if isinstance(own, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestError("invalid_request", f"{name} needs a schema, an object of JSON Schema", name)
@@ -122,11 +122,10 @@ def name_of(where: str, tool: Any) -> str:
 
 def chosen(choice: Any, names: list[str]) -> str:
     """Return the name of a function in a choice."""
-    kind, function = (
-        choice.get(name) if isinstance(choice, Mapping) else None for name in ("type", "function")
-    )
+    given = choice if isinstance(choice, Mapping) else {}
+    function = given.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if kind != "function" or name not in names:
+    if given.get("type") != "function" or name not in names:
         allowed = f"{ALLOWED}, of which the name is {' or '.join(names[:8])}"
         raise RequestError(
             "invalid_request", f"tool_choice={shown(choice)} is not allowed: {allowed}", "tool_choice"
@@ -143,20 +142,17 @@ def of_response(body: Mapping[str, Any]) -> dict[str, Any]:
     elif tools is not None:
         found["tools"] = tools
     if (choice := body.get("tool_choice")) is not None:
-        found["tool_choice"] = allowed_nested(choice) if "tools" in of(choice) else nested(choice)
+        found["tool_choice"] = nested_choice(choice)
     return found
 
 
-def of(value: Any) -> Mapping[str, Any]:
-    """Return an object, empty in place of another value."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def allowed_nested(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a choice of allowed tools in the form of chats."""
-    listed = choice["tools"]
+def nested_choice(choice: Any) -> Any:
+    """Return a choice of tools in the form of chats."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return nested(choice)
+    listed = choice.get("tools")
     tools = [nested(one) for one in listed] if isinstance(listed, list) else listed
-    return {"type": choice.get("type"), "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
 
 
 def nested(tool: Any) -> Any:
