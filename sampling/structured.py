@@ -25,7 +25,7 @@ class StructuredOutputsParams:
     json: str | Mapping[str, Any] | None = knob(None, "a JSON Schema, as an object or its text")
     regex: str | None = knob(None, "a regular expression that all of the output matches")
     choice: Sequence[str] | None = knob(None, "texts of which the output is one")
-    grammar: str | None = knob(None, "a grammar in llguidance's dialect of Lark, or in GBNF")
+    grammar: str | None = knob(None, "a grammar in llguidance's dialect of Lark or its JSON, or in GBNF")
     json_object: bool | None = knob(None, "true: any JSON object")
     disable_any_whitespace: bool = knob(False, "no whitespace between the tokens of JSON")
     whitespace_pattern: str | None = knob(None, "a regular expression for the whitespace of JSON")

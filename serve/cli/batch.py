@@ -71,7 +71,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     common.model_flags(parser)
     common.report_flags(parser)
-    common.sampling_flags(parser, "for lines that do not set them", ("seed", "spaces_between_special_tokens"))
+    common.sampling_flags(
+        parser,
+        "for lines that do not set them",
+        ("seed", "spaces_between_special_tokens"),
+        {"max_tokens": "16; in a chat the model's length"},
+    )
     common.engine_flags(parser)
     common.cache_flags(parser)
 
@@ -142,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         sampling=sampling,
         model_name=args.model_name,
-        progress=args.progress,
+        progress=args.progress and not args.quiet,
         explain=args.explain,
         save_cache=args.save_cache,
         adapters={request.lora_name: request for request in adapters},

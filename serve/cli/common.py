@@ -2,7 +2,7 @@
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -57,15 +57,17 @@ def cache_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-cache", metavar="DIR", help="save the KV cache at the end")
 
 
-def sampling_flags(parser: argparse.ArgumentParser, whose: str, leave_out: Sequence[str]) -> None:
+def sampling_flags(
+    parser: argparse.ArgumentParser, whose: str, leave_out: Sequence[str], defaults: Mapping[str, Any]
+) -> None:
     from ...sampling.params import SamplingParams
 
-    add_fields(parser, SamplingParams, f"sampling, {whose}", leave_out)
+    add_fields(parser, SamplingParams, f"sampling, {whose}", leave_out, defaults)
 
 
 def report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--quiet", action="store_true", help="no progress of the start, and no report at the end"
+        "--quiet", action="store_true", help="no progress of the start and of a job, and no report at the end"
     )
     parser.add_argument("--report", metavar="FILE", help="write the final report as JSON")
     parser.add_argument(

@@ -17,12 +17,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message to a chat model"
     )
+    parser.add_argument(
+        "--token-ids",
+        action="store_true",
+        help="the prompt is token ids, separated by spaces or commas, for a model without a tokenizer; "
+        "the answer is token ids too",
+    )
     common.model_flags(parser)
     common.report_flags(parser)
     common.sampling_flags(
         parser,
-        f"in place of the model's own defaults; max-tokens is {MAX_TOKENS} unless they set it",
+        "in place of the model's own defaults",
         NOT_STREAMED,
+        {"max_tokens": f"the model's own, else {MAX_TOKENS}"},
     )
     common.engine_flags(parser)
     common.cache_flags(parser)
@@ -37,14 +44,23 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdout is None or (args.prompt == "-" and sys.stdin is None):
         raise ValueError(f"standard {'output' if sys.stdout is None else 'input'} is closed")
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    ids = common.checked(args, lambda: token_ids_in(text)) if args.token_ids else None
     with common.start(args, options) as llm:
-        prompt = llm.chat_prompt([{"role": "user", "content": text}]) if args.chat else text
+        prompt = llm.chat_prompt([{"role": "user", "content": text}]) if args.chat else ids or text
         longest = stated.get("max_tokens", MAX_TOKENS)
         defaults = replace(llm.get_default_sampling_params(), max_tokens=longest)
         for piece in llm.stream(prompt, common.sampling_params(args, defaults)):
-            print(piece.text, end="", flush=True)
+            print(*piece.token_ids if ids else [piece.text], end=" " if ids else "", flush=True)
         print(flush=True)
         if args.save_cache is not None:
             llm.save_cache(args.save_cache)
         common.finish(llm.report(args.explain), args)
     return 0
+
+
+def token_ids_in(text: str) -> list[int]:
+    """Return the token ids that a text lists. Raises ValueError for other text."""
+    words = text.strip().strip("[]").replace(",", " ").split()
+    if not words or not all(word.isdecimal() for word in words):
+        raise ValueError("--token-ids: the prompt lists token ids, such as 5,17,3")
+    return [int(word) for word in words]

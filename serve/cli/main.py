@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 
+from ...refusals import nearest
 from ..host.streams import tell
 from ..runtime.multihost.supervisor import is_supervised, supervise
 
@@ -102,7 +104,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
             progress_of = getattr(module, "progress_of", lambda args: None)
             sub.set_defaults(run=module.run, usage_error=sub.error, argv=argv, progress_of=progress_of)
             module.add_flags(sub)
-    return parser.parse_args(argv)
+            parser.set_defaults(known_flags=lambda own=sub: re.findall(r"--[a-z][\w-]*", own.format_help()))
+    args, left = parser.parse_known_args(argv)
+    if left:
+        getattr(args, "usage_error", parser.error)(unrecognized(left, args))
+    return args
+
+
+def unrecognized(left: Sequence[str], args: argparse.Namespace) -> str:
+    """Return the error about arguments that a command does not have, with the flag nearest to the first."""
+    flag = next((word.partition("=")[0] for word in left if word.startswith("--")), None)
+    near = nearest(flag, args.known_flags()) if flag and hasattr(args, "known_flags") else None
+    return f"unrecognized arguments: {' '.join(left)}" + (f"; did you mean {near}?" if near else "")
 
 
 if __name__ == "__main__":

@@ -33,14 +33,22 @@ def default_device() -> Any:
 
     Those plugins compile for an accelerator that is not there (`duetto plan --target`), and log errors at
     length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays. With an NVIDIA GPU,
-    GPU_FLAGS and MEMORY_FRACTION are set first, unless jax has started.
+    GPU_FLAGS and MEMORY_FRACTION are set first, unless jax has started. Raises RuntimeError if the chosen
+    platform has no plugin.
     """
     if not jax.config.values["jax_platforms"] and has_plugin() and not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
     if exists(NVIDIA_FILES):
         set_gpu_flags()
         set_memory_fraction()
-    return jax.local_devices()[0]
+    try:
+        return jax.local_devices()[0]
+    except AssertionError:  # jax's only sign of a platform that no installed plugin serves
+        chosen = jax.config.values["jax_platforms"]
+        raise RuntimeError(
+            f"jax finds no device of JAX_PLATFORMS={chosen}: install its plugin (for NVIDIA GPUs pip install "
+            "'duetto[cuda]'), or unset JAX_PLATFORMS"
+        ) from None
 
 
 def has_plugin() -> bool:

@@ -24,7 +24,7 @@ from ..text.grammar.constraint import Constraint
 from ..text.grammar.gauge import CompileLimits
 from ..text.grammar.grammars import Grammars
 from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
-from ..text.tokenizer.chat import Message, rendered_ids
+from ..text.tokenizer.chat import Message, effort_variables, rendered_ids
 from ..text.tokenizer.detokenizer import Detokenizer
 from ..text.tokenizer.tokenizer import Tokenizer
 from .request_group import RequestGroup
@@ -190,14 +190,16 @@ class InputProcessor:
         messages: list[Message] | list[list[Message]],
         content_format: str,
         variables: Mapping[str, Any] | None,
+        effort: str | None,
         **options: Any,
     ) -> list[Prompt]:
         """Render one conversation or several as prompts; options and variables of the template are those of
-        `chat.render_for`."""
+        `chat.render_for`. Raises ValueError for an unknown effort of reasoning."""
         check_all(chat_template_content_format=content_format)
+        own = effort_variables(effort) | dict(variables or {})
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         each: Any = messages if several else [messages]
-        return [self.conversation(one, **options, **(variables or {})) for one in each]
+        return [self.conversation(one, **options, **own) for one in each]
 
     def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
         if self.tokenizer is None:

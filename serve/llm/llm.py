@@ -21,7 +21,7 @@ from ..host.process import give_back, is_inherited
 from ..planner.roofline.explain import explain
 from ..runtime.multihost.rendezvous import together
 from ..text.outputs import Delta, EmbeddingRequestOutput, RequestOutput
-from ..text.tokenizer.chat import Message
+from ..text.tokenizer.chat import Message, effort_variables
 from ..text.tokenizer.tokenizer import Tokenizer
 from . import disaggregated, loading, profiling, snapshots, weights
 from .audit.log import opened
@@ -150,21 +150,20 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Generate replies to one conversation or several; the `prompt` of a result is the rendered text.
 
         `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
         """
-        prompts = self.input_processor.conversations(
-            messages,
-            chat_template_content_format,
-            chat_template_kwargs,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-        )
+        args = messages, chat_template_content_format, chat_template_kwargs, reasoning_effort
+        ends = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        options = ends | {"chat_template": chat_template, "tools": tools}
+        prompts = self.input_processor.conversations(*args, **options)
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, **others)
 
     def chat_prompt(self, messages: list[Message], **options: Any) -> list[int]:
@@ -182,12 +181,14 @@ class LLM:
         parallel_tool_calls: bool = True,
         tool_call_parser: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> list[dict[str, Any]]:
         """Generate the `n` choices of a reply to a conversation, as in OpenAI's API, tool calls included; see
         `tasks.replying`. Raises ValueError for what is not allowed, and ChatTemplateError as `chat` does."""
         choice = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
         params = self._settled(sampling_params)
-        task = replying.task_of(messages, params, {"tools": tools, **choice}, chat_template_kwargs)
+        variables = effort_variables(reasoning_effort) | dict(chat_template_kwargs or {})
+        task = replying.task_of(messages, params, {"tools": tools, **choice}, variables)
         return replying.reply(self.session, self.input_processor, task, tool_call_parser, use_tqdm)
 
     def beam_search(
@@ -318,19 +319,18 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
         **others: Any,
     ) -> list[str]:
         """Queue conversations as `chat` takes them, for `wait_for_completion`; return their ids. `others` are
         arguments of `enqueue`."""
-        prompts = self.input_processor.conversations(
-            messages,
-            chat_template_content_format,
-            chat_template_kwargs,
-            chat_template=chat_template,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-        )
+        args = messages, chat_template_content_format, chat_template_kwargs, reasoning_effort
+        ends = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        options = ends | {"chat_template": chat_template, "tools": tools}
+        prompts = self.input_processor.conversations(*args, **options)
         return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm, **others)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Tqdm = True) -> list[RequestOutput]:

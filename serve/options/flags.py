@@ -13,9 +13,14 @@ from ...refusals import RepeatedKey, renamed, unique
 
 
 def add_fields(
-    parser: argparse.ArgumentParser, record: type, title: str, leave_out: Collection[str] = ()
+    parser: argparse.ArgumentParser,
+    record: type,
+    title: str,
+    leave_out: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add a flag for each field, and a hidden one for its former name.
+    """Add a flag for each field, and a hidden one for its former name. `defaults` are those of the command in
+    place of the record's.
 
     The namespace has only flags that are on the command line, under their fields' names.
     """
@@ -29,7 +34,8 @@ def add_fields(
         if several := f.metadata.get("several"):  # after one flag
             how |= {"action": "extend", "nargs": "+", "metavar": several}
         if text != argparse.SUPPRESS:
-            text = (text + ("" if f.default in (None, ()) else f" (default: {f.default})")).replace("%", "%%")
+            default = (defaults or {}).get(f.name, f.default)
+            text = (text + ("" if default in (None, ()) else f" (default: {default})")).replace("%", "%%")
         short = [f.metadata["short"]] if "short" in f.metadata else []
         add(f"--{f.name.replace('_', '-')}", *short, help=text, **how)
         if former := f.metadata.get("formerly"):

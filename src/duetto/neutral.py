@@ -64,7 +64,7 @@ NEUTRAL: dict[str, Table] = {
     },
     # fields of vLLM's `StructuredOutputsParams`
     "structured_outputs": {
-        "structured_outputs.disable_additional_properties": (False, None),
+        "structured_outputs.disable_additional_properties": (False, True, None),
         "structured_outputs.structural_tag": (None,),
         "structured_outputs.disable_fallback": (False, True, None),
     },
@@ -95,9 +95,8 @@ NEUTRAL: dict[str, Table] = {
     # fields of OpenAI's Responses API beyond those of a chat
     "response": {
         "background": (False,),
-        "include": ([],),
+        "include": ([], ["reasoning.encrypted_content"]),  # reasoning is returned as plain text
         "max_tool_calls": (),
-        "reasoning": ({}, {"effort": None, "summary": None}, {"effort": None}, {"summary": None}),
         "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
         "truncation": ("disabled",),
     },

@@ -10,6 +10,7 @@ from ....checkpoints.families.family import Family
 from ....lora.request import LoRARequest
 from ....model.config import ModelConfig
 from ....refusals import unknown
+from ...host.progress import over, telling
 from ...options.engine import EngineOptions
 from ...options.lora import modules_of
 
@@ -75,6 +76,7 @@ def registry_of(options: EngineOptions, family: Family, config: ModelConfig, dty
     if not options.enable_lora:
         return None
     registry = Registry(Reader(family, config, dtype, options.max_lora_rank))
-    for request in modules_of(options.lora_modules):
-        registry.load(request)
+    with telling(options.use_tqdm_on_load):
+        for request in over(modules_of(options.lora_modules), "reading adapters"):
+            registry.load(request)
     return registry

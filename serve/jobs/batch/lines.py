@@ -5,6 +5,7 @@ object with `prompt` or `messages`, an optional `id`, and sampling parameters un
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
@@ -26,6 +27,11 @@ BOM = b"\xef\xbb\xbf"
 INTERNAL = "internal_error"  # code of an unexpected exception
 
 ENVELOPE = frozenset({"custom_id", "method", "url", "body"})
+GRAMMAR = re.compile(
+    rb'"(?:structured_outputs|guided_[a-z]+)"\s*:\s*+(?!null)'
+    rb'|"response_format"\s*:\s*+(?!null|\{\s*"type"\s*:\s*"text")'
+    rb'|"tool_choice"\s*:\s*+(?!null|"auto"|"none")'
+)
 PLAIN = frozenset({"id", "model", "prompt", "prompt_token_ids", "messages", "chat_template_kwargs"})
 
 
@@ -81,6 +87,11 @@ class LineReader:
             digest.update(piece)
             size += len(piece)
         return text if len(text) <= self._limit else None, size, int.from_bytes(digest.digest(), "big")
+
+
+def asks_for_grammar(text: bytes | None) -> bool:
+    """True if a line has a field that constrains its output, with a value that does."""
+    return text is not None and GRAMMAR.search(text) is not None
 
 
 def decode(line: RawLine, limit: int) -> dict[str, Any]:

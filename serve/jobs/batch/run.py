@@ -29,6 +29,7 @@ from .source import JobInput, file_hash
 
 Report = dict[str, Any]
 # A job's options that decide its answers.
+GRAMMARS = "llguidance"  # decides the answers of constrained lines alone
 DECIDING = "seed", "model_name", "max_line_bytes", "tool_call_parser"
 
 
@@ -61,6 +62,8 @@ def run_batch(
             place = JobFiles(Path(os.path.realpath(output)))
             check_distinct(source, place, summary_file)
             known = {"input": source.sha256, **own_fingerprint(options), **fingerprint}
+            if not (source.has_grammars or options.sampling.get("structured_outputs")):
+                known.pop(GRAMMARS, None)  # installing it changes no answer
             return call.to_file(place, known)
     except JobError as error:
         say(str(error), error.hint)

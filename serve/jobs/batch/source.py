@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Self
 
 from ...host.files import JobError, disk
-from .lines import LineReader, RawLine
+from .lines import LineReader, RawLine, asks_for_grammar
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class JobInput:
     sha256: str
     count: int  # lines that are not blank
     origin: os.stat_result | None  # of the file that it was read from, if that is known
+    has_grammars: bool = False  # a line constrains its output
 
     @classmethod
     def open(cls, name: str, limit: int) -> Self:
@@ -34,8 +35,11 @@ class JobInput:
         with disk("standard input" if name == "-" else name):
             file, size, origin = rereadable(name)
             reader = LineReader(file, size, limit)
-            count = sum(1 for _ in reader)
-        return cls(file, size, limit, reader.sha256.hexdigest(), count, origin)
+            count, has_grammars = 0, False
+            for line in reader:
+                count += 1
+                has_grammars = has_grammars or asks_for_grammar(line.text)
+        return cls(file, size, limit, reader.sha256.hexdigest(), count, origin, has_grammars)
 
     def lines(self) -> Iterator[RawLine]:
         """Yield the lines. Raises JobError at the end if the file has changed since it was opened."""

@@ -23,11 +23,13 @@ def latencies(report: Mapping[str, Any]) -> list[str]:
 
 
 def compiled(report: Mapping[str, Any]) -> str:
-    """Summarise the programs that were read and compiled: before the engine served, and while it served."""
+    """Summarise the step programs that were read and compiled: before the engine served, and while it
+    served."""
     first, read, missing = report["warmup_seconds"], report["programs_read"], report["programs_missing"]
     late = [t for t in report["compiled_at"].values() if t > first]
     beside = f"{report['steps_beside_compiling_seconds']:.1f} s of steps"
-    at_start = f"{report['programs'] - len(late) - read} compiled" + (f" and {read} read" if read else "")
+    made = max(0, len(report["compiled_at"]) - len(late) - read)
+    at_start = " and ".join([f"{made} compiled"] * (made > 0 or not read) + [f"{read} read"] * (read > 0))
     found = [
         f"{at_start} in {first:.1f} s",
         *([f"{len(late)} more beside {beside} until {max(late):.1f} s"] if late else []),

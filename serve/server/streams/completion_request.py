@@ -10,7 +10,7 @@ from ...text.openai.responses import task_of_response
 from ...text.openai.resume import ResumeState, resume_of
 from ...text.openai.tasks import MAX_CHOICES, Form, Task, listed, task_of_body
 
-REPEATED = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_tool_calls"
+REPEATED = "instructions", "metadata", "text", "tools", "tool_choice", "parallel_tool_calls", "reasoning"
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ....sampling.structured import StructuredOutputsParams
+from ..tools.json_schema import closed
 from .constraint import mask_of
+from .vocabulary import library
 
 if TYPE_CHECKING:
     import llguidance
 
 MOST_ITEMS = 10_000  # alternatives that a grammar may follow at one place: a token then takes up to 0.1 s
 LIMITS: dict[str, Any] = {"max_items_in_row": MOST_ITEMS}
+SPACE = (
+    r"( |\r?\n( {0,20}|\t{0,10}))?"  # whitespace between JSON's tokens: none, one space, or an indented line
+)
 LARGE = 8 << 20  # bytes; larger grammars are returned to the system at once
 
 
@@ -80,15 +85,13 @@ class GrammarCache:
 
 
 def source(params: StructuredOutputsParams) -> str:
-    """Return a grammar in llguidance's format. Raises ValueError for invalid JSON or text."""
-    from llguidance import LLMatcher
-
+    """Return a grammar in llguidance's format. Raises ValueError for invalid JSON or text, and without
+    llguidance."""
+    LLMatcher = library().LLMatcher
     try:
         if params.schema is not None:
-            spaces: Any = {"whitespace_flexible": not params.disable_any_whitespace}
-            if params.whitespace_pattern is not None:
-                spaces = {"whitespace_pattern": params.whitespace_pattern}
-            return LLMatcher.grammar_from_json_schema(params.schema, overrides=spaces)
+            own = json.dumps(closed(json.loads(params.schema)))
+            return LLMatcher.grammar_from_json_schema(own, overrides=whitespace(params))
         if params.regex is not None:
             return LLMatcher.grammar_from_regex(params.regex)
         if params.choice is not None:
@@ -96,9 +99,35 @@ def source(params: StructuredOutputsParams) -> str:
             choices = " | ".join(map(quoted, params.choice))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         assert params.grammar is not None
+        if is_own(params.grammar):
+            if not json.loads(params.grammar).get("grammars"):
+                raise ValueError("the JSON of a grammar needs a list of grammars")
+            return params.grammar
         return LLMatcher.grammar_from_lark(as_lark(params.grammar))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"structured_outputs is not allowed: {error}") from None
+
+
+def within(lark: str, params: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return the grammar of a Lark text that refers to another grammar as `@answer`. Raises ValueError as
+    `source` does."""
+    text = source(params)
+    own, *others = json.loads(text)["grammars"] if is_own(text) else [{"lark_grammar": text}]
+    whole = [{"lark_grammar": lark}, {**own, "name": "answer"}, *others]
+    return StructuredOutputsParams(grammar=json.dumps({"grammars": whole}))
+
+
+def is_own(grammar: str) -> bool:
+    """True for llguidance's own format of JSON, as which no Lark begins."""
+    return grammar.lstrip().startswith("{")
+
+
+def whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
+    """Return llguidance's options for the whitespace between JSON's tokens, which has a bound by default:
+    small models would fill an answer with it."""
+    if params.disable_any_whitespace and params.whitespace_pattern is None:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": params.whitespace_pattern or SPACE}
 
 
 def as_lark(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..tokenizer.tokenizer import Tokenizer
 
@@ -39,14 +39,21 @@ def within(token: bytes) -> bytes:
 
 def vocabulary(words: TokenBytes) -> "llguidance.LLTokenizer":
     """Return llguidance's tokenizer. Raises ValueError without llguidance."""
+    own = library()
+    with panics_as_errors():
+        wrapper = own.TokenizerWrapper(words)
+        return own.LLTokenizer(wrapper, n_vocab=len(words.tokens), eos_token=words.ends)
+
+
+def library() -> Any:
+    """Return the module llguidance. Raises ValueError without it."""
     try:
-        from llguidance import LLTokenizer, TokenizerWrapper
+        import llguidance
     except ImportError as error:
         raise ValueError(
             f"structured_outputs is not allowed: there is no {error.name}; pip install 'duetto[structured]'"
         ) from None
-    with panics_as_errors():
-        return LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=words.ends)
+    return llguidance
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from ....fields import knob
+from ..tokenizer.chat import EFFORTS
 
 MODEL = "a name that the model is served under; it need not be given"
 IDS = "give token ids too: of the answer, and where it is whole of the prompt; and which weights made them"
@@ -40,6 +41,7 @@ class ChatFields:
     logprobs: bool | None = knob(False, "report each token's log-probability")
     top_logprobs: int | None = knob(None, "report so many alternatives too; only with logprobs true")
     chat_template_kwargs: Mapping[str, Any] | None = knob(None, "variables of the chat template")
+    reasoning_effort: str | None = knob(None, f"a variable of the chat template: {' or '.join(EFFORTS)}")
     include_reasoning: bool | None = knob(True, "give the model's reasoning beside its answer")
     return_token_ids: bool | None = knob(False, IDS)
 
@@ -63,7 +65,7 @@ class ToolFields:
 
     tools: Sequence[Mapping[str, Any]] | None = knob(None, "functions that the model may call")
     tool_choice: str | Mapping[str, Any] | None = knob(
-        None, "none, auto (default), required, or a function that must be called"
+        None, "none, auto (default), required, a function that must be called, or allowed_tools"
     )
     parallel_tool_calls: bool | None = knob(True, "false: at most one call")
 
@@ -97,6 +99,9 @@ class ResponseFields:
     stream: bool | None = knob(False, "send what comes as server-sent events")
     text: Mapping[str, Any] | None = knob(
         None, 'its format is of type "text", "json_object", or "json_schema" with schema'
+    )
+    reasoning: Mapping[str, Any] | None = knob(
+        None, "its effort is a variable of the chat template; a summary is not supported"
     )
     n: Literal[1] | None = knob(1, "a response has one answer")
     logprobs: Literal[False] | None = knob(False, "no log-probabilities are reported")

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from ....checkpoints.dialects import Marks, marks_of
 from ....sampling.structured import StructuredOutputsParams
+from ..grammar.compiled import within
 from ..tokenizer.reasoning import Reasoning, are_special
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.formats import format_named, template_format
@@ -74,6 +75,20 @@ class Dialect:
         several = toolbox.is_several and toolbox.only is None
         calls = self.require_tool_format().grammar(toolbox.tools, several, lark)
         return StructuredOutputsParams(grammar=lark.grammar(self._thought(prompt_ids, lark) + calls))
+
+    def after_reasoning(
+        self, params: StructuredOutputsParams, prompt_ids: Sequence[int]
+    ) -> StructuredOutputsParams:
+        """Return the grammar of a reply whose answer is constrained: reasoning, and the marks of the answer,
+        may come before. Raises ValueError for a constraint that is no grammar."""
+        lark, reasoning = Lark(self._special), self.reasoning(prompt_ids)
+        if reasoning is None or reasoning.is_open is False:
+            return params
+        opens, closes = reasoning.marks.opens, reasoning.marks.closes
+        before = f"{lark.one_of(map(lark.text, opens))}? " if opens else ""
+        after = f" ({lark.text(closes)})?" if closes else ""
+        start = f"{self._thought(prompt_ids, lark)}{before}@answer{after}"
+        return within(lark.grammar(start), params)
 
     def _thought(self, prompt_ids: Sequence[int], lark: Lark) -> str:
         """Return terms for reasoning, which must end if the prompt has begun it."""

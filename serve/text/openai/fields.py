@@ -41,6 +41,8 @@ def of_format(name: str, given: Any) -> dict[str, Any] | None:
     if kind == "json_object":
         return {"json_object": True}
     own = given.get("json_schema", given)
+    strict = own.get("strict") if isinstance(own, Mapping) else None
+    require(strict is None or isinstance(strict, bool), f"{name}.strict", strict, "true or false")
     schema = own.get("schema") if isinstance(own, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestError("invalid_request", f"{name} needs a schema, an object of JSON Schema", name)
@@ -53,6 +55,14 @@ def of_text(given: Any) -> dict[str, Any]:
     unknown = sorted(given.keys() - {"format", "verbosity"})
     require(not unknown, "text", ", ".join(unknown), "format and verbosity")
     return {"response_format": given["format"]} if given.get("format") is not None else {}
+
+
+def of_reasoning(given: Any) -> dict[str, Any]:
+    """Translate the `reasoning` of a response's body to fields of a chat."""
+    require(isinstance(given, Mapping), "reasoning", given, "an object")
+    others = {name: value for name, value in given.items() if name != "effort" and value is not None}
+    require(not others, "reasoning", ", ".join(sorted(others)), "effort alone: there are no summaries")
+    return {"reasoning_effort": given["effort"]} if given.get("effort") is not None else {}
 
 
 # ---------------------------------------------------------------- tools
@@ -71,11 +81,22 @@ def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
     names = [name_of(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
     name, count = Counter(names).most_common(1)[0]
     require(count == 1, "tools", name, "each function has a name of its own")
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        return allowed_of(tools, choice.get("allowed_tools"), names, several)
     if isinstance(choice, Mapping):
         return Toolbox(tools, "required", chosen(choice, names), several)
     choice = "auto" if choice is None else choice
     require(choice in ("none", "auto", "required"), "tool_choice", choice, ALLOWED)
     return Toolbox(tools, choice, None, several)
+
+
+def allowed_of(tools: list[Any], given: Any, names: list[str], several: bool) -> Toolbox:
+    """Return the tools of which a choice allows some."""
+    require(isinstance(given, Mapping), "tool_choice.allowed_tools", given, "an object with mode and tools")
+    mode, listed = given.get("mode"), given.get("tools")
+    require(mode in ("auto", "required"), "tool_choice.allowed_tools.mode", mode, "auto or required")
+    require(isinstance(listed, list) and bool(listed), "tool_choice.allowed_tools.tools", listed, "functions")
+    return Toolbox(tools, mode, None, several, frozenset(chosen(one, names) for one in listed))
 
 
 def name_of(where: str, tool: Any) -> str:
@@ -99,11 +120,12 @@ def name_of(where: str, tool: Any) -> str:
     return str(name)
 
 
-def chosen(choice: Mapping[str, Any], names: list[str]) -> str:
-    """Return the name of the function that must be called."""
-    function = choice.get("function")
+def chosen(choice: Any, names: list[str]) -> str:
+    """Return the name of a function in a choice."""
+    given = choice if isinstance(choice, Mapping) else {}
+    function = given.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if choice.get("type") != "function" or name not in names:
+    if given.get("type") != "function" or name not in names:
         allowed = f"{ALLOWED}, of which the name is {' or '.join(names[:8])}"
         raise RequestError(
             "invalid_request", f"tool_choice={shown(choice)} is not allowed: {allowed}", "tool_choice"
@@ -120,8 +142,17 @@ def of_response(body: Mapping[str, Any]) -> dict[str, Any]:
     elif tools is not None:
         found["tools"] = tools
     if (choice := body.get("tool_choice")) is not None:
-        found["tool_choice"] = nested(choice)
+        found["tool_choice"] = nested_choice(choice)
     return found
+
+
+def nested_choice(choice: Any) -> Any:
+    """Return a choice of tools in the form of chats."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return nested(choice)
+    listed = choice.get("tools")
+    tools = [nested(one) for one in listed] if isinstance(listed, list) else listed
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
 
 
 def nested(tool: Any) -> Any:

@@ -9,7 +9,7 @@ from ....refusals import among
 from ..outputs import CompletionOutput
 from ..tools.stream_reader import ToolCallStart
 from .errors import RequestError, require
-from .fields import of_response, of_text
+from .fields import of_reasoning, of_response, of_text
 from .tasks import Task, task_of_body
 
 TEXT = ("input_text", "output_text", "text")  # types of parts that have text
@@ -32,6 +32,8 @@ def task_of_response(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Ta
         require(name not in KEPT, name, value, KEPT.get(name, ""))
         if name == "text":
             chat |= of_text(value)
+        elif name == "reasoning":
+            chat |= of_reasoning(value)
         elif name in NEUTRAL["response"]:
             require(
                 among(value, NEUTRAL["response"][name]),

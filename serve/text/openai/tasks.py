@@ -12,7 +12,7 @@ from ....model.pooling import PoolingParams
 from ....neutral import HARMLESS, NEUTRAL
 from ....refusals import among, nearest
 from ....sampling.params import SamplingParams
-from ..tokenizer.chat import ChatTemplateError, apply_chat, check_messages
+from ..tokenizer.chat import EFFORTS, ChatTemplateError, apply_chat, check_messages, effort_variables
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.tool import Toolbox
 from .bodies import ChatFields, CompletionFields, FormatFields, ToolFields, names
@@ -78,9 +78,11 @@ def task_of_body(
     require(model is None or isinstance(model, str), "model", model, "a string")
     ids = flag(body, "return_token_ids", default=False)
     if form == "chat":
+        toolbox = toolbox_of(body)
+        if toolbox is not None and toolbox.only is not None:
+            body.pop("response_format", None)  # of a text, which a reply of calls does not have
         params = sampling_of(_chat_fields(body), {**DEFAULTS["chat"], **defaults}, seed)
-        reasoning = flag(body, "include_reasoning", default=True)
-        toolbox, shape = toolbox_of(body), params.structured_outputs
+        reasoning, shape = flag(body, "include_reasoning", default=True), params.structured_outputs
         is_free = shape is None or toolbox is None or not toolbox.is_forced
         require(
             is_free, "tool_choice", body.get("tool_choice"), "none or auto beside what the output must be"
@@ -108,12 +110,16 @@ def prompt_ids(task: Task, tokenizer: Tokenizer | None, most: int, now: datetime
 
 def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> SamplingParams:
     """Return a task's sampling parameters. A chat's text keeps special tokens if marks are among them, so
-    that its parts can be found; calls that must come are constrained. Raises RequestError for tools if the
-    model's format of calls is unknown."""
+    that its parts can be found; calls that must come are constrained, and so is an answer after its
+    reasoning. Raises RequestError for tools if the model's format of calls is unknown, and ValueError for a
+    constraint that is no grammar."""
     params, toolbox = task.params, task.toolbox
     if task.form != "chat":
         return params
     keeps = dialect.keeps_special
+    if params.structured_outputs is not None:
+        shape = dialect.after_reasoning(params.structured_outputs, prompt_ids)
+        params = replace(params, structured_outputs=shape)
     if toolbox is not None and toolbox.tools:
         keeps = dialect.calls_special or keeps
         if toolbox.is_forced:
@@ -193,8 +199,10 @@ def refusal(task: Task, error: Exception) -> RequestError:
 
 
 def chat_of(form: Form, name: str | int | None, params: SamplingParams, fields: dict[str, Any]) -> Task:
-    variables = fields.get("chat_template_kwargs") or {}
+    variables, effort = fields.get("chat_template_kwargs") or {}, fields.get("reasoning_effort")
     require(isinstance(variables, dict), "chat_template_kwargs", variables, "an object")
+    require(effort in (None, *EFFORTS), "reasoning_effort", effort, " or ".join(EFFORTS))
+    variables = {**effort_variables(effort), **variables}
     taken = sorted(TEMPLATE_OWN.intersection(variables))
     require(not taken, "chat_template_kwargs", taken, "other variables of the template")
     try:

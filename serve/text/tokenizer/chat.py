@@ -14,12 +14,24 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 Message = dict[str, Any]
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+SWITCHES = ("enable_thinking", "thinking")  # names of templates for a switch of reasoning
 MARK = "\ue000end of the text to continue\ue000"  # of private-use characters, which no template looks for
 
 
 class ChatTemplateError(ValueError):
     """A conversation that cannot be rendered: malformed messages, no template, or an error of the
     template."""
+
+
+def effort_variables(effort: str | None) -> dict[str, Any]:
+    """Return the variables under which chat templates know an effort of reasoning. Raises ValueError for an
+    unknown one."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise ValueError(f"reasoning_effort={effort!r} is not allowed: {' or '.join(EFFORTS)}")
+    return {"reasoning_effort": effort, **dict.fromkeys(SWITCHES, effort != "none")}
 
 
 def apply_chat(

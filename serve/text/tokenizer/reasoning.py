@@ -34,11 +34,13 @@ class Reasoning:
 
     @classmethod
     def after(cls, tokenizer: Tokenizer, marks: Marks, prompt_ids: Sequence[int]) -> "Reasoning":
-        """Return the parser for a prompt, which may end in the mark that begins the reasoning or the
-        answer."""
+        """Return the parser for a prompt, which may end in the mark that begins or ends the reasoning, or
+        that begins the answer."""
         tail = tokenizer.decode(prompt_ids[-TAIL:]).rstrip()
         if tail.endswith(marks.begin.rstrip()):
             return cls(marks, is_open=True)
+        if tail.endswith(marks.end.rstrip()):
+            return cls(marks, is_open=False)
         return cls(marks, False, True) if tail.endswith(marks.opens) else cls(marks)
 
     def take(self, text: str, at_end: bool = False) -> tuple[str, str]:

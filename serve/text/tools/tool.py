@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from .json_schema import DEFINITIONS, at, closed
+
 Choice = Literal["none", "auto", "required"]
 ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 WORDS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 DEEPEST = 16  # nested schemas that are followed
-ANCHORS = ("$defs", "definitions")  # keys of a schema with the definitions of references
-OTHERS = {  # keys of a schema that allow other arguments
-    "additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "if",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,13 +24,12 @@ class Tool:
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:
-        """Schema of the arguments that a grammar asks for: an object with the named parameters only, unless
+        """Schema of the arguments that a grammar asks for: objects with the named properties only, unless
         the schema allows others; a reference is followed."""
         found = self.parameters
         if isinstance(reference := found.get("$ref"), str) and isinstance(at(found, reference), Mapping):
-            found = self.rooted(at(found, reference))
-        is_closed = (found.get("properties") or not found) and not OTHERS.intersection(found)
-        return {"type": "object", **({"additionalProperties": False} if is_closed else {}), **found}
+            found = {**definitions(found), **at(found, reference)}
+        return {"type": "object", **(closed(found) if found else {"additionalProperties": False})}
 
     @property
     def properties(self) -> Mapping[str, Any]:
@@ -46,7 +43,7 @@ class Tool:
 
     def rooted(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a part of the schema with the definitions that its references need."""
-        return {**{name: self.parameters[name] for name in ANCHORS if name in self.parameters}, **schema}
+        return {**definitions(self.arguments), **schema}
 
 
 @dataclass(frozen=True)
@@ -56,6 +53,7 @@ class Toolbox:
     given: as in a body of OpenAI's, for chat templates
     choice: whether tools may not, may, or must be called
     only: the one tool that must be called
+    allowed: names of the tools that may be called; None: all
     is_several: whether there may be several calls
     """
 
@@ -63,6 +61,7 @@ class Toolbox:
     choice: Choice = "auto"
     only: str | None = None
     is_several: bool = True
+    allowed: frozenset[str] | None = None
 
     @property
     def is_forced(self) -> bool:
@@ -72,7 +71,8 @@ class Toolbox:
     def tools(self) -> tuple[Tool, ...]:
         functions = [tool["function"] for tool in self.given] if self.choice != "none" else []
         found = (Tool(one["name"], one.get("parameters") or {}) for one in functions)
-        return tuple(tool for tool in found if self.only in (None, tool.name))
+        known = (tool for tool in found if self.allowed is None or tool.name in self.allowed)
+        return tuple(tool for tool in known if self.only in (None, tool.name))
 
 
 # ---------------------------------------------------------------- values written as text, by their schema
@@ -120,12 +120,9 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     return ALL
 
 
-def at(root: Mapping[str, Any], reference: str) -> Any:
-    """Return the part of a schema that a reference means; None if there is none."""
-    found: Any = root
-    for step in reference.removeprefix("#/").split("/"):
-        found = found.get(step) if isinstance(found, Mapping) else None
-    return found
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a schema that references point to."""
+    return {name: schema[name] for name in DEFINITIONS if name in schema}
 
 
 def choices(schema: Mapping[str, Any], root: Mapping[str, Any]) -> list[str] | None:

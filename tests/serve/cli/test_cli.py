@@ -19,10 +19,11 @@ from duetto.serve.cli import main as cli
 from duetto.serve.cli import plan
 from duetto.serve.cli.common import log_from
 from duetto.serve.cli.main import main, parse
+from duetto.serve.host import devices
 from duetto.serve.jobs.batch.fingerprint import contents
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.flags import add_fields, given
-from duetto.serve.planner.roofline.report import check_path, render
+from duetto.serve.planner.roofline.report import check_path, compiled, render
 
 SMALL = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "decode_steps": 1}
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -86,6 +87,14 @@ def test_what_is_not_given_stays_the_models_default():
         (["generate", "x", "--max-num-seqs", "0"], "max_num_seqs 0 is not allowed"),
         (["generate", "x", "--top-k", "many"], "invalid int value: 'many'"),
         (["generate", "x", "--temp", "1"], "unrecognized arguments: --temp"),
+        (["generate", "x", "--max-tokns", "5"], "usage: duetto generate PROMPT [flags]"),
+        (["generate", "x", "--max-tokns", "5"], "--max-tokns 5; did you mean --max-tokens?"),
+        (
+            ["batch", "a", "b", "--no-progres"],
+            "duetto batch: error: unrecognized arguments: --no-progres; did",
+        ),
+        (["generate", "x", "y"], "duetto generate: error: unrecognized arguments: y\n"),
+        (["generate", "x", "--token-ids"], "--token-ids: the prompt lists token ids"),
         (["generate"], "required: prompt"),
         (["batch", "in", "out", "--top-p", "7"], "top_p=7.0 is not allowed"),
         (["batch", "in", "out", "--in-flight", "0"], "invalid positive integer value"),
@@ -152,6 +161,61 @@ def test_generate_streams_what_the_api_generates(tmp_path: Path, capsys: pytest.
     numbers = json.loads(report.read_text())
     assert numbers["generated_tokens"] == 12 and numbers["compilations"] == 0
     assert render(numbers) in shown.err and "12 generated tokens" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("command", "default"), [("generate", "the model's own, else 256"), ("batch", "16; in a")]
+)
+def test_the_help_says_one_default_of_max_tokens(command, default, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    helped = " ".join(capsys.readouterr().out.split())
+    assert f"maximum generated tokens; null is up to the model's length (default: {default}" in helped
+    assert "max-tokens is" not in helped
+
+
+def test_a_prompt_may_be_token_ids(capsys: pytest.CaptureFixture[str]):
+    assert (
+        main(["generate", "5, 17 3", "--token-ids", "--max-tokens", "4", "--seed", "1", "--quiet", *FLAGS])
+        == 0
+    )
+    shown = capsys.readouterr()
+    with LLM(**SMALL) as llm:
+        params = dataclasses.replace(llm.get_default_sampling_params(), seed=1, max_tokens=4)
+        expected = llm.generate([5, 17, 3], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert [int(word) for word in shown.out.split()] == expected and not shown.err
+
+
+def test_a_platform_without_a_plugin_is_one_sentence(monkeypatch, capsys):
+    def fails() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(devices.jax, "local_devices", fails)
+    assert main(["generate", "x", "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "install its plugin" in said and "duetto[cuda]" in said
+
+
+def test_quiet_draws_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "import", "max_tokens": 3, "temperature": 0}\n')
+    assert main(["batch", str(source), str(output), "--quiet", *FLAGS]) == 0
+    said = capsys.readouterr().err
+    assert "it/s" not in said and "%|" not in said and "1 lines are answered" in said
+
+
+@pytest.mark.parametrize(
+    ("read", "ready", "said"),
+    [
+        (0, [0.5, 0.5], "2 compiled in"),
+        (2, [0.1, 0.1], "2 read in"),
+        (1, [0.1, 0.5, 9.0], "1 compiled and 1 read in"),
+    ],
+)
+def test_a_report_counts_what_was_compiled_and_what_was_read(read, ready, said):
+    fields = {"warmup_seconds": 1.0, "programs_read": read, "programs_missing": 0, "compilations": 0}
+    times = {str(i): t for i, t in enumerate(ready)}
+    assert compiled(fields | {"compiled_at": times, "steps_beside_compiling_seconds": 0.0}).startswith(said)
 
 
 def test_batch_answers_and_knows_another_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,13 +2,14 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from duetto.lora.request import LoRARequest
 from duetto.model.weights.adapted import NO_ADAPTER
 from duetto.serve.engine.lora.places import Places
-from duetto.serve.engine.lora.registry import Registry
+from duetto.serve.engine.lora.registry import Registry, registry_of
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.lora import modules_of
 
@@ -115,3 +116,13 @@ def test_requests_that_name_nothing(given, said):
 def test_options_beside_each_other(options, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         EngineOptions(**options)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_reading_adapters_is_shown(monkeypatch, capsys, shown: bool):
+    monkeypatch.setattr(Registry, "load", lambda self, request: None)
+    modules = ("a=/x", "b=/y")
+    options = EngineOptions(enable_lora=True, lora_modules=modules, use_tqdm_on_load=shown)
+    model: Any = None
+    assert registry_of(options, model, model, None) is not None
+    assert ("reading adapters: 2/2" in capsys.readouterr().err) == shown

@@ -1,18 +1,23 @@
 """What makes a batch another job: whatever decides its answers, and nothing else."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fakes.batch import MODEL, report_of
 
 from duetto.serve.cli.batch import own_dtype
 from duetto.serve.cli.main import main
 from duetto.serve.engine.startup import dtype
 from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.jobs.batch import fingerprint as module
-from duetto.serve.jobs.batch.fingerprint import contents, fingerprint
+from duetto.serve.jobs.batch.fingerprint import ELSEWHERE, contents, fingerprint
+from duetto.serve.jobs.batch.job import BatchOptions
+from duetto.serve.jobs.batch.lines import asks_for_grammar
+from duetto.serve.jobs.batch.run import own_fingerprint
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime import provenance
 
@@ -132,3 +137,60 @@ def test_the_dtype_that_auto_chooses_on_this_machine_counts(monkeypatch):
     assert chosen == ["float32", "bfloat16"]
     assert own_dtype(SimpleNamespace(**vars(args) | {"ray": 2}), DEMO, options) == "auto"
     assert own_dtype(SimpleNamespace(**vars(args) | {"dtype": "half"}), DEMO, options) == "float16"
+
+
+def documented() -> tuple[set[str], set[str]]:
+    """Names in the page's table of fields, and its flags that are in none."""
+    page = (Path(__file__).parents[4] / "docs" / "batch.md").read_text(encoding="utf-8")
+    section = page.partition("## Resuming a job")[2].partition("\n## ")[0]
+    table = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    left_out = next(line for line in section.splitlines() if line.startswith("These flags"))
+    return {name for cell in table for name in re.findall("`([^`]+)`", cell)}, {
+        *re.findall("`([^`]+)`", left_out)
+    }
+
+
+def test_the_page_lists_every_field(model, monkeypatch, tmp_path):
+    for name in provenance.executable_cache.FLAGS:
+        monkeypatch.setenv(name, "--x=1")
+    monkeypatch.setattr(provenance, "version", lambda package: "1.0")
+    (tmp_path / "draft").mkdir()
+    own = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
+    options = EngineOptions(speculative_config=own, lora_modules=[f"NAME={model}"], enable_lora=True)
+    found = {"input", *own_fingerprint(BatchOptions()), *fingerprint(model, model, "auto", options)}
+    fields, left_out = documented()
+    flags = {name for name in found if name.startswith("--")}
+    assert fields == {"--dtype", "--speculative-config", "--NAME"} | (found - flags)
+    hidden = {f"--{name.replace('_', '-')}" for name in ELSEWHERE}
+    known = {"--seed", "--lora-modules", "--speculative-config"}  # under other names
+    assert left_out == hidden - known and not left_out & flags
+
+
+@pytest.mark.parametrize(
+    ("line", "constrains"),
+    [
+        ('{"prompt": "a"}', False),
+        ('{"prompt": "a", "structured_outputs": {"choice": ["a"]}}', True),
+        ('{"body": {"response_format": {"type": "json_object"}}}', True),
+        (
+            '{"body": {"response_format": {"type": "text"}, "tool_choice": "auto", "guided_json": null}}',
+            False,
+        ),
+        ('{"body": {"tool_choice": "required"}}', True),
+        ('{"body": {"tool_choice": {"type": "function", "function": {"name": "f"}}}}', True),
+        (json.dumps({"prompt": '"response_format": {"type": "json_object"}'}), False),
+    ],
+)
+def test_lines_that_constrain_their_output(line, constrains):
+    assert asks_for_grammar(line.encode()) is constrains
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_llguidance_counts_where_a_line_needs_it(run, constrained):
+    line = {"prompt": "a"} | (
+        {"guided_json": None, "structured_outputs": {"choice": ["a"]}} if constrained else {}
+    )
+    versions = {"without": {}, "with": {"llguidance": "1.0"}}
+    outs = [run([line], name=name, model=MODEL | own).out for name, own in versions.items()]
+    before, after = (report_of(out)["fingerprint"] for out in outs)
+    assert (before != after) == constrained

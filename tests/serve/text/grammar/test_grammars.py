@@ -45,6 +45,11 @@ def accepts(constraint: Constraint, text: str) -> bool:
     return constraint.failure is None and END in allowed(constraint)
 
 
+TWO = json.dumps(
+    {"grammars": [{"lark_grammar": 'start: "a" @b'}, {"name": "b", "lark_grammar": "start: /[0-9]/"}]}
+)
+
+
 @pytest.mark.parametrize(
     ("asked", "right", "wrong"),
     [
@@ -57,6 +62,7 @@ def accepts(constraint: Constraint, text: str) -> bool:
         ({"json_object": True}, ["{}", '{"a": [null]}'], ["[]", "1"]),
         ({"grammar": 'start: "(" start? ")"'}, ["()", "((()))"], ["", "(()", "())"]),
         ({"grammar": 'start: "::="'}, ["::="], ["="]),
+        ({"grammar": TWO}, ["a3"], ["a", "3"]),
         ({"grammar": 'root ::= "a" sign [0-9]+\nsign ::= "+" | "-"'}, ["a+1", "a-07"], ["a1", "a+"]),
     ],
 )  # fmt: skip
@@ -105,6 +111,8 @@ def test_copies_go_ways_of_their_own(grammars):
     ("asked", "why"),
     [
         ({"json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"grammar": "{}"}, "needs a list of grammars"),
+        ({"grammar": "{"}, "Expecting property name"),
         ({"json": {"type": "string", "format": "odd"}}, "Unknown format: odd"),
         ({"json": {"enum": []}}, "Unsatisfiable"),
         ({"json": {"not": {}}}, "Unimplemented keys"),

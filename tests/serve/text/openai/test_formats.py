@@ -88,3 +88,51 @@ def test_what_is_wrong_is_named(body, named):
 def test_a_text_is_no_list_of_choices():
     with pytest.raises(TypeError, match="structured_outputs.choice='ab'"):
         StructuredOutputsParams(choice="ab")
+
+
+def function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+TOOLS = [function("f"), function("g")]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_choice_may_allow_some_tools(mode):
+    """In a chat and in a response; the chat template gets all tools."""
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [function("g")]}}
+    chat = task_of_body("chat", None, CHAT | {"tools": TOOLS, "tool_choice": some}, {}, None)
+    flat = [{"type": "function", "name": name} for name in ("f", "g")]
+    same = {"type": "allowed_tools", "mode": mode, "tools": flat[1:]}
+    response = task_of_response({"input": "x", "tools": flat, "tool_choice": same}, {})
+    for box in (chat.toolbox, response.toolbox):
+        assert box is not None and [tool.name for tool in box.tools] == ["g"] and len(box.given) == 2
+        assert box.is_forced == (mode == "required")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "named"),
+    [
+        (None, "tool_choice.allowed_tools=null"),
+        ({"mode": "none", "tools": [function("f")]}, 'allowed_tools.mode="none"'),
+        ({"mode": "auto", "tools": []}, "allowed_tools.tools=a list of 0"),
+        ({"mode": "auto", "tools": [function("h")]}, "tool_choice=.*f or g"),
+        ({"mode": "auto", "tools": ["f"]}, "tool_choice='f'"),
+    ],
+)
+def test_a_wrong_choice_of_some_tools_is_named(allowed, named):
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    with pytest.raises(RequestError, match=named):
+        task_of_body("chat", None, CHAT | {"tools": TOOLS, "tool_choice": choice}, {}, None)
+
+
+def test_a_call_that_must_come_has_no_text_of_a_format():
+    """As instructor asks for in the Responses API; other constraints stay refused beside it."""
+    flat = {"type": "function", "name": "f", "strict": True, "parameters": SCHEMA}
+    own = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}
+    body = {"input": "x", "tools": [flat], "tool_choice": {"type": "function", "name": "f"}, "text": own}
+    task = task_of_response(body | {"include": ["reasoning.encrypted_content"], "store": False}, {})
+    assert task.params.structured_outputs is None and task.toolbox is not None and task.toolbox.only == "f"
+    forced = CHAT | {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}
+    with pytest.raises(RequestError, match="tool_choice"):
+        task_of_body("chat", None, forced, {}, None)

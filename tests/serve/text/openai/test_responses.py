@@ -53,7 +53,7 @@ def test_what_asks_for_nothing_is_accepted():
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"background": True}, "background"),
         ({"text": {"format": {"type": "grammar"}}}, "response_format.type"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"reasoning": {"summary": "auto"}}, "reasoning"),
         ({"truncation": "auto"}, "truncation"),
         ({"messages": []}, "messages.*input is meant"),
         ({"max_completion_tokens": 3}, "max_completion_tokens"),

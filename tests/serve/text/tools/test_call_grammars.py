@@ -144,8 +144,9 @@ def test_schemas_of_arguments_are_closed_where_they_name_all():
     assert Tool("f", place).arguments == place | closed
     assert Tool("f", place | {"additionalProperties": True}).arguments["additionalProperties"] is True
     assert Tool("f", {"type": "object"}).arguments == {"type": "object"}
-    either = {"anyOf": [place, {"type": "object", "properties": {"y": {}}}]}
-    assert Tool("f", either).arguments == {"type": "object"} | either
+    other = {"type": "object", "properties": {"y": {}}}
+    either = Tool("f", {"anyOf": [place, other]}).arguments
+    assert either == {"type": "object", "anyOf": [place | closed, other | closed]}
     named = Tool("f", {"$ref": "#/$defs/Place", "$defs": {"Place": place}})
-    assert named.arguments == place | closed | {"$defs": {"Place": place}}
+    assert named.arguments == place | closed | {"$defs": {"Place": place | closed}}
     assert named.schema("x") == {"type": "integer"} and named.schema("y") == {}

@@ -1,0 +1,180 @@
+"""Objects of a JSON Schema have the properties that it names, and whitespace between JSON's tokens ends."""
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.text.grammar.grammars import Grammars
+from duetto.serve.text.openai.errors import RequestError
+from duetto.serve.text.openai.tasks import task_of_body
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
+from duetto.serve.text.tools.json_schema import closed
+
+pytest.importorskip("llguidance")
+
+MODELS, LONGEST = 200, 400
+LEAVES: list[dict[str, Any]] = [
+    {"type": "integer"}, {"type": "string"}, {"type": "boolean"}, {"enum": ["a", "b"], "type": "string"},
+    {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+    {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
+    {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 1},
+]  # fmt: skip
+X = {"type": "object", "properties": {"x": {"type": "integer"}}}
+CLOSED = {"additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    own = Tokenizer.from_folder(DEMO)
+    assert own is not None
+    return own
+
+
+@pytest.fixture(scope="module")
+def grammars(words) -> Grammars:
+    return Grammars(words, len(words), [words.eos_token_id])
+
+
+def pydantic_like(seed: int) -> dict[str, Any]:
+    """A schema as pydantic writes that of a model: with `$defs`, titles and optional fields, and without a
+    word about other properties."""
+    rng = random.Random(seed)
+    names = [f"Part{i}" for i in range(rng.randrange(3))]
+    defs = {name: model(rng, name, names[:i]) for i, name in enumerate(names)}
+    return model(rng, "Model", names) | ({"$defs": defs} if defs else {})
+
+
+def model(rng: random.Random, title: str, names: list[str]) -> dict[str, Any]:
+    keys = [f"{rng.choice(['name', 'n', 'size'])}_{i}" for i in range(rng.randint(1, 3))]
+    properties = {key: field(rng, names) | {"title": key.title()} for key in keys}
+    required = [key for key in keys if rng.random() < 0.6]
+    own = {"title": title, "type": "object", "properties": properties}
+    return own | ({"required": required} if required else {})
+
+
+def field(rng: random.Random, names: list[str]) -> dict[str, Any]:
+    if not names or rng.random() < 0.4:
+        return dict(rng.choice(LEAVES))
+    part = {"$ref": f"#/$defs/{rng.choice(names)}"}
+    forms = [part, {"anyOf": [part, {"type": "null"}]}, {"type": "array", "items": part, "maxItems": 1}]
+    return rng.choice(forms)
+
+
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with every model closed by hand: models are what has a title and properties."""
+    parts = {name: part | CLOSED for name, part in schema.get("$defs", {}).items()}
+    return schema | CLOSED | ({"$defs": parts} if parts else {})
+
+
+def drawn(grammars: Grammars, words: Tokenizer, asked: StructuredOutputsParams, seed: int) -> str | None:
+    """A random text that a grammar allows, which ends where it may; None if it becomes too long."""
+    rng, ids, end = random.Random(seed), list[int](), words.eos_token_id
+    constraint = grammars.constraint(asked, 0)
+    while len(ids) < LONGEST:
+        bits = np.unpackbits(constraint.masks()[0].view(np.uint8), bitorder="little")
+        found = np.flatnonzero(bits).tolist()
+        if end in found:
+            return words.decode(ids)
+        marks = [id for id in found if set(words.decode([id])) & set('"}]')]
+        ids.append(rng.choice(marks if marks and rng.random() < 0.5 else found))
+        constraint.follow(ids)
+        assert constraint.failure is None
+    return None
+
+
+def asked_of(schema: dict[str, Any], **fields: Any) -> StructuredOutputsParams:
+    """As a body of OpenAI's asks for a schema."""
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, **fields}}
+    chat = {"messages": [{"role": "user", "content": "x"}], "response_format": form}
+    found = task_of_body("chat", None, chat, {}, None).params.structured_outputs
+    assert found is not None
+    return found
+
+
+def test_models_of_pydantic_get_no_foreign_key(grammars, words):
+    whole, foreign = 0, 0
+    for seed in range(MODELS):
+        schema = pydantic_like(seed)
+        text = drawn(grammars, words, asked_of(schema, strict=True), seed)
+        if text is not None:
+            whole += 1
+            value = json.loads(text)
+            jsonschema.validate(value, strict(schema))
+            foreign += not set(value) <= schema["properties"].keys()
+    assert whole > 0.9 * MODELS and not foreign
+
+
+@pytest.mark.parametrize("fields", [{}, {"strict": False}, {"strict": True}])
+def test_a_schema_decides_whether_other_keys_are_allowed(grammars, words, fields):
+    """As xgrammar's grammars for vLLM: `strict` changes nothing."""
+    shut = grammars.constraint(asked_of(X, **fields), 0)
+    shut.follow(words.encode('{"x": 1, "y"'))
+    assert "is not allowed" in (shut.failure or "")
+    opened = grammars.constraint(asked_of(X | {"additionalProperties": True}, **fields), 0)
+    opened.follow(words.encode('{"x": 1, "y": []}'))
+    assert opened.failure is None
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_vllms_switch_of_other_keys_is_accepted(value):
+    asked = {"json": X, "disable_additional_properties": value}
+    task = task_of_body("completion", None, {"prompt": "x", "structured_outputs": asked}, {}, None)
+    assert task.params.structured_outputs == StructuredOutputsParams(json=X)
+
+
+def test_strict_is_true_or_false():
+    with pytest.raises(RequestError, match='response_format.strict="yes" is not allowed'):
+        asked_of(X, strict="yes")
+
+
+@pytest.mark.parametrize(
+    ("schema", "wanted"),
+    [
+        (X, X | CLOSED),
+        ({"type": "object"}, {"type": "object"}),
+        (X | {"additionalProperties": {"type": "null"}}, X | {"additionalProperties": {"type": "null"}}),
+        (X | {"unevaluatedProperties": True}, X | {"unevaluatedProperties": True}),
+        ({"patternProperties": {"^a": X}}, {"patternProperties": {"^a": X | CLOSED}} | CLOSED),
+        ({"anyOf": [X, {"type": "null"}]}, {"anyOf": [X | CLOSED, {"type": "null"}]}),
+        ({"allOf": [X], "title": "A"}, {"allOf": [X | CLOSED], "title": "A"}),
+        ({"allOf": [X, {"required": ["x"]}]}, {"allOf": [X, {"required": ["x"]}]}),
+        (X | {"anyOf": [X, X]}, X | {"anyOf": [X, X]}),
+        (X | {"if": X, "then": {"items": X}}, X | {"if": X, "then": {"items": X | CLOSED}}),
+        (X | {"required": ["x", "y"]}, X | {"required": ["x", "y"]}),
+        ({"items": [X], "default": X, "enum": [X]}, {"items": [X | CLOSED], "default": X, "enum": [X]}),
+    ],
+)  # fmt: skip
+def test_which_objects_are_closed(schema, wanted):
+    assert closed(schema) == wanted
+
+
+def test_what_a_reference_combines_stays_open():
+    parts = {"A": X, "B": {"$ref": "#/$defs/A"}, "C": X}
+    both = {"allOf": [{"$ref": "#/$defs/B"}, X | {"title": "B"}], "$defs": parts}
+    assert closed(both) == both | {"$defs": parts | {"C": X | CLOSED}}
+    loop = {"$ref": "#/$defs/A", "properties": {}, "$defs": {"A": {"$ref": "#/$defs/A"}}}
+    assert closed(loop) == loop
+
+
+@pytest.mark.parametrize("text", ['{"x":1}', '{ "x" : 1 }', '{\n  "x": 1\n}', '{\r\n\t\t"x": 1}'])
+def test_json_as_programs_write_it_is_allowed(grammars, words, text):
+    constraint = grammars.constraint(StructuredOutputsParams(json=X), 0)
+    constraint.follow(words.encode(text))
+    assert constraint.failure is None
+
+
+@pytest.mark.parametrize("space", ["  ", "\n\n", "\n" + " " * 21, "\t"])
+def test_whitespace_has_a_bound(grammars, words, space):
+    own = {"bounded": StructuredOutputsParams(json=X), "free": {"whitespace_pattern": r"[ \t\r\n]*"}}
+    constraint = grammars.constraint(own["bounded"], 0)
+    constraint.follow(words.encode("{" + space + '"x": 1}'))
+    assert "is not allowed" in (constraint.failure or "")
+    free = grammars.constraint(StructuredOutputsParams(json=X, **own["free"]), 0)
+    free.follow(words.encode("{" + space + '"x": 1}'))
+    assert free.failure is None

@@ -1,0 +1,127 @@
+"""Answers under a grammar come after the reasoning, in every notation of it; and how much a model reasons is
+a variable of its chat template."""
+
+import json
+
+import numpy as np
+import pytest
+from cases.text.dialects import ASKED, TOKENS, template
+from cases.text.letters import letters
+from tokenizers import AddedToken
+
+from duetto.checkpoints.dialects import REASONING, Marks
+from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.text.grammar.grammars import Grammars
+from duetto.serve.text.openai.dialect import Dialect
+from duetto.serve.text.openai.errors import RequestError
+from duetto.serve.text.openai.responses import task_of_response
+from duetto.serve.text.openai.tasks import params_for, prompt_ids, task_of_body
+from duetto.serve.text.tokenizer.chat import EFFORTS, render_chat
+from duetto.serve.text.tokenizer.tokenizer import Tokenizer
+from duetto.serve.text.tools.lark import MARK
+from duetto.serve.text.tools.reply_parser import ReasoningDelta, ReplyParser, text_of
+from duetto.serve.text.tools.stream_reader import TextDelta
+
+X = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+WANTED = {
+    "json": ({"json": X}, '{"x": 1}', '{"y": 1}'),
+    "regex": ({"regex": "[0-9]/[0-9]"}, "3/4", "3-4"),
+    "choice": ({"choice": ["yes", "no"]}, "no", "maybe"),
+    "grammar": ({"grammar": 'start: "a" b\nb: "c"+'}, "acc", "ab"),
+}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+ROWS = [pytest.param(row, id=row.begin.strip()[:20] + row.signs[-1]) for row in REASONING]
+
+
+def reasoning_model(marks: Marks, is_special: bool) -> Tokenizer:
+    """A tokenizer with a chat template of these marks, which may be special tokens."""
+    source = "{{ messages[0].content }}{# " + " ".join(marks.signs) + " #}"
+    texts = {
+        part for text in (marks.begin, marks.end, *marks.opens, marks.closes) for part in MARK.findall(text)
+    }
+    tokens = [AddedToken(text, special=True) for text in sorted(texts)] if is_special else []
+    return letters(source, *tokens, AddedToken("<eos>", special=True))
+
+
+def accepts(words: Tokenizer, asked: StructuredOutputsParams, text: str) -> bool:
+    """True if a grammar allows a text and an end after it."""
+    end = words.token_id("<eos>")
+    constraint = Grammars(words, len(words), [end]).constraint(asked, 0)
+    constraint.follow(words.encode(text))
+    bits = np.unpackbits(constraint.masks()[0].view(np.uint8), bitorder="little")
+    return constraint.failure is None and bool(bits[end])
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("marks", ROWS)
+def test_a_grammar_begins_after_the_reasoning(marks, is_special):
+    pytest.importorskip("llguidance")
+    words = reasoning_model(marks, is_special)
+    dialect, opening = Dialect(words), marks.opens[0] if marks.opens else ""
+    assert dialect.marks == marks
+    for own, right, wrong in WANTED.values():
+        asked = StructuredOutputsParams(**own)
+        for prompt, before in (("a", marks.begin), (f"a{marks.begin}", "")):
+            ids = words.encode(prompt)
+            grammar = dialect.after_reasoning(asked, ids)
+            thought = f"{before}b, {wrong}{marks.end}"
+            assert accepts(words, grammar, f"{thought}{opening}{right}{marks.closes}")
+            assert accepts(words, grammar, thought + right) and not accepts(words, grammar, thought + wrong)
+            assert not accepts(words, grammar, thought)
+            parser = ReplyParser("key", dialect.reasoning(ids))
+            parts = parser.take(f"{thought}{opening}{right}{marks.closes}", at_end=True)
+            assert text_of(parts, ReasoningDelta) == f"b, {wrong}" and text_of(parts, TextDelta) == right
+            assert accepts(words, grammar, right) == bool(before), "a begun reasoning has to end"
+
+
+def test_without_reasoning_a_grammar_begins_at_once():
+    """Where a template has ended the reasoning, or knows none."""
+    qwen = reasoning_model(REASONING[-2], is_special=True)
+    asked = StructuredOutputsParams(choice=["a"])
+    ended = qwen.encode("a<think>\n\n</think>\n\n")
+    assert Dialect(qwen).after_reasoning(asked, ended) is asked
+    assert Dialect(letters("{{ messages }}")).after_reasoning(asked, [1]) is asked
+
+
+def test_a_chats_parameters_have_the_grammar_after_the_reasoning():
+    pytest.importorskip("llguidance")
+    words = reasoning_model(REASONING[-2], is_special=True)
+    body = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": X}}}
+    task = task_of_body("chat", None, body, {}, None)
+    params = params_for(task, Dialect(words), prompt_ids(task, words, 100))
+    assert params.structured_outputs is not None and not params.skip_special_tokens
+    assert accepts(words, params.structured_outputs, '<think>hm</think>\n\n{"x": 3}')
+    plain = task_of_body("completion", None, {"prompt": "x", "guided_json": X}, {}, None)
+    assert params_for(plain, Dialect(words), [1]) is plain.params
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_an_effort_is_a_variable_of_the_template(effort):
+    wanted = {"reasoning_effort": effort} | dict.fromkeys(("enable_thinking", "thinking"), effort != "none")
+    chat = task_of_body("chat", None, CHAT | {"reasoning_effort": effort}, {}, None)
+    response = task_of_response({"input": "x", "reasoning": {"effort": effort, "summary": None}}, {})
+    assert chat.template_variables == response.template_variables == wanted
+    own = CHAT | {"reasoning_effort": effort, "chat_template_kwargs": {"thinking": 3}}
+    assert task_of_body("chat", None, own, {}, None).template_variables == wanted | {"thinking": 3}
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [({"reasoning_effort": "much"}, 'reasoning_effort="much" .*minimal'), ({"reasoning_effort": 3}, "=3 ")],
+)
+def test_other_efforts_are_refused(body, named):
+    with pytest.raises(RequestError, match=named):
+        task_of_body("chat", None, CHAT | body, {}, None)
+
+
+@pytest.mark.parametrize("reasoning", [{"effort": "much"}, {"summary": "auto"}, "high", {"budget": 3}])
+def test_what_a_response_cannot_have_of_reasoning_is_refused(reasoning):
+    with pytest.raises(RequestError, match="reasoning"):
+        task_of_response({"input": "x", "reasoning": reasoning}, {})
+
+
+def test_gpt_oss_reads_the_effort():
+    task = task_of_body("chat", None, CHAT | {"reasoning_effort": "high"}, {}, None)
+    text = render_chat(template("gpt_oss"), [ASKED], **TOKENS, **task.template_variables)
+    assert "Reasoning: high" in text
+    assert json.dumps(task.template_variables)
