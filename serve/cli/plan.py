@@ -20,7 +20,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=sorted(PRESETS), help="sizes of a known model, instead of --model")
     parser.add_argument(
         "--target",
-        help="accelerator to plan for: t4, l4, a100, h200, 8xh200, v5e:2x2, v6e:2x4, ... (default: this machine)",
+        help="accelerator to plan for: t4, l4, a100, h200, 8xh200, v6e:2x4, ... (default: this machine)",
     )
     parser.add_argument(
         "--context",
