@@ -47,7 +47,7 @@ product = jax.jit(einsum, static_argnums=(0, 3))
 
 def random(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     """Normal numbers, drawn by numpy: jax would compile a program for each shape."""
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
 def is_record(x: Any) -> bool:

@@ -55,7 +55,7 @@ def test_no_place_rounds_otherwise():
     x, w = np.ones((64, 1, 64), np.float32), np.zeros((64, 100), np.float32)
     a, b = (np.asarray(random(*shape, seed=i)) for i, shape in enumerate([(64, 3), (3, 100)]))
     owner = np.arange(64, dtype=np.int32) % 4
-    weight = Adapted(*map(jnp.asarray, (w, np.stack([a] * 4, 1), np.stack([b] * 4), owner)))
+    weight = Adapted(*map(jax.device_put, (w, np.stack([a] * 4, 1), np.stack([b] * 4), owner)))
     found = np.asarray(product("btd,df->btf", x, weight))
     np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
 
@@ -83,7 +83,7 @@ def test_terms_that_are_no_numbers_stay_with_their_rows():
 
 
 def test_rows_lead_or_are_flat():
-    owner, each = jnp.asarray([4, 5], jnp.int32), jax.jit(per_token, static_argnums=1)
+    owner, each = np.array([4, 5], np.int32), jax.jit(per_token, static_argnums=1)
     assert each(owner, (2, 3)).tolist() == [[4] * 3, [5] * 3]
     assert each(owner, (6,)).tolist() == [4, 4, 4, 5, 5, 5] and each(owner, (2,)).tolist() == [4, 5]
 

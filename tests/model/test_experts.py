@@ -46,7 +46,7 @@ def tokens(count: int, seed: int = 2) -> jax.Array:
 def choices(c: Experts, count: int, among: int) -> jax.Array:
     """Different experts for each token, the first `among` ones only."""
     drawn = [np.random.default_rng(row).permutation(among)[: c.active] for row in range(count)]
-    return jnp.asarray(np.stack(drawn), jnp.int32)
+    return jax.device_put(np.stack(drawn).astype(np.int32))
 
 
 @pytest.mark.parametrize("count, E, active", [(1, 1, 1), (1, 8, 3), (7, 4, 2), (64, 128, 8), (300, 5, 4)])

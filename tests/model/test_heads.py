@@ -62,7 +62,7 @@ def test_guesses_equal_those_made_one_by_one(tiny_head, widths: list[int]):
         np.random.default_rng(5).normal(size=(3, D)).astype(np.float32),
     )
     tokens = jax.jit(guess_tree, static_argnames=("config", "tree"))(
-        head, params, CONFIG, hidden, jnp.array([4, 9, 9], jnp.int32), tree
+        head, params, CONFIG, hidden, np.array([4, 9, 9], np.int32), tree
     )
     tokens = np.asarray(tokens)
     assert tokens[:, 0].tolist() == [4, 9, 9]

@@ -42,9 +42,9 @@ def weight(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int, zeros: 
     rng = np.random.default_rng(1)
     values = list(shape)
     values[inputs - 1] //= 2
-    own = jnp.asarray(rng.integers(0, 16, scales, np.uint8)) if zeros else None
+    own = jax.device_put(rng.integers(0, 16, scales, np.uint8)) if zeros else None
     return Quantised(
-        jnp.asarray(rng.integers(0, 256, values, np.uint8)),
+        jax.device_put(rng.integers(0, 256, values, np.uint8)),
         random(*scales, dtype=jnp.bfloat16),
         own,
         "int4",

@@ -60,7 +60,7 @@ def test_a_product_is_that_of_the_widened_weight(name: str, scheme: str):
 def test_scales_may_cover_blocks_of_any_axes(blocks: tuple[int, ...]):
     equation, left, right = PRODUCTS["q"]
     draw = np.random.default_rng(3)
-    codes, zeros = (jnp.asarray(draw.integers(-127, 128, shape, np.int8)) for shape in (right, blocks))
+    codes, zeros = (jax.device_put(draw.integers(-127, 128, shape, np.int8)) for shape in (right, blocks))
     for record in (Quantised(codes, random(*blocks)), Quantised(codes, random(*blocks), zeros)):
         whole = np.asarray(codes, np.float32)
         for array, less in ((record.zeros, np.subtract), (record.scales, np.multiply)):
@@ -123,9 +123,9 @@ def test_an_odd_axis_keeps_its_weight():
 
 
 def test_zeros_and_floats_of_four_bits():
-    values = jnp.asarray(np.arange(16, dtype=np.uint8).reshape(4, 4) * 16 + 3)
-    scales = jnp.asarray(np.full((2, 4), 0.5, np.float32))
-    zeros = jnp.asarray([[0, 1, 2, 16], [3, 4, 5, 6]], jnp.uint8)
+    values = jax.device_put(np.arange(16, dtype=np.uint8).reshape(4, 4) * 16 + 3)
+    scales = jax.device_put(np.full((2, 4), 0.5, np.float32))
+    zeros = jax.device_put(np.array([[0, 1, 2, 16], [3, 4, 5, 6]], np.uint8))
     record = Quantised(values, scales, zeros, "int4", -2)
     codes = np.stack([np.asarray(values) % 16, np.asarray(values) // 16], 1).reshape(8, 4).astype(np.float32)
     expected = (codes - np.repeat(np.asarray(zeros, np.float32), 4, axis=0)) * 0.5

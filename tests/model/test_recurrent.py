@@ -2,7 +2,6 @@
 they have."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -130,7 +129,7 @@ def test_convolutions_of_a_prefill_are_those_of_single_tokens(kernel):
     """And so is what they remember behind each block and behind the row."""
     T, counts = BLOCK + 5, [BLOCK + 5, BLOCK, 3]
     random = np.random.RandomState(9)
-    weight, bias = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((N, H, kernel), (N, H)))
+    weight, bias = (random.standard_normal(s).astype(np.float32) for s in ((N, H, kernel), (N, H)))
     leaves = Leaves(((N, kernel - 1, H),))
     own = Recurrence(leaves, (Convolution(weight, bias),), jax.nn.silu)
     new = random.standard_normal((B, T, N, H)).astype(np.float32)

@@ -1,5 +1,6 @@
 """Projections that lie transposed: which they are, that their products are the array's, and the way back."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from cases.weights import MIXED, PRODUCTS, product, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import abstract, init, paths
 from duetto.model.weights.fixed import Fixed, fixed
@@ -22,9 +24,9 @@ def narrow(*shape: int, seed: int = 0) -> jax.Array:
     return random(*shape, seed=seed, dtype=jnp.bfloat16)
 
 
-@jax.jit
-def drawn() -> Decoder:
-    return init(jax.random.key(0), decoder_spec(MIXED), jnp.bfloat16)
+@partial(jax.jit, static_argnums=0)
+def drawn(config: ModelConfig) -> Decoder:
+    return init(jax.random.key(0), decoder_spec(config), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
@@ -56,7 +58,7 @@ def test_dense_projections_of_16_bits_on_one_cpu_are_transposed_and_nothing_else
 
 
 def test_donated_weights_are_freed_one_by_one_and_the_way_back_has_their_bits():
-    params = drawn()
+    params = drawn(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8))
     kept = jax.tree.map(np.asarray, params)
     there = transposed(params)
     assert not params.layers[0].attention.q.is_deleted()
@@ -66,7 +68,7 @@ def test_donated_weights_are_freed_one_by_one_and_the_way_back_has_their_bits():
 
 
 def test_new_weights_take_the_forms_of_those_before():
-    params = drawn()
+    params = drawn(MIXED)
     served = fixed(transposed(params))
     found = prepared_as(served, params)
     assert jax.tree.structure(found) == jax.tree.structure(served)
