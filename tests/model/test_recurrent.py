@@ -129,7 +129,9 @@ def test_convolutions_of_a_prefill_are_those_of_single_tokens(kernel):
     """And so is what they remember behind each block and behind the row."""
     T, counts = BLOCK + 5, [BLOCK + 5, BLOCK, 3]
     random = np.random.RandomState(9)
-    weight, bias = (random.standard_normal(s).astype(np.float32) for s in ((N, H, kernel), (N, H)))
+    weight, bias = (
+        jax.device_put(random.standard_normal(s).astype(np.float32)) for s in ((N, H, kernel), (N, H))
+    )
     leaves = Leaves(((N, kernel - 1, H),))
     own = Recurrence(leaves, (Convolution(weight, bias),), jax.nn.silu)
     new = random.standard_normal((B, T, N, H)).astype(np.float32)
