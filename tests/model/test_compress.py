@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.weights import PRODUCTS, dense, product, random
+from cases.weights import PRODUCTS, dense, drawn, product, random
 
 from duetto.checkpoints.huggingface import load
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, decoder_spec
-from duetto.model.tree import init, paths
+from duetto.model.tree import paths
 from duetto.model.weights.compress import (
     CONTRACTED,
     CompressionPlan,
@@ -28,11 +27,6 @@ from duetto.model.weights.compress import (
 from duetto.model.weights.lowrank import low_rank
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@partial(jax.jit, static_argnums=0)
-def made(config: ModelConfig) -> Decoder:
-    return init(jax.random.key(0), decoder_spec(config))
 
 
 def test_what_is_compressed_and_what_is_not(mixed: Decoder):
@@ -55,7 +49,7 @@ def test_what_is_compressed_and_what_is_not(mixed: Decoder):
 
 def test_a_tied_embedding_stays_whole():
     config = ModelConfig.uniform(32, 16, 32, 1, 2, 1, 8, tied_embeddings=True)
-    params = compress(made(config), projections("int8"))
+    params = compress(drawn(decoder_spec(config)), projections("int8"))
     assert params.head is None and params.embed.dtype == jnp.float32
     with pytest.raises(ValueError, match="rule 'head' meets no weight"):
         compress(params, CompressionPlan((("head", "int8"),)))
@@ -69,7 +63,7 @@ def test_unknown_ways_are_refused(how: Any):
 
 
 def test_weights_are_given_up_one_by_one():
-    params = made(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8))
+    params = drawn(decoder_spec(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8)))
     kept = quantize_params(params, "int8")
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
     given = quantize_params(params, "int8", donate=True)
@@ -78,7 +72,7 @@ def test_weights_are_given_up_one_by_one():
 
 
 def test_compressing_twice_compiles_once():
-    params = made(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8))
+    params = drawn(decoder_spec(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8)))
     quantize_params(params, "int8")
     with jax.no_tracing():
         quantize_params(params, "int8")

@@ -1,18 +1,17 @@
 """Projections that lie transposed: which they are, that their products are the array's, and the way back."""
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.weights import MIXED, PRODUCTS, product, random
+from cases.weights import MIXED, PRODUCTS, drawn, product, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from duetto.model.config import ModelConfig
-from duetto.model.transformer import Decoder, decoder_spec
-from duetto.model.tree import abstract, init, paths
+from duetto.model.transformer import decoder_spec
+from duetto.model.tree import abstract, paths
 from duetto.model.weights.fixed import Fixed, fixed
 from duetto.model.weights.prepared import prepared_as
 from duetto.model.weights.transposed import Transposed, is_transposed, transpose, transposed, untransposed
@@ -22,11 +21,6 @@ LEADING = {"q": 1, "o": 2, "down": 1}
 
 def narrow(*shape: int, seed: int = 0) -> jax.Array:
     return random(*shape, seed=seed, dtype=jnp.bfloat16)
-
-
-@partial(jax.jit, static_argnums=0)
-def drawn(config: ModelConfig) -> Decoder:
-    return init(jax.random.key(0), decoder_spec(config), jnp.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [None, jnp.float32])
@@ -58,7 +52,7 @@ def test_dense_projections_of_16_bits_on_one_cpu_are_transposed_and_nothing_else
 
 
 def test_donated_weights_are_freed_one_by_one_and_the_way_back_has_their_bits():
-    params = drawn(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8))
+    params = drawn(decoder_spec(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8)), jnp.bfloat16)
     kept = jax.tree.map(np.asarray, params)
     there = transposed(params)
     assert not params.layers[0].attention.q.is_deleted()
@@ -68,7 +62,7 @@ def test_donated_weights_are_freed_one_by_one_and_the_way_back_has_their_bits():
 
 
 def test_new_weights_take_the_forms_of_those_before():
-    params = drawn(MIXED)
+    params = drawn(decoder_spec(MIXED), jnp.bfloat16)
     served = fixed(transposed(params))
     found = prepared_as(served, params)
     assert jax.tree.structure(found) == jax.tree.structure(served)
