@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -62,7 +61,7 @@ def merged(params: Decoder, adapter: Adapter) -> Decoder:
             return weight
         a, b = (np.asarray(x, np.float32) for x in terms)
         both = np.tensordot(a, b, axes=1) + np.asarray(weight, np.float32)
-        return jnp.asarray(both, weight.dtype)
+        return jax.device_put(both.astype(weight.dtype))
 
     return jax.tree_util.tree_map_with_path(leaf, params)
 

@@ -26,8 +26,10 @@ def embedded_plainly(params, config, texts: list[list[int]]) -> np.ndarray:
     return np.array([*(s[-1] for s in states), *(s.mean(axis=0) for s in states)])
 
 
-def padded(text: list[int]) -> tuple[jax.Array, jax.Array]:
-    return jnp.zeros((1, WIDTH), jnp.int32).at[0, : len(text)].set(jnp.array(text)), jnp.full(1, len(text))
+def padded(text: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.zeros((1, WIDTH), np.int32)
+    tokens[0, : len(text)] = text
+    return tokens, np.full(1, len(text), np.int32)
 
 
 @partial(jax.jit, static_argnames="config")

@@ -39,7 +39,8 @@ Q = "model.layers.1.self_attn.q_proj.weight"
 def decoder(config: ModelConfig, dtype=jnp.float32) -> Decoder:
     """Random parameters, every one of them wide of its neutral value."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda s: jnp.asarray(rng.normal(0.5, 0.5, s.shape), dtype), decoder_spec(config))
+    draw = lambda s: jax.device_put(rng.normal(0.5, 0.5, s.shape).astype(dtype))
+    return jax.tree.map(draw, decoder_spec(config))
 
 
 def assert_equal(found: Decoder, expected: Decoder) -> None:

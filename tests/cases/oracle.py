@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases.sampling import admit_jit, load_jit
 
 from duetto import SamplingParams
 from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
@@ -18,7 +19,7 @@ from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, forward, unembed
 from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.sample import sample
-from duetto.sampling.state import admit, commit, dense_bias, empty_state, load_history, needs_history
+from duetto.sampling.state import commit, dense_bias, empty_state, needs_history
 from duetto.serve.host.blob_store import BlobStore
 from duetto.serve.runtime.compiled import executable_cache
 
@@ -77,18 +78,18 @@ def computed(model: Model, prompt: list[int], params: SamplingParams) -> list[in
     """The same by the model, in one program."""
     V, wanted = model.config.vocab_size, params.max_tokens or 16
     width = 256 if len(prompt) + wanted <= 256 else 512  # the time of a pass is the square of it
-    state = admit(
+    state = admit_jit(
         empty_state(1, V),
-        jnp.int32(0),
+        np.int32(0),
         knobs_row(params, seed=fold_seed(params.seed or 0), stop_ids=(), prompt_len=len(prompt)),
     )
     if needs_history(params):
-        padded = jnp.asarray(np.resize(np.array(prompt, np.int32), width))
-        lengths = jnp.int32(len(prompt)), jnp.int32(len(prompt))
-        state = load_history(state, jnp.int32(0), padded, *lengths, jnp.asarray(dense_bias(params, V)))
+        padded = np.resize(np.array(prompt, np.int32), width)
+        lengths = np.int32(len(prompt)), np.int32(len(prompt))
+        state = load_jit(state, np.int32(0), padded, *lengths, dense_bias(params, V))
     tokens = np.zeros((1, width), np.int32)
     tokens[0, : len(prompt)] = prompt
-    ends = jnp.int32(len(prompt)), jnp.int32(len(prompt) + wanted)
+    ends = np.int32(len(prompt)), np.int32(len(prompt) + wanted)
     found = all_tokens(model.params, model.config, tokens, *ends, state, model.kv_cache_dtype)
     return np.asarray(found)[0, len(prompt) : len(prompt) + wanted].tolist()
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from duetto.sampling.params import SamplingParams, knobs_row
@@ -60,9 +59,9 @@ def enter(
 def draw(logits: np.ndarray, request: Request, draws: int, seed: int = 0) -> Sampled:
     """The tokens of one request at `draws` positions, from the same logits at each."""
     state = enter(empty_state(1, len(logits)), 0, request, seed)
-    position = jnp.arange(draws, dtype=jnp.int32) + request.position
-    rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (draws, len(logits)))
-    return sample_jit(rows, position, jnp.zeros(draws, jnp.int32), jnp.ones(draws, bool), state)
+    position = np.arange(draws, dtype=np.int32) + request.position
+    rows = np.broadcast_to(logits.astype(np.float32), (draws, len(logits)))
+    return sample_jit(rows, position, np.zeros(draws, np.int32), np.ones(draws, bool), state)
 
 
 def edited(logits: np.ndarray, r: Request) -> np.ndarray:

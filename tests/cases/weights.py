@@ -5,10 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
+from duetto.model.layers import einsum
 from duetto.model.transformer import Decoder, forward, unembed
+from duetto.model.tree import Spec, is_spec
 from duetto.model.weights.lowrank import LowRank
 from duetto.model.weights.quant import Quantised
 
@@ -39,14 +42,31 @@ MIXED = ModelConfig(
 )
 
 
-def random(*shape: int, seed: int = 0) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32)
+# One program a product: its steps one by one would be a program each, of every shape.
+product = jax.jit(einsum, static_argnums=(0, 3))
+
+
+def random(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+    """Normal numbers, drawn by numpy: jax would compile a program for each shape."""
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+
+
+def drawn(specs: Any, dtype: Any = jnp.float32) -> Any:
+    """Random parameters for a tree of specs, drawn by numpy."""
+    draw = np.random.default_rng(0)
+
+    def leaf(spec: Spec) -> jax.Array:
+        numbers = spec.mean + spec.scale * draw.standard_normal(spec.shape)
+        return jax.device_put(numbers.astype(spec.dtype or dtype))
+
+    return jax.tree.map(leaf, specs, is_leaf=is_spec)
 
 
 def is_record(x: Any) -> bool:
     return isinstance(x, Quantised | LowRank)
 
 
+@jax.jit
 def dense(tree: Any) -> Any:
     """A tree with arrays in place of its records."""
 

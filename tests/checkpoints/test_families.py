@@ -187,7 +187,7 @@ def test_bfloat16_stays_bfloat16(name, tmp_path):
     """No part of any family promotes its activations, or mixes dtypes (tests forbid it)."""
     (tmp_path / "config.json").write_text(json.dumps(hub_config(name)))
     config = read_config(tmp_path)
-    params, ids = abstract(decoder_spec(config), jnp.dtype(jnp.bfloat16)), jnp.zeros((1, 40), jnp.int32)
+    params, ids = abstract(decoder_spec(config), jnp.dtype(jnp.bfloat16)), np.zeros((1, 40), np.int32)
     hidden = jax.eval_shape(lambda w, ids: forward(w, config, ids, ids, causal)[0], params, ids)
     assert hidden.dtype == jnp.bfloat16
 

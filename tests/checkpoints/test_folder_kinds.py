@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.folders import decoder
 from cases.models import TINY
-from conftest import random_model
 from safetensors.numpy import load_file, save_file
 
 from duetto.checkpoints.huggingface import load, read_config, save
@@ -27,7 +27,7 @@ Tensors = dict[str, np.ndarray]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    save(folder, TINY, random_model("tiny").params, jnp.float32)
+    save(folder, TINY, decoder(TINY), jnp.float32)
     return folder
 
 

@@ -139,8 +139,8 @@ def test_what_is_quantised_says_the_same_text(tmp_path: Path):
     source = llama_folder()
     made, _ = quantise(source, tmp_path / "made", *LLAMA_CASES["gptq 8 bits"], projection)
     whole = write(tmp_path / "whole", *source)
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)), jnp.int32)
-    places = jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32)[None], tokens.shape)
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 12), np.int32)
+    places = np.broadcast_to(np.arange(12, dtype=np.int32)[None], tokens.shape)
 
     def logits(folder: Path) -> np.ndarray:
         config, params = load(folder, jnp.float32)

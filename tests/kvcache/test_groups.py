@@ -18,18 +18,26 @@ pytestmark = pytest.mark.as_served
 K, G, H, W, M, T = 2, 3, 16, 64, 10, 2
 
 
+@partial(jax.jit, static_argnums=1)
+def steps(lengths: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where groups end, and the rows and the block of each step up to there; more steps follow."""
+    groups = by_length(lengths, tokens)
+    _, own, j = jax.vmap(groups.step)(jnp.arange(10 * len(lengths)))
+    return groups.until, own, j
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 32])
 @pytest.mark.parametrize("rows", [1, 2, 6, 8, 10, 13, 16, 32, 40])
 def test_each_row_is_read_to_its_end_and_no_group_beyond_its_longest(rows: int, tokens: int):
     lengths = np.random.default_rng(rows).integers(0, 10, rows)
-    groups = by_length(jnp.asarray(lengths, jnp.int32), tokens)
+    until, own, j = map(np.asarray, steps(lengths.astype(np.int32), tokens))
+    own, j = own[: until[-1]], j[: until[-1]]
     visits: dict[int, list[int]] = {row: [] for row in range(rows)}
-    _, own, j = map(np.asarray, jax.vmap(groups.step)(jnp.arange(groups.until[-1])))
     for members, block in zip(own, j, strict=True):
         for row in members:
             visits[int(row)].append(int(block))
     assert all(n == [*range(len(n))] and len(n) >= lengths[row] for row, n in visits.items())
-    longest = sorted(lengths, reverse=True)[:: groups.size]
+    longest = sorted(lengths, reverse=True)[:: own.shape[1]]
     assert len(longest) <= MOST and len(own) == sum(longest)
 
 
@@ -38,7 +46,8 @@ def numbers(dtype: jnp.dtype) -> tuple[Any, Any, Any, np.ndarray, np.ndarray]:
     """Pools of keys and of values, sinks; each of 32 rows' query and pages."""
     draw = np.random.default_rng(0)
     pool = pool_dtype(dtype, jax.devices()[0])
-    k, v = (as_dtype(jnp.asarray(draw.normal(size=(K, 32 * M, W, H)), dtype), pool) for _ in range(2))
+    kept = jax.jit(as_dtype, static_argnums=1)
+    k, v = (kept(draw.normal(size=(K, 32 * M, W, H)).astype(dtype), pool) for _ in range(2))
     q, sinks = (draw.normal(size=size).astype(dtype) for size in ((32, T, K * G, H), K * G))
     return k, v, sinks, q, draw.permutation(32 * M).reshape(32, M).astype(np.int32)
 

@@ -1,5 +1,6 @@
 """The GPU's kernels, interpreted: they equal the reference, and bits follow from a row alone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -68,22 +69,22 @@ CASES = {
 }
 
 
-def random(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+def random(seed: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, LayerPages, AttentionParams]:
+def inputs(case: Case, seed: int = 0) -> tuple[np.ndarray, LayerPages, AttentionParams]:
     """Random queries and pages; pages that no row owns, and slots after a row's last token, hold NaN."""
     B, pages = len(case.start), len(case.start) * case.M + 1
     q = random(seed, (B, case.T, case.K * case.G, case.H), case.dtype)
-    k, v = (np.array(random(seed + i, (case.K, pages, case.W, case.H), jnp.float32)) for i in (1, 2))
+    k, v = (random(seed + i, (case.K, pages, case.W, case.H), np.float32) for i in (1, 2))
     table = np.random.default_rng(seed).permutation(pages)[:-1].reshape(B, -1)
     for row, end in enumerate(np.add(case.start, case.count)):
         unwritten = np.arange(case.M * case.W).reshape(case.M, case.W) >= end
         for pool in (k, v):
             pool[:, table[row]] = np.where(unwritten[None, ..., None], np.nan, pool[:, table[row]])
-    rows = (jnp.asarray(x, jnp.int32) for x in (table, case.start, case.count))
-    sinks = random(seed + 3, (case.K * case.G,), case.dtype) if case.sinks else None
+    rows = (np.asarray(x, np.int32) for x in (table, case.start, case.count))
+    sinks = jax.device_put(random(seed + 3, (case.K * case.G,), case.dtype)) if case.sinks else None
     reading = AttentionParams(case.H**-0.5, case.window, case.softcap, sinks, chunked=case.chunked)
     k, v = (kept_in(case, pool) for pool in (k, v))
     if case.rank is not None:
@@ -95,38 +96,50 @@ def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, LayerPages, AttentionP
 
 def kept_in(case: Case, pool: np.ndarray) -> Any:
     """A pool of these numbers; where they are NaN, int8 has some code and a scale that is NaN."""
-    like = empty_pool((1, 1, 1, case.H), kept_as(case.kept, case.dtype))
-    return encoded(like, jnp.asarray(pool, case.dtype))
+    pool = pool.astype(case.dtype)
+    if case.kept == "auto":
+        return pool
+    encode = jax.jit(lambda x: encoded(empty_pool((1, 1, 1, case.H), kept_as(case.kept, case.dtype)), x))
+    return jax.tree.map(np.asarray, encode(pool))
 
 
 def first_numbers(rank: int, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rows, rows[..., :rank]
 
 
-def reference(q: jax.Array, pages: LayerPages, reading: AttentionParams) -> jax.Array:
+def plainly(q: jax.Array, pages: LayerPages, reading: AttentionParams) -> jax.Array:
     B, T = q.shape[:2]
     batch = Batch(jnp.zeros((B, T), jnp.int32), pages.start, pages.count, (pages.table,), jnp.arange(B))
     return running_softmax(q, batch, partial(read_keys, pages[:2], pages.table, reading, q.dtype), reading)
 
 
-def real(x: jax.Array, count: Any) -> np.ndarray:
+def compiled(
+    attend: Callable[..., jax.Array], q: Any, pages: LayerPages, reading: AttentionParams
+) -> np.ndarray:
+    """What a function attends to, as one program."""
+    run = jax.jit(lambda q, pages, sinks: attend(q, pages, replace(reading, sinks=sinks)))
+    return np.asarray(run(q, pages, reading.sinks))
+
+
+def real(x: np.ndarray, count: Any) -> np.ndarray:
     """The real tokens' heads [tokens,N,H]."""
-    return np.asarray(x, np.float32)[np.arange(x.shape[1])[None] < np.asarray(count)[:, None]]
+    return x.astype(np.float32)[np.arange(x.shape[1])[None] < np.asarray(count)[:, None]]
 
 
-interpreted = partial(attend_pages, interpret=True)
+interpreted = partial(compiled, partial(attend_pages, interpret=True))
+reference = partial(compiled, plainly)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_kernels_equal_the_reference(case: Case):
-    q, pages, reading = inputs(case)
+    q, pages, reading = on_device(case)
     assert supported(q, pages.k, pages.v, reading) == (case.rank is None or case.dtype == jnp.bfloat16)
     found, wanted = interpreted(q, pages, reading), reference(q, pages, reading)
     assert found.shape == (*q.shape[:3], case.rank or case.H) and found.dtype == q.dtype
     tolerance = 1e-5 if case.dtype == jnp.float32 else 3e-2
     np.testing.assert_allclose(real(found, case.count), real(wanted, case.count), atol=tolerance)
     empty = np.asarray(case.count) == 0
-    assert not np.asarray(found, np.float32)[empty].any()
+    assert not found[empty].any()
 
 
 def small_pages(pages: LayerPages, W: int) -> LayerPages:
@@ -135,14 +148,13 @@ def small_pages(pages: LayerPages, W: int) -> LayerPages:
     n = whole // W
     order = np.random.default_rng(5).permutation(P * n)  # where each small page goes
 
-    def cut(pool: jax.Array) -> jax.Array:
+    def cut(pool: np.ndarray) -> np.ndarray:
         return pool.reshape(K, P * n, W, *pool.shape[3:])[:, np.argsort(order)]
 
     small = order[(np.asarray(pages.table)[..., None] * n + np.arange(n)).reshape(len(pages.table), -1)]
     table = np.pad(small, ((0, 0), (0, 2 * small.shape[1])), constant_values=10**6)
-    return pages._replace(
-        k=jax.tree.map(cut, pages.k), v=jax.tree.map(cut, pages.v), table=jnp.asarray(table, jnp.int32)
-    )
+    k, v = jax.tree.map(cut, pages[:2])
+    return pages._replace(k=k, v=v, table=table.astype(np.int32))
 
 
 @pytest.mark.parametrize(
@@ -174,9 +186,9 @@ def test_bits_do_not_depend_on_the_chunk():
     case = Case((0,), (90,), T=90, K=1, window=60)
     q, pages, reading = inputs(case)
     whole = interpreted(q, pages, reading)
-    first = pages._replace(count=jnp.asarray([64], jnp.int32))
-    second = pages._replace(start=jnp.asarray([64], jnp.int32), count=jnp.asarray([26], jnp.int32))
-    padded = jnp.pad(q[:, 64:], ((0, 0), (0, 38), (0, 0), (0, 0)))
+    first = pages._replace(count=np.array([64], np.int32))
+    second = pages._replace(start=np.array([64], np.int32), count=np.array([26], np.int32))
+    padded = np.pad(q[:, 64:], ((0, 0), (0, 38), (0, 0), (0, 0)))
     parts = interpreted(q[:, :64], first, reading), interpreted(padded, second, reading)[:, :26]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
 
@@ -206,10 +218,10 @@ def test_a_long_row_fills_a_gpu(K: int, G: int, rank: int | None):
     reading = AttentionParams(1.0, rank=rank)
 
     def parts(rows: int, length: int) -> int:
-        start, count = jnp.full(rows, length - 1), jnp.ones(rows, jnp.int32)
-        pages = LayerPages(None, None, None, start, count)
+        pages = LayerPages(None, None, None, np.full(rows, length - 1, np.int32), np.ones(rows, np.int32))
         heads, _, split = kernels.division(K, G, reading)
-        return heads * int(kernels.shares(pages, split, reading)[rows])
+        shares = jax.jit(lambda pages: kernels.shares(pages, split, reading))(pages)
+        return heads * int(np.asarray(shares)[rows])
 
     assert 0.9 * kernels.PROCESSORS <= parts(1, 40960) <= 2 * kernels.PROCESSORS
     assert kernels.PROCESSORS <= parts(64, 1024) <= 64 * K * 16
@@ -223,23 +235,26 @@ def test_keys_of_a_path_count_like_written_ones(H: int, rank: int | None, kept: 
     heads = 2 if rank is None else 1
     case = Case((70, 1, 0), (1, 1, 1), K=heads, H=H, window=60, sinks=True, rank=rank, kept=kept)
     q, pages, reading = inputs(case)
-    root = jnp.asarray([67, 0, 0], jnp.int32)
+    root = np.array([67, 0, 0], np.int32)
 
-    def newest(pool: Any) -> jax.Array | None:
+    def newest(pool: Any) -> np.ndarray | None:
         if pool is None:
             return None
-        at = np.minimum(np.asarray(root)[:, None] + np.arange(5), case.M * case.W - 1)
-        page = np.take_along_axis(np.asarray(pages.table), at // case.W, axis=1)
+        at = np.minimum(root[:, None] + np.arange(5), case.M * case.W - 1)
+        page = np.take_along_axis(pages.table, at // case.W, axis=1)
         read = jax.tree.map(lambda x: x[:, page, at % case.W], pool)
-        return decoded(read, q.dtype).transpose(1, 2, 0, 3)
+        return np.asarray(jax.jit(decoded, static_argnums=1)(read, q.dtype)).transpose(1, 2, 0, 3)
 
-    ends = zip(np.asarray(root), case.start, strict=True)
+    ends = zip(root, case.start, strict=True)
     hidden = [(row, at) for row, (first, last) in enumerate(ends) for at in range(first, last + 1)]
-    rows, at = (jnp.asarray(x) for x in zip(*hidden, strict=True))
+    rows, at = (np.array(x) for x in zip(*hidden, strict=True))
 
-    def spoilt(x: jax.Array) -> jax.Array:
-        nothing = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else 77
-        return x.at[:, pages.table[rows, at // case.W], at % case.W].set(nothing)
+    def spoilt(x: np.ndarray) -> np.ndarray:
+        x = x.copy()
+        x[:, pages.table[rows, at // case.W], at % case.W] = (
+            np.nan if jnp.issubdtype(x.dtype, jnp.floating) else 77
+        )
+        return x
 
     own = newest(pages.k), newest(pages.v), root
     k, v = jax.tree.map(spoilt, pages[:2])
@@ -247,21 +262,26 @@ def test_keys_of_a_path_count_like_written_ones(H: int, rank: int | None, kept: 
     np.testing.assert_array_equal(found, interpreted(q, pages, reading))
 
 
+def on_device(case: Case) -> tuple[jax.Array, LayerPages, AttentionParams]:
+    q, pages, reading = inputs(case)
+    return *jax.device_put((q, pages)), reading
+
+
 def test_what_the_kernels_do_not_read():
-    q, pages, reading = inputs(Case((0,), (1,)))
+    q, pages, reading = on_device(Case((0,), (1,)))
     assert not supported(q, pages.k, None, replace(reading, expand=lambda rows: (rows, rows)))
     assert not supported(q[..., :40], pages.k[..., :40], pages.v[..., :40], reading)
     assert not supported(q.astype(jnp.bfloat16), pages.k, pages.v, reading)
-    assert not supported(jnp.zeros((1, 1, 80, 64)), pages.k, pages.v, reading)
+    assert not supported(jax.ShapeDtypeStruct((1, 1, 80, 64), q.dtype), pages.k, pages.v, reading)
     of_a_cpu = empty_pool((2, 9, 16, 64), SCHEMES["int8"], jax.devices("cpu")[0])
     assert not supported(q, of_a_cpu, of_a_cpu, reading)
 
 
 def test_latent_rows_that_the_kernels_do_not_read():
-    q, pages, reading = inputs(Case((0,), (1,), K=1, G=4, rank=48, dtype=jnp.bfloat16))
+    q, pages, reading = on_device(Case((0,), (1,), K=1, G=4, rank=48, dtype=jnp.bfloat16))
     assert supported(q, pages.k, None, reading)
-    assert not supported(jnp.zeros((1, 1, 129, 64), q.dtype), pages.k, None, reading)
-    assert not supported(jnp.zeros((1, 2, 4, 64), q.dtype), pages.k, None, reading)
+    assert not supported(jax.ShapeDtypeStruct((1, 1, 129, 64), q.dtype), pages.k, None, reading)
+    assert not supported(jax.ShapeDtypeStruct((1, 2, 4, 64), q.dtype), pages.k, None, reading)
     assert not supported(q, pages.k, None, replace(reading, rank=40))
     assert not supported(q, pages.k, None, replace(reading, rank=None))
     assert not supported(q.astype(jnp.float32), pages.k.astype(jnp.float32), None, reading)

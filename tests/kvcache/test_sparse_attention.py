@@ -77,16 +77,16 @@ def test_neighbours_and_the_tables_width_change_no_choice():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_a_score_has_the_same_bits_in_every_shape(dtype):
     q, weights, index = drawn(1, 256)
-    k = jnp.asarray(index[:, :BLOCK], dtype)
+    q, k = q.astype(dtype), index[:, :BLOCK].astype(dtype)
 
     @jax.jit
     def order(q, weights, k):
         return Selection(q, weights, KEYS).order(k)
 
-    whole = np.asarray(order(jnp.asarray(q, dtype), weights, k))[0]
+    whole = np.asarray(order(q, weights, k))[0]
     for B, T in ((1, 64), (2, 32), (8, 1), (16, 1), (64, 1)):
-        some = jnp.asarray(q[0, : B * T], dtype).reshape(B, T, N, SIZE)
-        found = order(some, weights[0, : B * T].reshape(B, T, N), jnp.broadcast_to(k, (B, *k.shape[1:])))
+        some = q[0, : B * T].reshape(B, T, N, SIZE)
+        found = order(some, weights[0, : B * T].reshape(B, T, N), np.broadcast_to(k, (B, *k.shape[1:])))
         np.testing.assert_array_equal(np.asarray(found).reshape(B * T, BLOCK), whole[: B * T])
 
 

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import jax
 import pytest
-from cases.weights import MIXED
+from cases.weights import MIXED, drawn
 
 from duetto.model.transformer import Decoder, decoder_spec
-from duetto.model.tree import init, is_spec
+from duetto.model.tree import is_spec
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def mixed() -> Decoder:
     """Grouped-query and latent attention, a dense layer and two mixtures, with weights that matter."""
     specs = jax.tree.map(
         lambda s: replace(s, scale=0.1) if s.mean == 0 else s, decoder_spec(MIXED), is_leaf=is_spec
     )
-    return init(jax.random.key(0), specs)
+    return drawn(specs)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.weights import product, random
 
 from duetto.model.config import GroupedQuery, LayerKind
 from duetto.model.layers import einsum
@@ -26,11 +27,9 @@ FORMS = {
 def made(equation, form, dtype=jnp.float32, places=3, rank=4):
     """x, the weight alone, the same with terms, and those as one weight [places, *inputs, *outputs]."""
     of_x, of_w, inputs = EQUATIONS[equation]
-    keys = jax.random.split(jax.random.key(0), 4)
-    x, w = (jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, (of_x, of_w), strict=False))
-    a = jax.random.normal(keys[2], (*of_w[:inputs], places, rank)).astype(dtype)
-    b = jax.random.normal(keys[3], (places, rank, *of_w[inputs:])).astype(dtype)
-    base = FORMS[form](w, inputs)
+    of_a, of_b = (*of_w[:inputs], places, rank), (places, rank, *of_w[inputs:])
+    x, w, a, b = (random(*s, seed=i, dtype=dtype) for i, s in enumerate((of_x, of_w, of_a, of_b)))
+    base = jax.jit(FORMS[form], static_argnums=1)(w, inputs)
     whole = np.stack([np.tensordot(np.asarray(a)[..., i, :], np.asarray(b)[i], 1) for i in range(places)])
     return x, base, Adapted(base, a, b), whole
 
@@ -40,23 +39,24 @@ def made(equation, form, dtype=jnp.float32, places=3, rank=4):
 def test_each_row_has_its_own_term_or_the_bits_of_the_weight(equation, form):
     x, base, weight, whole = made(equation, form)
     run = jax.jit(lambda x, w, owner: einsum(equation, x, replace(w, owner=owner)))
-    plain = jax.jit(lambda x, w: einsum(equation, x, w))(x, base)
+    plain = np.asarray(product(equation, x, base))
     for owners in ([2, NO_ADAPTER], [NO_ADAPTER, 0], [1, 1]):
-        found = run(x, weight, jnp.asarray(owners, jnp.int32))
+        found = np.asarray(run(x, weight, np.array(owners, np.int32)))
         for row, owner in enumerate(owners):
             if owner == NO_ADAPTER:
                 np.testing.assert_array_equal(found[row], plain[row])
             else:
-                term = jnp.einsum(equation, x, jnp.asarray(whole[owner]))[row]
+                term = np.einsum(equation, x, whole[owner])[row]
                 np.testing.assert_allclose(found[row], plain[row] + term, rtol=1e-4, atol=1e-4)
 
 
 def test_no_place_rounds_otherwise():
     """Where one product over all ranks does, on a CPU."""
-    x, w = jnp.ones((64, 1, 64)), jnp.zeros((64, 100))
-    a, b = jax.random.normal(jax.random.key(0), (64, 3)), jax.random.normal(jax.random.key(1), (3, 100))
-    weight = Adapted(w, jnp.stack([a] * 4, 1), jnp.stack([b] * 4), jnp.arange(64, dtype=jnp.int32) % 4)
-    found = jax.jit(lambda x, w: einsum("btd,df->btf", x, w))(x, weight)
+    x, w = np.ones((64, 1, 64), np.float32), np.zeros((64, 100), np.float32)
+    a, b = (np.asarray(random(*shape, seed=i)) for i, shape in enumerate([(64, 3), (3, 100)]))
+    owner = np.arange(64, dtype=np.int32) % 4
+    weight = Adapted(*map(jax.device_put, (w, np.stack([a] * 4, 1), np.stack([b] * 4), owner)))
+    found = np.asarray(product("btd,df->btf", x, weight))
     np.testing.assert_array_equal(found, np.broadcast_to(found[:1], found.shape))
 
 
@@ -65,24 +65,27 @@ def test_no_place_rounds_otherwise():
 def test_a_rows_bits_depend_on_neither_its_place_nor_what_the_others_hold(equation, dtype):
     x, _, weight, _ = made(equation, "array", dtype)
     run = jax.jit(lambda x, w, owner: einsum(equation, x, replace(w, owner=owner)))
-    found = run(x, weight, jnp.asarray([0, 1], jnp.int32))
+    found = run(x, weight, np.array([0, 1], np.int32))
     order = np.array([2, 0, 1])
-    moved = replace(weight, a=weight.a[..., order, :], b=weight.b[order].at[0].set(1e30))
-    again = run(x, moved, jnp.asarray([1, 2], jnp.int32))
-    assert jnp.isfinite(again).all()
-    np.testing.assert_array_equal(np.asarray(again), np.asarray(found))
+    a, b = np.array(weight.a)[..., order, :], np.array(weight.b)[order]
+    b[0] = 1e30
+    again = np.asarray(run(x, replace(weight, a=a, b=b), np.array([1, 2], np.int32)))
+    assert np.isfinite(again.astype(np.float32)).all()
+    np.testing.assert_array_equal(again, np.asarray(found))
 
 
 def test_terms_that_are_no_numbers_stay_with_their_rows():
     x, _, weight, _ = made("btd,dnh->btnh", "array")
-    bad = replace(weight, a=weight.a.at[:, 2].set(jnp.nan), owner=jnp.asarray([NO_ADAPTER, 0], jnp.int32))
-    assert jnp.isfinite(einsum("btd,dnh->btnh", x, bad)).all()
+    a = np.array(weight.a)
+    a[:, 2] = np.nan
+    bad = replace(weight, a=a, owner=np.array([NO_ADAPTER, 0], np.int32))
+    assert np.isfinite(product("btd,dnh->btnh", x, bad)).all()
 
 
 def test_rows_lead_or_are_flat():
-    owner = jnp.asarray([4, 5], jnp.int32)
-    assert per_token(owner, (2, 3)).tolist() == [[4] * 3, [5] * 3]
-    assert per_token(owner, (6,)).tolist() == [4, 4, 4, 5, 5, 5] and per_token(owner, (2,)).tolist() == [4, 5]
+    owner, each = np.array([4, 5], np.int32), jax.jit(per_token, static_argnums=1)
+    assert each(owner, (2, 3)).tolist() == [[4] * 3, [5] * 3]
+    assert each(owner, (6,)).tolist() == [4, 4, 4, 5, 5, 5] and each(owner, (2,)).tolist() == [4, 5]
 
 
 def test_what_may_have_an_adapter():

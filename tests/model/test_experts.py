@@ -3,6 +3,7 @@ returns."""
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.gpus import traced_for
+from cases.weights import random
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from duetto.model.config import Experts
@@ -27,6 +29,7 @@ BIASED = Experts(5, 3, 128, "clamped_silu", bias=True, clamp=7.0)
 D = 64
 
 
+@partial(jax.jit, static_argnums=0)
 def weights(c: Experts) -> MoE:
     """Random ones of one layer, biases too."""
     made = init(jax.random.key(0), experts_spec(c, D, 1), jnp.bfloat16)
@@ -37,29 +40,34 @@ def weights(c: Experts) -> MoE:
 
 
 def tokens(count: int, seed: int = 2) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), (count, D), jnp.bfloat16)
+    return random(count, D, seed=seed, dtype=jnp.bfloat16)
 
 
 def choices(c: Experts, count: int, among: int) -> jax.Array:
     """Different experts for each token, the first `among` ones only."""
     drawn = [np.random.default_rng(row).permutation(among)[: c.active] for row in range(count)]
-    return jnp.asarray(np.stack(drawn), jnp.int32)
+    return jax.device_put(np.stack(drawn).astype(np.int32))
 
 
 @pytest.mark.parametrize("count, E, active", [(1, 1, 1), (1, 8, 3), (7, 4, 2), (64, 128, 8), (300, 5, 4)])
 def test_choices_are_sorted_by_expert_then_by_token(count: int, E: int, active: int):
     chosen = choices(Experts(E, active, 64), count, E)
-    order, sizes = sorted_by_expert(chosen, E)
+    order, sizes = jax.jit(sorted_by_expert, static_argnums=1)(chosen, E)
     flat = np.asarray(chosen).reshape(-1)
     np.testing.assert_array_equal(order, np.argsort(flat, stable=True))
     np.testing.assert_array_equal(sizes, np.bincount(flat, minlength=E))
+
+
+@partial(jax.jit, static_argnums=1)
+def both_products(f: FFN, c: Experts, x: jax.Array, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return by_ragged_products(f, c, x, chosen), by_tiles(f, c, x, chosen, 8)
 
 
 @pytest.mark.parametrize("c, count, among", [(PLAIN, 40, 4), (PLAIN, 64, 5), (BIASED, 1, 5), (BIASED, 43, 3)])
 def test_products_of_sorted_rows_are_those_of_tiles(c: Experts, count: int, among: int):
     """Also where experts have no tokens."""
     w, x, chosen = weights(c), tokens(count), choices(c, count, among)
-    found, expected = by_ragged_products(w.experts, c, x, chosen), by_tiles(w.experts, c, x, chosen, 8)
+    found, expected = both_products(w.experts, c, x, chosen)
     assert found.shape == expected.shape == (count, c.active, D) and found.dtype == jnp.bfloat16
     a, b = (np.asarray(y, np.float32) for y in (found, expected))
     np.testing.assert_allclose(a, b, atol=0.02 * float(np.abs(b).max()))
@@ -81,9 +89,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "kernel", lambda: module)
 
 
-def product_of(rows: jax.Array, w: jax.Array, sizes: list[int]) -> np.ndarray:
+def product_of(rows: np.ndarray, w: jax.Array, sizes: list[int]) -> np.ndarray:
     uncached: Any = grouped.grouped_product
-    found = uncached.__wrapped__(rows, w, jnp.asarray(sizes, jnp.int32))
+    found = jax.jit(uncached.__wrapped__)(rows, w, np.array(sizes, np.int32))
     assert found.shape == (rows.shape[0], w.shape[2])
     return np.asarray(found, np.float32)[: sum(sizes)]
 
@@ -91,9 +99,9 @@ def product_of(rows: jax.Array, w: jax.Array, sizes: list[int]) -> np.ndarray:
 def test_bits_of_a_row_depend_on_its_expert_alone(interpreted: None):
     """Neither on the rows beside it, nor on its place in a block or in two, nor on how many its expert has;
     and they are those of the product."""
-    rows, w = tokens(101), jax.random.normal(jax.random.key(3), (4, D, 64), jnp.bfloat16)
+    rows, w = np.asarray(tokens(101)), random(4, D, 64, seed=3, dtype=jnp.bfloat16)
     found = product_of(rows, w, [0, 60, 9, 31])
-    expected = jax.lax.ragged_dot(rows[:100], w, jnp.asarray([0, 60, 9, 31]))
+    expected = jax.jit(jax.lax.ragged_dot)(rows[:100], w, np.array([0, 60, 9, 31], np.int32))
     np.testing.assert_allclose(found, np.asarray(expected, np.float32), atol=0.1)
     assert np.abs(found).max() > 10
     few = product_of(rows[66:69], w, [0, 0, 3, 0])
@@ -110,8 +118,8 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def matrices(D: int, F: int, dtype: Any = jnp.bfloat16) -> FFN:
     """Two experts'."""
-    wide, tall = jnp.zeros((2, D, F), dtype), jnp.zeros((2, F, D), dtype)
-    return FFN(wide, wide, tall, jnp.zeros((2, F), dtype))
+    wide, tall, bias = (random(*shape, dtype=dtype) for shape in ((2, D, F), (2, F, D), (2, F)))
+    return FFN(wide, wide, tall, bias)
 
 
 def test_the_kernel_takes_types_and_sizes_that_blocks_divide(there: None):

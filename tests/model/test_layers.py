@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.weights import product, random
 
 from duetto.model.layers import einsum, is_row
 
@@ -15,21 +16,20 @@ pytestmark = pytest.mark.as_served
 @pytest.mark.parametrize("rows", [(1, 1), (1, 2), (3, 1), (2, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_a_product_in_16_bits_is_the_float32_product_rounded(rows: tuple[int, int], dtype: jnp.dtype):
-    x, w = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(*rows, 96), (96, 4, 24)]))
-    x, w = x.astype(dtype), w.astype(dtype)
+    x, w = (random(*s, seed=i, dtype=dtype) for i, s in enumerate([(*rows, 96), (96, 4, 24)]))
     wide = np.einsum("btd,dnh->btnh", np.asarray(x, np.float64), np.asarray(w, np.float64))
-    found = einsum("btd,dnh->btnh", x, w)
+    found = product("btd,dnh->btnh", x, w)
     assert found.dtype == dtype
     step = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.asarray(found, np.float64), wide, rtol=step / 2, atol=1e-4)
-    exact = einsum("btd,dnh->btnh", x, w, jnp.float32)
+    exact = product("btd,dnh->btnh", x, w, jnp.float32)
     assert exact.dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(exact), wide, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_cpu_sums_in_float32_and_never_makes_one_row(rows: int):
-    x, w = jnp.zeros((rows, 1, 96), jnp.bfloat16), jnp.zeros((96, 24), jnp.bfloat16)
+    x, w = (random(*shape, dtype=jnp.bfloat16) for shape in ((rows, 1, 96), (96, 24)))
     traced = jax.jit(partial(einsum, "btd,df->btf")).trace(x, w)
     cpu, cuda = (traced.lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda"))
     assert f"-> tensor<{max(rows, 2)}x1x24xf32>" in cpu
@@ -38,7 +38,7 @@ def test_a_cpu_sums_in_float32_and_never_makes_one_row(rows: int):
 
 def test_one_row_is_known_by_its_shape():
     def found(equation: str, *shape: int) -> bool:
-        return is_row(equation, jnp.zeros(shape))
+        return is_row(equation, random(*shape))
 
     assert found("btd,dnh->btnh", 1, 1, 8) and found("...d,vd->...v", 1, 8)
     assert found("btnh,nhd->btd", 1, 1, 2, 4)

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.targets import found_target, job_for
-from cases.weights import PRODUCTS, random
+from cases.weights import PRODUCTS, product, random
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from duetto.model.layers import einsum
 from duetto.model.sharding import fitted
 from duetto.model.weights import nibbles
+from duetto.model.weights.compress import encode, widen
 from duetto.model.weights.nibbles import NibbleTiles, cut_of
-from duetto.model.weights.quant import Quantised, by_kernel, quantised
+from duetto.model.weights.quant import Quantised, by_kernel
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
 from duetto.serve.planner.roofline.facts import facts
@@ -41,14 +42,17 @@ def weight(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int, zeros: 
     rng = np.random.default_rng(1)
     values = list(shape)
     values[inputs - 1] //= 2
-    own = jnp.asarray(rng.integers(0, 16, scales), jnp.uint8) if zeros else None
+    own = jax.device_put(rng.integers(0, 16, scales, np.uint8)) if zeros else None
     return Quantised(
-        jnp.asarray(rng.integers(0, 256, values), jnp.uint8),
-        random(*scales).astype(jnp.bfloat16),
+        jax.device_put(rng.integers(0, 256, values, np.uint8)),
+        random(*scales, dtype=jnp.bfloat16),
         own,
         "int4",
         inputs - 1 - len(shape),
     )
+
+
+kernel = jax.jit(by_kernel, static_argnums=(2, 3))
 
 
 @pytest.fixture
@@ -60,21 +64,21 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_the_kernel_multiplies_by_the_widened_weight(name: str, zeros: bool, interpreted: None):
     equation, inputs, last, shape, scales = WEIGHTS[name]
-    w, x = weight(shape, scales, inputs, zeros), random(2, 3, *last, seed=2).astype(jnp.bfloat16)
+    w, x = weight(shape, scales, inputs, zeros), random(2, 3, *last, seed=2, dtype=jnp.bfloat16)
     assert w.shape == shape and w.has_kernel(x, inputs)
-    expected = einsum(equation, x, w.widened(x.dtype), jnp.float32)
-    found = by_kernel(x, w, inputs, jnp.float32)
+    expected = product(equation, x, widen(w, x.dtype), jnp.float32)
+    found = kernel(x, w, inputs, jnp.float32)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
-    half = by_kernel(x, w, inputs, jnp.bfloat16)
+    half = kernel(x, w, inputs, jnp.bfloat16)
     assert half.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(half, found.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(half, np.asarray(found).astype(jnp.bfloat16))
 
 
 def test_a_row_has_the_same_bits_beside_any_number_of_others(interpreted: None):
-    w, x = weight((512, 128), (16, 128), 1, zeros=False), random(130, 512).astype(jnp.bfloat16)
-    whole = np.asarray(by_kernel(x, w, 1, jnp.float32))
+    w, x = weight((512, 128), (16, 128), 1, zeros=False), np.asarray(random(130, 512, dtype=jnp.bfloat16))
+    whole = np.asarray(kernel(x, w, 1, jnp.float32))
     for rows in (1, 8, 64):
-        assert np.asarray(by_kernel(x[:rows], w, 1, jnp.float32)).tobytes() == whole[:rows].tobytes()
+        assert np.asarray(kernel(x[:rows], w, 1, jnp.float32)).tobytes() == whole[:rows].tobytes()
 
 
 @pytest.mark.parametrize(
@@ -88,24 +92,24 @@ def test_cuts_follow_from_the_weight(inner: int, columns: int, groups: int, expe
 
 
 def test_a_devices_part_without_a_cut_is_widened():
-    w, x = weight((96, 40), (3, 40), 1, zeros=True), random(5, 96).astype(jnp.bfloat16)
+    w, x = weight((96, 40), (3, 40), 1, zeros=True), random(5, 96, dtype=jnp.bfloat16)
     found = nibbles.multiply(x, nibbles.NibbleCodes(w.values, w.scales, w.zeros), jnp.float32)
-    expected = einsum("td,df->tf", x, w.widened(x.dtype), jnp.float32)
+    expected = product("td,df->tf", x, widen(w, x.dtype), jnp.float32)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_other_weights_and_products_have_no_kernel():
-    w, x = weight((256, 128), (8, 128), 1, zeros=False), jnp.zeros((4, 256), jnp.bfloat16)
+    w, x = weight((256, 128), (8, 128), 1, zeros=False), random(4, 256, dtype=jnp.bfloat16)
     assert w.has_kernel(x, 1)
-    assert not w.has_kernel(x.astype(jnp.float32), 1)
+    assert not w.has_kernel(random(4, 256), 1)
     assert not w.has_kernel(x, 0) and not w.has_kernel(x, 2)
     assert not replace(w, scheme="fp4").has_kernel(x, 1)
     assert not replace(w, packed=-1).has_kernel(x, 1)
-    assert not replace(w, scales=w.scales.astype(jnp.float8_e8m0fnu)).has_kernel(x, 1)
+    assert not replace(w, scales=random(8, 128, dtype=jnp.float8_e8m0fnu)).has_kernel(x, 1)
     wide = weight((4, 64, 64), (1, 2, 64), 2, zeros=False)
-    assert not wide.has_kernel(jnp.zeros((2, 4, 64), jnp.bfloat16), 2)
-    eight = quantised(random(*PRODUCTS["q"][2]), (-3,), "int8")
-    assert not eight.has_kernel(jnp.zeros((2, 3, 64), jnp.bfloat16), 1)
+    assert not wide.has_kernel(random(2, 4, 64, dtype=jnp.bfloat16), 2)
+    eight = encode(random(*PRODUCTS["q"][2]), (-3,), "int8")
+    assert not eight.has_kernel(random(2, 3, 64, dtype=jnp.bfloat16), 1)
 
 
 # ------------------------------------------------------------ compiled for GPUs that are absent

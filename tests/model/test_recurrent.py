@@ -2,7 +2,6 @@
 they have."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -18,6 +17,7 @@ from duetto.model.recurrent.states import (
 )
 
 B, N, H, U = 3, 2, 5, 4
+LONG = 2 * BLOCK + 7
 KINDS = [(by_dimension, rate) for by_dimension in (False, True) for rate in (False, True)]
 
 
@@ -55,11 +55,16 @@ def one_by_one(memory: np.ndarray, x: Terms, count: int) -> tuple[np.ndarray, np
     return memory, np.array(out).reshape(count, N, U)
 
 
+@jax.jit
+def scanned(memory: jax.Array, x: Terms, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The memory after each row's tokens, and the outputs."""
+    return scan(memory, x, count, lambda _, j, new: new, memory)
+
+
 def assert_scan_is_one_by_one(x: Terms, counts: list[int], atol: float = 2e-5) -> None:
     T = x.k.shape[1]
     memory = np.random.RandomState(1).standard_normal((N, B, H, U)).astype(np.float32)
-    after = jax.jit(lambda memory, x, count: scan(memory, x, count, lambda _, j, new: new, memory))
-    left, out = after(memory, jax.tree.map(jnp.asarray, x), jnp.array(counts, jnp.int32))
+    left, out = scanned(memory, x, np.array(counts, np.int32))
     assert out.shape == (B, T, N, U)
     for b, count in enumerate(counts):
         own = jax.tree.map(lambda leaf, b=b: leaf[b], x)
@@ -69,14 +74,14 @@ def assert_scan_is_one_by_one(x: Terms, counts: list[int], atol: float = 2e-5) -
 
 
 @pytest.mark.parametrize(("by_dimension", "rate"), KINDS)
-@pytest.mark.parametrize("T", [3, BLOCK, 2 * BLOCK + 7])
+@pytest.mark.parametrize("T", [3, BLOCK, LONG])
 def test_blocks_do_what_single_tokens_do(by_dimension, rate, T):
     assert_scan_is_one_by_one(drawn(T, by_dimension, rate), [T] * B)
 
 
 @pytest.mark.parametrize(("by_dimension", "rate"), KINDS)
 def test_tokens_behind_a_row_change_nothing(by_dimension, rate):
-    T = BLOCK + 9
+    T = LONG
     assert_scan_is_one_by_one(drawn(T, by_dimension, rate, seed=2), [T, BLOCK - 1, 0])
 
 
@@ -84,7 +89,8 @@ def test_tokens_behind_a_row_change_nothing(by_dimension, rate):
 def test_a_token_alone_does_what_is_written(by_dimension, rate):
     x = drawn(1, by_dimension, rate, seed=3)
     memory = np.random.RandomState(4).standard_normal((N, B, H, U)).astype(np.float32)
-    left, out = step(jnp.asarray(memory), faded(jax.tree.map(lambda leaf: jnp.asarray(leaf[:, 0]), x)))
+    after = jax.jit(lambda memory, x: step(memory, faded(x)))
+    left, out = after(memory, jax.tree.map(lambda leaf: leaf[:, 0], x))
     for b in range(B):
         expected, outputs = one_by_one(memory[:, b], jax.tree.map(lambda leaf, b=b: leaf[b], x), 1)
         np.testing.assert_allclose(np.asarray(left)[:, b], expected, atol=1e-6)
@@ -95,17 +101,17 @@ def test_a_token_alone_does_what_is_written(by_dimension, rate):
 @pytest.mark.parametrize("strong", [-300.0, -1e4, 0.0])
 def test_decays_as_strong_as_floats_allow_and_none(by_dimension, rate, strong):
     """Some tokens forget all; without any decay memories without a rate only grow."""
-    x = drawn(BLOCK + 20, by_dimension, rate, seed=5)
+    x = drawn(LONG, by_dimension, rate, seed=5)
     forget = np.random.RandomState(6).uniform(size=x.decay.shape) < 0.2
     decay = np.where(forget, strong, x.decay if strong else 0).astype(np.float32)
-    assert_scan_is_one_by_one(Terms(x.q, x.k, x.v, decay, x.rate, x.skip), [BLOCK + 20] * B, atol=2e-4)
+    assert_scan_is_one_by_one(Terms(x.q, x.k, x.v, decay, x.rate, x.skip), [LONG] * B, atol=2e-4)
 
 
 @pytest.mark.parametrize("by_dimension", [False, True])
 @pytest.mark.parametrize("rate", [0.5, 1.0])
 def test_one_key_again_and_again(by_dimension, rate):
     """Powers of the triangle below would grow beyond all floats: halves are solved instead."""
-    T = 2 * BLOCK
+    T = LONG
     x = drawn(T, by_dimension, True, seed=7)
     k = np.broadcast_to(x.k[:, :1], x.k.shape)
     same = Terms(x.q, k, x.v, np.zeros_like(x.decay), np.full_like(x.rate, rate), x.skip)
@@ -115,7 +121,7 @@ def test_one_key_again_and_again(by_dimension, rate):
 def test_the_inverse_of_a_triangle():
     below = np.tril(np.random.RandomState(8).standard_normal((2, 1, 3, 16, 16)), -1).astype(np.float32) * 0.3
     expected = np.linalg.inv(np.eye(16) + below.astype(np.float64))
-    np.testing.assert_allclose(np.asarray(inverse(jnp.asarray(below))), expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(jax.jit(inverse)(below)), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kernel", [2, 4])
@@ -123,22 +129,30 @@ def test_convolutions_of_a_prefill_are_those_of_single_tokens(kernel):
     """And so is what they remember behind each block and behind the row."""
     T, counts = BLOCK + 5, [BLOCK + 5, BLOCK, 3]
     random = np.random.RandomState(9)
-    weight, bias = (jnp.asarray(random.standard_normal(s), jnp.float32) for s in ((N, H, kernel), (N, H)))
+    weight, bias = (
+        jax.device_put(random.standard_normal(s).astype(np.float32)) for s in ((N, H, kernel), (N, H))
+    )
     leaves = Leaves(((N, kernel - 1, H),))
     own = Recurrence(leaves, (Convolution(weight, bias),), jax.nn.silu)
-    new = jnp.asarray(random.standard_normal((B, T, N, H)), jnp.float32)
+    new = random.standard_normal((B, T, N, H)).astype(np.float32)
     start = empty_state(leaves, B)
     write = lambda pools, j, state: pools.at[j].set(state.tails[0])
-    pools = jnp.zeros((2, *start.tails[0].shape))
-    pools, out = own.scan(start, RecurrentInputs((new,)), jnp.array(counts, jnp.int32), write, pools)
-    state, tails = start, [start]
+    pools, read, step = (
+        np.zeros((2, *start.tails[0].shape), np.float32),
+        jax.jit(own.scan, static_argnums=3),
+        jax.jit(own.step),
+    )
+    pools, out = jax.tree.map(
+        np.asarray, read(start, RecurrentInputs((new,)), np.array(counts, np.int32), write, pools)
+    )
+    state, tails = start, [np.asarray(start.tails[0])]
     for t in range(T):
-        state, one = own.step(state, RecurrentInputs((new[:, t : t + 1],)))
-        tails.append(state)
-        np.testing.assert_allclose(one[:, 0], out[:, t], atol=1e-5)
+        state, one = step(state, RecurrentInputs((new[:, t : t + 1],)))
+        tails.append(np.asarray(state.tails[0]))
+        np.testing.assert_allclose(np.asarray(one)[:, 0], out[:, t], atol=1e-5)
     for b, count in enumerate(counts):
         for j, end in enumerate((min(BLOCK, count), count)):
-            np.testing.assert_array_equal(pools[j, :, b], tails[end].tails[0][:, b])
+            np.testing.assert_array_equal(pools[j, :, b], tails[end][:, b])
 
 
 def test_heads_that_are_no_multiples_are_refused():
@@ -157,11 +171,11 @@ def test_a_memory_needs_no_convolution():
     """All that is told of a token stands beside: as plain gated linear attention has it."""
     T, leaves = BLOCK + 5, Leaves((), (N, H, U))
     own = Recurrence(leaves, (), terms=lambda parts, beside: beside)
-    x = jax.tree.map(jnp.asarray, drawn(T, True, False, seed=10))
+    x = drawn(T, True, False, seed=10)
     _, out = jax.jit(lambda x: causal.recur(None, 0, own, RecurrentInputs((), x)))(x)
     state, one_more = empty_state(leaves, B), jax.jit(own.step)
     for t in range(T):
         state, one = one_more(
             state, RecurrentInputs((), jax.tree.map(lambda leaf, t=t: leaf[:, t : t + 1], x))
         )
-        np.testing.assert_allclose(one[:, 0], out[:, t], atol=2e-5)
+        np.testing.assert_allclose(np.asarray(one)[:, 0], np.asarray(out)[:, t], atol=2e-5)

@@ -78,8 +78,8 @@ def speculate(p: jax.Array, q: jax.Array, seed: jax.Array, k: int, length: int) 
 @pytest.mark.parametrize(("k", "noise"), [(1, 3.0), (2, 0.3), (3, 3.0)])
 def test_draws_end_to_end(k: int, noise: float):
     language, length = Language(5, seed=11, noise=noise), 4
-    seed = jnp.arange(DRAWS, dtype=jnp.uint32)
-    p, q = (jnp.asarray(table(language, length, name)) for name in "pq")
+    seed = np.arange(DRAWS, dtype=np.uint32)
+    p, q = (table(language, length, name) for name in "pq")
     tokens = np.asarray(speculate(p, q, seed, k, length))
     cells = tokens @ language.V ** np.arange(length - 1, -1, -1)
     assert_distributed(cells, language.joint((), length))
@@ -88,8 +88,8 @@ def test_draws_end_to_end(k: int, noise: float):
 @pytest.mark.parametrize("count", [2, 3])
 def test_draws_among_several_guesses(count: int):
     language = Language(6, seed=3, noise=2.0)
-    p, q = (jnp.broadcast_to(jnp.asarray(x), (DRAWS, 6)) for x in (language.p(()), language.q(())))
-    seed, position = jnp.arange(DRAWS, dtype=jnp.uint32), jnp.full(DRAWS, 7, jnp.int32)
+    p, q = (np.broadcast_to(x, (DRAWS, 6)) for x in (language.p(()), language.q(())))
+    seed, position = np.arange(DRAWS, dtype=np.uint32), np.full(DRAWS, 7, np.int32)
     guesses = jax.jit(draw_distinct, static_argnums=3)(q, seed, position, count)
     assert all(len(set(row)) == count for row in np.asarray(guesses.token[:500]).tolist())
     token, which = (np.asarray(x) for x in decide_jit(p, guesses, seed, position))
@@ -99,29 +99,28 @@ def test_draws_among_several_guesses(count: int):
 
 
 def test_rows_without_guesses_draw_from_the_target():
-    p = jnp.broadcast_to(jnp.asarray(Language(6, seed=4, noise=1.0).p(())), (DRAWS, 6))
-    guesses = DraftTokens(jnp.zeros((DRAWS, 2), jnp.int32), jnp.zeros((DRAWS, 2), bool))
-    token, which = decide_jit(p, guesses, jnp.arange(DRAWS, dtype=jnp.uint32), jnp.zeros(DRAWS, jnp.int32))
+    p = np.broadcast_to(Language(6, seed=4, noise=1.0).p(()), (DRAWS, 6))
+    guesses = DraftTokens(np.zeros((DRAWS, 2), np.int32), np.zeros((DRAWS, 2), bool))
+    token, which = decide_jit(p, guesses, np.arange(DRAWS, dtype=np.uint32), np.zeros(DRAWS, np.int32))
     assert (np.asarray(which) == -1).all()
     assert_distributed(np.asarray(token), np.asarray(p[0]))
 
 
 def test_a_guess_is_kept_where_the_draft_is_the_target():
     language = Language(6, seed=8, noise=0.0)
-    p = jnp.broadcast_to(jnp.asarray(language.p(())), (1000, 6))
-    seed, position = jnp.arange(1000, dtype=jnp.uint32), jnp.zeros(1000, jnp.int32)
-    token = jax.jit(draw_guess)(p, seed, position)
-    chosen, which = decide_jit(
-        p, DraftTokens(token[:, None], jnp.ones((1000, 1), bool), p[:, None]), seed, position
-    )
+    p = np.broadcast_to(language.p(()), (1000, 6))
+    seed, position = np.arange(1000, dtype=np.uint32), np.zeros(1000, np.int32)
+    token = np.asarray(jax.jit(draw_guess)(p, seed, position))
+    guesses = DraftTokens(token[:, None], np.ones((1000, 1), bool), p[:, None])
+    chosen, which = decide_jit(p, guesses, seed, position)
     np.testing.assert_array_equal(chosen, token)
     np.testing.assert_array_equal(which, 0)
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
     rng = np.random.default_rng(0)
-    p, q = (jnp.asarray(rng.dirichlet(np.ones(37), 8), jnp.float32) for _ in range(2))
-    seed, position = jnp.arange(8, dtype=jnp.uint32), jnp.arange(8, dtype=jnp.int32) * 3
+    p, q = (rng.dirichlet(np.ones(37), 8).astype(np.float32) for _ in range(2))
+    seed, position = np.arange(8, dtype=np.uint32), np.arange(8, dtype=np.int32) * 3
     guesses = jax.jit(draw_distinct, static_argnums=3)(q, seed, position, 3)
     given = jax.tree.map(np.asarray, (p, guesses, seed, position))
     together = jax.tree.map(np.asarray, decide_jit(*given))
@@ -131,11 +130,11 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 
 def test_acceptance_and_residual_at_the_borders():
-    p, q = jnp.array([[0.5, 0.5, 0.0]]), jnp.array([[0.25, 0.0, 0.75]])
-    keep = [float(acceptance(p, q, jnp.array([t], jnp.int32))[0]) for t in range(3)]
-    assert keep == [1.0, 1.0, 0.0]
-    np.testing.assert_allclose(residual(p, q), [[1 / 3, 2 / 3, 0]], atol=1e-7)
-    np.testing.assert_array_equal(residual(p, p), p)
+    p, q = np.array([[[0.5, 0.5, 0.0]], [[0.25, 0.0, 0.75]]], np.float32)
+    accept, rest = jax.jit(acceptance), jax.jit(residual)
+    assert [accept(p, q, np.array([t], np.int32)).tolist() for t in range(3)] == [[1.0], [1.0], [0.0]]
+    np.testing.assert_allclose(rest(p, q), [[1 / 3, 2 / 3, 0]], atol=1e-7)
+    np.testing.assert_array_equal(rest(p, p), p)
 
 
 V = 12
@@ -169,12 +168,13 @@ def seat(knobs: Knobs, bias: jax.Array) -> SamplingState:
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_target_is_what_sample_draws_from(params: SamplingParams):
-    count = 20_000
-    state, position = seated(params), np.arange(count, dtype=np.int32) + 7
-    slot, live = np.zeros(count, np.int32), np.ones(count, bool)
-    logits = np.broadcast_to(LOGITS, (count, V))
-    tokens = np.asarray(sample_jit(logits, position, slot, live, state).token)
-    found = np.asarray(target_jit(logits, position, slot, live, state))
+    state = seated(params)
+
+    def rows(count: int) -> tuple:
+        position = np.arange(count, dtype=np.int32) + 7
+        return np.broadcast_to(LOGITS, (count, V)), position, 0 * position, position > 0, state
+
+    tokens, found = np.asarray(sample_jit(*rows(20_000)).token), np.asarray(target_jit(*rows(500)))
     assert_distributed(tokens, found[0])
     assert (found == found[0]).all() and abs(found[0].sum() - 1) < 1e-6
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -29,9 +28,9 @@ def drawn(params: SamplingParams, output: tuple[int, ...] = (), bad_words: tuple
         tokens[: 1 + len(output)] = [0, *output]
         lengths = np.int32(1), np.int32(1 + len(output))
         state = look_back(state, np.int32(0), tokens, *lengths, dense_bias(params, V, bad_words))
-    position = jnp.arange(DRAWS, dtype=jnp.int32) + 1 + len(output)
-    logits = jnp.broadcast_to(LOGITS, (DRAWS, V))
-    found = draw(logits, position, jnp.zeros(DRAWS, jnp.int32), jnp.ones(DRAWS, bool), state)
+    position = np.arange(DRAWS, dtype=np.int32) + 1 + len(output)
+    logits = np.broadcast_to(LOGITS, (DRAWS, V))
+    found = draw(logits, position, np.zeros(DRAWS, np.int32), np.ones(DRAWS, bool), state)
     return found.token.tolist()
 
 

@@ -3,7 +3,6 @@
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.sampling import CASES, LOGITS, Request, admit_jit, commit_jit, enter, sample_jit
@@ -19,12 +18,12 @@ def test_a_draw_does_not_know_its_slot_or_row():
     state = empty_state(4, 12)
     for slot, seed in enumerate(seeds):
         state = enter(state, slot, request, seed)
-    slot = jnp.asarray(np.random.default_rng(0).integers(0, 4, 400), jnp.int32)
-    position = jnp.asarray(np.random.default_rng(1).integers(0, 40, 400), jnp.int32)
-    rows = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (400, 12))
-    token = np.asarray(sample_jit(rows, position, slot, jnp.ones(400, bool), state).token)
+    slot = np.random.default_rng(0).integers(0, 4, 400, np.int32)
+    position = np.random.default_rng(1).integers(0, 40, 400, np.int32)
+    rows = np.broadcast_to(LOGITS.astype(np.float32), (400, 12))
+    token = np.asarray(sample_jit(rows, position, slot, np.ones(400, bool), state).token)
     by_cause: dict[tuple[int, int], set[int]] = {}
-    for s, p, t in zip(np.asarray(slot), np.asarray(position), token, strict=True):
+    for s, p, t in zip(slot, position, token, strict=True):
         by_cause.setdefault((seeds[s], int(p)), set()).add(int(t))
     assert all(len(tokens) == 1 for tokens in by_cause.values())
     assert len({tuple(by_cause.get((seed, p), ())) for seed in (3, 4, 5) for p in range(40)}) > 5
@@ -53,18 +52,22 @@ def test_neighbours_never_matter(V):
     state, rng = empty_state(n, V), np.random.default_rng(2)
     for slot, request in enumerate(requests):
         state = enter(state, slot, request, seed=slot)
-    logits = jnp.asarray(rng.normal(0, 2, (n, V)), jnp.float32)
-    position = jnp.array([r.position for r in requests], jnp.int32)
-    slots = jnp.arange(n, dtype=jnp.int32)
-    together = sample_jit(logits, position, slots, jnp.ones(n, bool), state)
-    backwards = sample_jit(logits[::-1], position[::-1], slots[::-1], jnp.ones(n, bool), state)
+    logits = rng.normal(0, 2, (n, V)).astype(np.float32)
+    position = np.array([r.position for r in requests], np.int32)
+    slots = np.arange(n, dtype=np.int32)
+
+    def drawn(*given: np.ndarray) -> Sampled:
+        return jax.tree.map(np.asarray, sample_jit(*given, state))
+
+    together = drawn(logits, position, slots, np.ones(n, bool))
+    backwards = drawn(logits[::-1], position[::-1], slots[::-1], np.ones(n, bool))
     for i, request in enumerate(requests):
         wanted = request.params.logprobs is not None
         want = bits(together, i, wanted)
         assert bits(backwards, n - 1 - i, wanted) == want
-        assert bits(sample_jit(logits, position, slots, slots == i, state), i, wanted) == want
+        assert bits(drawn(logits, position, slots, slots == i), i, wanted) == want
         one = slice(i, i + 1)
-        alone = sample_jit(logits[one], position[one], slots[one], jnp.ones(1, bool), state)
+        alone = drawn(logits[one], position[one], slots[one], np.ones(1, bool))
         assert bits(alone, 0, wanted) == want
 
 
@@ -77,16 +80,16 @@ def test_features_that_are_off_change_no_bit():
     run."""
     everything = CASES["all"]
     state = enter(enter(empty_state(2, 12), 0, everything), 1, Request(SamplingParams()))
-    slot = jnp.array([0, 1], jnp.int32)
-    position = jnp.full(2, everything.position, jnp.int32)
-    x = jnp.asarray(np.stack([LOGITS, LOGITS]), jnp.float32).at[1, :2].set(jnp.array([-0.0, 1e-40]))
-    rows = sampler.SamplingRows(
-        jax.tree.map(lambda leaf: leaf[slot], state.knobs), position, slot >= 0, slot, state
-    )
-    wanted = sampler.who_wants(rows)
+    slot = np.array([0, 1], np.int32)
+    position = np.full(2, everything.position, np.int32)
+    x = np.stack([LOGITS, LOGITS]).astype(np.float32)
+    x[1, :2] = -0.0, 1e-40
+    knobs = jax.tree.map(lambda leaf: np.asarray(leaf)[slot], state.knobs)
+    rows = sampler.SamplingRows(knobs, position, slot >= 0, slot, state)
+    wanted = jax.jit(sampler.who_wants)(rows)
     for name in (*sampler.EDITS, *sampler.NARROWINGS):
         assert wanted[name].tolist() == [name != "grammar", False]  # the first row has none
-        first, change = jnp.array([True, False]), sampler.PIPELINE[name][2]
+        first, change = np.array([True, False]), sampler.PIPELINE[name][2]
         after = np.asarray(jax.jit(sampler.only, static_argnums=1)(first, change, x, rows))
         assert after[1].tobytes() == np.asarray(x[1]).tobytes()
     together = np.asarray(jax.jit(sampler.edited)(x, rows, wanted))
@@ -97,10 +100,10 @@ def test_stale_history_of_a_slot_is_not_read():
     state = enter(empty_state(1, 12), 0, CASES["all"])
     plain = knobs_row(SamplingParams(), seed=0, stop_ids=(), prompt_len=4)
     args = (
-        jnp.asarray(LOGITS, jnp.float32)[None],
-        jnp.full(1, 9, jnp.int32),
-        jnp.zeros(1, jnp.int32),
-        jnp.ones(1, bool),
+        LOGITS.astype(np.float32)[None],
+        np.full(1, 9, np.int32),
+        np.zeros(1, np.int32),
+        np.ones(1, bool),
     )
     stale = sample_jit(*args, admit_jit(state, np.int32(0), plain))
     fresh = sample_jit(*args, admit_jit(empty_state(1, 12), np.int32(0), plain))
@@ -109,15 +112,15 @@ def test_stale_history_of_a_slot_is_not_read():
 
 def test_history_loaded_equals_history_committed():
     request = CASES["all"]
-    slots = jnp.arange(2, dtype=jnp.int32)
+    slots = np.arange(2, dtype=np.int32)
     state = enter(empty_state(2, 12), 1, Request(request.params, request.prompt, (), request.bad_words))
     for token in request.output:
-        state = commit_jit(state, slots, jnp.full(2, token, jnp.int32), slots == 1)
+        state = commit_jit(state, slots, np.full(2, token, np.int32), slots == 1)
     assert_equal_trees(state, enter(empty_state(2, 12), 1, request))
 
 
 def test_a_token_that_is_not_emitted_is_not_counted():
-    state, slots = enter(empty_state(2, 12), 1, CASES["all"]), jnp.arange(2, dtype=jnp.int32)
+    state, slots = enter(empty_state(2, 12), 1, CASES["all"]), np.arange(2, dtype=np.int32)
     assert_equal_trees(commit_jit(state, slots, slots, slots < 0), state)
 
 
@@ -132,10 +135,10 @@ def test_no_parameter_compiles_anything_anew():
         return jax.jit(traced)
 
     steps = {cast(Any, f).__name__: counted(f) for f in (admit, load_history, sample, commit)}
-    slot = jnp.arange(3, dtype=jnp.int32)
+    slot = np.arange(3, dtype=np.int32)
     state = empty_state(3, 24)
     for i, request in enumerate(features().values()):
         state = enter(state, i % 3, request, seed=i, admit=steps["admit"], load_history=steps["load_history"])
-        sampled = steps["sample"](jnp.ones((3, 24)), slot + 7, slot, slot >= 0, state)
+        sampled = steps["sample"](np.ones((3, 24), np.float32), slot + 7, slot, slot >= 0, state)
         state = steps["commit"](state, slot, sampled.token, slot > 0)
     assert sorted(traces) == ["admit", "commit", "load_history", "sample"]

@@ -36,7 +36,7 @@ def test_greedy_is_the_argmax_of_the_edited_logits(name):
     )
     for seed in range(8):
         logits = np.random.default_rng(seed).normal(0, 1.0, 12)
-        assert draw(logits, greedy, 1).token[0] == edited(logits, greedy).argmax()
+        assert (np.asarray(draw(logits, greedy, 64).token) == edited(logits, greedy).argmax()).all()
 
 
 @pytest.mark.parametrize(
@@ -69,24 +69,28 @@ def test_extreme_logits_give_allowed_tokens(logits, name):
 
 def test_a_draw_is_gumbel_max_of_seed_and_position():
     request = Request(SamplingParams(temperature=0.7))
-    found = np.asarray(draw(LOGITS, request, 50, seed=11).token)
-    scaled = jnp.asarray(LOGITS - LOGITS.max(), jnp.float32) / np.float32(0.7)
-    for i in range(50):
-        key = jax.random.fold_in(jax.random.key(11), request.position + i)
-        assert found[i] == np.argmax(scaled + jax.random.gumbel(key, (12,), jnp.float32))
+    found = np.asarray(draw(LOGITS, request, 64, seed=11).token)
+    scaled = (LOGITS - LOGITS.max()).astype(np.float32) / np.float32(0.7)
+
+    @jax.jit
+    def noise(position: jax.Array) -> jax.Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(11), position), (12,), jnp.float32)
+
+    for i in range(64):
+        assert found[i] == np.argmax(scaled + np.asarray(noise(request.position + i)))
 
 
 def test_stop_ids():
     state = enter(empty_state(2, 12), 0, Request(SamplingParams()))
-    zero = jnp.zeros(12, jnp.int32)
-    assert np.flatnonzero(stops(state, zero, jnp.arange(12, dtype=jnp.int32))).tolist() == list(STOP_IDS)
-    assert not stops(state, zero + 1, jnp.arange(12, dtype=jnp.int32)).any()
+    zero, tokens, stops_jit = np.zeros(12, np.int32), np.arange(12, dtype=np.int32), jax.jit(stops)
+    assert np.flatnonzero(stops_jit(state, zero, tokens)).tolist() == list(STOP_IDS)
+    assert not np.asarray(stops_jit(state, zero + 1, tokens)).any()
 
 
 def test_reported_scores_are_those_of_the_drawn_token():
     request = Request(SamplingParams(temperature=2.0, logprobs=2, presence_penalty=2.0, top_k=5))
     sampled = draw(LOGITS, request, 64)
-    rows = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (64, 12))
+    rows = np.broadcast_to(LOGITS.astype(np.float32), (64, 12))
     want = jax.jit(score)(rows, sampled.token)
     assert len(set(sampled.rank.tolist())) > 2
     for got, leaf in (
