@@ -13,7 +13,7 @@ from .build import HERE, ISAS, LIBRARY
 # Of the bits and of the layout of packed weights. A change of either needs another: programs that are kept on
 # disk, and pages, have it in their keys.
 VERSION = 1
-HANDLERS = ("product",)
+HANDLERS = ("product", "attention")
 
 
 @dataclass(frozen=True)
