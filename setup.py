@@ -1,4 +1,4 @@
-"""Builds the CPU kernels beside the package, where there is a compiler of C++; all else is in pyproject.toml."""
+"""Builds the CPU kernels where there is a compiler of C++; all else is in pyproject.toml."""
 
 import os
 import runpy
@@ -38,6 +38,6 @@ kernels = Extension(
 setup(
     ext_modules=[kernels] if has_compiler else [],
     cmdclass={"build_ext": BuildKernels},
-    # for its headers: of a jaxlib that is installed already, or else of one that is fetched for the build alone
+    # for its headers: of an installed jaxlib, or else of one that is fetched for the build alone
     setup_requires=["jaxlib>=0.10,<0.13"] if has_compiler and KERNELS["headers"](INSTALLED) is None else [],
 )

@@ -101,6 +101,11 @@ class EngineOptions:
         "same bits; for one Hopper GPU and 16-bit weights, without effect on a CPU",
         formerly="fixed_products",
     )
+    cpu_kernels: bool = knob(
+        False,
+        "on a CPU, duetto's own kernels multiply; they have the same bits for every number of rows, and an "
+        "output matrix that is the embedding too becomes a copy; without effect on accelerators",
+    )
     max_prefill_delay: float | None = knob(
         None,
         "maximum seconds that a prompt waits in spite of a free slot, to share its prefill with others; "

@@ -14,6 +14,7 @@ from ....kvcache.pages import KVCache
 from ....model.pair import Params, target_of, with_target
 from ....model.transformer import Decoder
 from ....model.weights.adapted import unadapted
+from ....model.weights.packed import kernels_in
 from ...kv.offload.mover import PageMover
 from ...kv.offload.tiering import KVOffloader, PageFinder
 from ...options.checks import round_up
@@ -173,6 +174,7 @@ class Engine:
             "waiting_reasons": self.scheduler.reasons.report(),
             "gathering": self.gathering.report(),
             "dtype": str(self.params.embed.dtype),
+            "cpu_kernels": kernels_in(self.params),
             "steps_beside_compiling_seconds": self.meter.beside_compiling,
             "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
             "compilations": self.compilations.count,

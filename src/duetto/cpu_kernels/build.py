@@ -1,7 +1,7 @@
 """Compiles the kernels: one library, with code for each instruction set.
 
-`pip install` runs it where there is a compiler of C++; `python -m duetto.cpu_kernels.build` builds the library
-again, for another jaxlib for example, whose headers say how XLA calls.
+`pip install` runs it where there is a compiler of C++. `python -m duetto.cpu_kernels.build` builds the
+library again, such as for another jaxlib, whose headers say how XLA calls.
 """
 
 import os

@@ -57,3 +57,8 @@ def register(loaded: ctypes.CDLL, isa: str) -> None:
 def target(handler: str, isa: str) -> str:
     """The name of a handler's kernels for XLA."""
     return f"duetto_{handler}_{isa}_{VERSION}"
+
+
+def isa_of(target: str) -> str:
+    """The instruction set of a target."""
+    return next(isa for isa in ISAS if target.endswith(f"_{isa}_{VERSION}"))
