@@ -68,7 +68,7 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1
     def kept(i: int) -> tuple[Any, ...]:
         return of(lambda mixer: isinstance(mixer, Keyed) and mixer.cached[i])
 
-    return KVCache(kept(0), kept(1), of(lambda mixer: mixer.state))
+    return KVCache(kept(0), kept(1), of(lambda mixer: mixer.state), kernels_in(params))
 
 
 def head_axes(weight: Any) -> str | tuple[str, ...] | None:

@@ -1,9 +1,9 @@
 """Attention over pages on CPUs, by a kernel of `duetto.cpu_kernels` that reads pages where they lie.
 
-Parts of 256 keys, counted from position 0, each have a running softmax of their own, and are added up in order
-(flash-decoding, Dao et al., 2023). A query's sums run over its own keys in order, so its bits depend neither on
-its neighbours, nor on the page size, nor on the widths of table and chunk. Tiles of queries share the keys that
-are read for them.
+Each part of 256 keys, counted from position 0, has a running softmax of its own. Parts are added up in order
+(flash-decoding, Dao et al., 2023). A query's sums run over its own keys in order, so its bits depend neither
+on its neighbours, nor on the page size, nor on the widths of table and chunk. A tile of queries reads each key
+once.
 """
 
 from typing import Any
@@ -38,9 +38,11 @@ def supported(
 def attend_pages(
     q: Float[Array, "B T N H"], pages: LayerPages, reading: AttentionParams, isa: str
 ) -> Float[Array, "B T N H"]:
-    """Attention of the rows' tokens over their pages by the kernel of an instruction set, in q's dtype. Tokens
-    that are not real are zeros."""
-    library()  # registers what a compiled program calls
+    """Attention of the rows' tokens over their pages by the kernel of an instruction set, in q's dtype.
+
+    Tokens that are not real are zeros.
+    """
+    library()  # registers the handler that the program calls
     B, T, N, H = q.shape
     K, none = pages.k.shape[0], np.zeros(0, np.float32)
     grouped = jax.ShapeDtypeStruct((B, T, K, N // K, H), q.dtype)

@@ -100,7 +100,7 @@ def small_pages(pages: LayerPages, W: int) -> LayerPages:
 
 
 def with_own_path(case: Case, pages: LayerPages, root: jax.Array, dtype: Any) -> LayerPages:
-    """The rows' keys from position `root` on beside their pages, as for the nodes of a tree of guesses; in the
+    """The rows' keys from position `root` on beside their pages, as of the nodes of a tree of guesses. In the
     pages they are spoilt."""
 
     def newest(pool: Any) -> jax.Array | None:

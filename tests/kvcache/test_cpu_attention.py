@@ -57,9 +57,9 @@ def given(case: Case) -> tuple[jax.Array, LayerPages, AttentionParams]:
 def exact(case: Case) -> tuple[np.ndarray, float]:
     """The real tokens' heads in float64, and a bound of the kernel's error.
 
-    A score is a sum of H products, one capped product and a scale; a weight an exponential of it with an error
-    of some units in the last place; the result a quotient of sums in which each of n keys is added once, and
-    each part and block multiplied once. Weights are rounded to q's dtype once, results too.
+    A score is a sum of H products, times a scale, and capped. The exponential of it is exact but for some
+    units in the last place. The result is a quotient of sums of n keys. Weights are rounded to q's dtype, and
+    results too.
     """
     q, pages, reading = inputs(case)
     q, k, v = (np.asarray(x, np.float64) for x in (q, pages.k, pages.v))

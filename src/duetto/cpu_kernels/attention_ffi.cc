@@ -11,13 +11,6 @@ namespace ffi = xla::ffi;
 constexpr int64_t TILES = 4;            // for each thread; where there are fewer, parts of keys go to threads
 constexpr int64_t LEAST_WORK = 1 << 17;  // numbers of keys times queries for a thread: less takes longer to hand over
 
-// Denormal numbers are zeros on every thread: one's settings would follow from what ran on it.
-struct NoDenormals {
-  unsigned before = _mm_getcsr();
-  NoDenormals() { _mm_setcsr(before | 0x8040); }
-  ~NoDenormals() { _mm_setcsr(before); }
-};
-
 // The tiles of all rows; what stands behind a row's real tokens becomes zeros.
 static std::vector<Tile> tiles_of(const Attention& a) {
   std::vector<Tile> tiles;
@@ -43,7 +36,6 @@ static Workspace& workspace() {
 static void by_tiles(const AttentionKernels& kernels, ffi::ThreadPool& pool, const Attention& a,
                      const std::vector<Tile>& tiles, int64_t threads) {
   parallel(pool, tiles.size(), threads, [&](int64_t i) {
-    NoDenormals now;
     const Tile& t = tiles[i];
     Workspace& own = workspace();
     Running all(own.running[0], t.rows), part(own.running[1], t.rows);
@@ -67,11 +59,10 @@ static void by_parts(const AttentionKernels& kernels, ffi::ThreadPool& pool, con
       parts.push_back({int64_t(i), tiles[i].first_part() + p, size});
   std::unique_ptr<float[]> found(new float[size]);
   parallel(pool, parts.size(), threads, [&](int64_t i) {
-    NoDenormals now;
     const Tile& t = tiles[parts[i].tile];
     kernels.part(a, t, parts[i].number, workspace(), Running(found.get() + parts[i].at, t.rows));
   });
-  NoDenormals now;
+  WithoutDenormals here;
   for (size_t i = 0, p = 0; i < tiles.size(); i++) {
     const Tile& t = tiles[i];
     Running all(workspace().running[0], t.rows);
