@@ -48,7 +48,7 @@ def headers(*places: str) -> Path | None:
     return None
 
 
-def build(target: Path = HERE / LIBRARY, include: Path | None = None, flags: Sequence[str] = ()) -> None:
+def build(target: Path = HERE / LIBRARY, include: Path | None = None) -> None:
     """Compile the library to `target`. Raises BuildError."""
     include = include or headers()
     if not is_supported():
@@ -56,21 +56,25 @@ def build(target: Path = HERE / LIBRARY, include: Path | None = None, flags: Seq
     if include is None:
         raise BuildError("jaxlib, whose headers are needed, is not installed")
     with tempfile.TemporaryDirectory() as folder:
-        objects = [f"{folder}/{name}-{isa}.o" for name in KERNELS for isa in ISAS]
-        each = [(name, isa) for name in KERNELS for isa in ISAS]
-        commands = [
-            [str(HERE / name), f"-DISA={isa}", "-fvisibility=hidden", *ISAS[isa], "-o", out]
-            for (name, isa), out in zip(each, objects, strict=True)
-        ]
+        objects = compiled_kernels(Path(folder))
         for name in HANDLERS:
             objects.append(f"{folder}/{name}.o")
-            commands.append([str(HERE / name), "-isystem", str(include), "-o", objects[-1]])
-        for command in commands:
-            run([*FLAGS, *flags, "-c", *command])
+            run([*FLAGS, "-isystem", str(include), "-c", str(HERE / name), "-o", objects[-1]])
         made = f"{folder}/{LIBRARY}"
-        run(["-shared", "-s", "-pthread", *flags, *objects, "-o", made])
+        run(["-shared", "-s", "-pthread", *objects, "-o", made])
         target.parent.mkdir(parents=True, exist_ok=True)
         place(Path(made), target)
+
+
+def compiled_kernels(folder: Path, flags: Sequence[str] = ()) -> list[str]:
+    """Compile each source for each instruction set; returns the object files. Raises BuildError."""
+    objects = []
+    for name in KERNELS:
+        for isa, own in ISAS.items():
+            objects.append(str(folder / f"{name}-{isa}.o"))
+            command = [*FLAGS, *own, *flags, f"-DISA={isa}", "-fvisibility=hidden", "-c", str(HERE / name)]
+            run([*command, "-o", objects[-1]])
+    return objects
 
 
 def run(arguments: Sequence[str]) -> None:
