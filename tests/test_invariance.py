@@ -214,6 +214,23 @@ def test_own_kernels_of_a_cpu_give_the_same_bits(model, serve, oracle):
         assert [[token for token, *_ in x] for x in together] == wanted
 
 
+@pytest.mark.parametrize("model", ["demo", "borrowed"], indirect=True, scope="session")
+@pytest.mark.skipif(not library().isas, reason=library().refusal or "there are kernels")
+def test_attention_by_kernels_of_a_cpu_gives_the_same_bits(model, serve, oracle):
+    """Alone, beside others, in other chunks and pages, through preemption, and with draft tokens."""
+    texts = prompts(model.config.vocab_size)
+    with serve(cpu_kernels=True) as llm:
+        assert llm.report()["cpu_attention_layers"] > 0
+        plain = oracle(replace(model, params=llm.engine.params))
+        alone = [bits(llm.generate(t, p, use_tqdm=False)[0]) for t, p in zip(texts, PARAMS, strict=True)]
+    wanted = [plain(text, params) for text, params in zip(texts, PARAMS, strict=True)]
+    assert [[token for token, *_ in x] for x in alone] == wanted
+    drafts = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
+    for options in (TIGHT, CHUNKS, {"speculative_config": drafts, "decode_steps": 1}):
+        with serve(**options, cpu_kernels=True) as llm:
+            assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == alone
+
+
 def variants(model: Model) -> list[dict[str, Any]]:
     return [FEWER[model.name]] if model.name in FEWER else [TIGHT, CHUNKS]
 

@@ -2,10 +2,11 @@
 
 Each part of 256 keys, counted from position 0, has a running softmax of its own. Parts are added up in order
 (flash-decoding, Dao et al., 2023). A query's sums run over its own keys in order, so its bits depend neither
-on its neighbours, nor on the page size, nor on the widths of table and chunk. A tile of queries reads each key
-once.
+on its neighbours, nor on the page size, nor on the widths of table and chunk. A tile of queries reads each
+key once. Pools of 8 bits, latent rows and selected keys are left to the reference.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from jaxtyping import Array, Float, Shaped
 
 from ...cpu_kernels.library import library, target
 from ...model.attention import AttentionParams
-from ..quantised import QuantisedPool
+from ...model.config import GroupedQuery, LayerKind
+from ..quantised import Kept, QuantisedPool, empty_pool
 from .tiles import LayerPages
 
 HEAD_SIZES = range(16, 257, 16)
@@ -33,6 +35,21 @@ def supported(
     plain = reading.expand is None and reading.rank is None and reading.selection is None
     alike = k.shape == v.shape and q.shape[-1] == k.shape[-1] and k.dtype == v.dtype
     return plain and alike and q.shape[-1] in HEAD_SIZES and k.dtype.name in BITS.get(q.dtype.name, ())
+
+
+def layers_read(layers: Sequence[LayerKind], kept: Kept, dtype: Any) -> int:
+    """How many layers the kernel reads on a CPU, of a model that computes in `dtype` and whose cache is kept
+    as `kept`."""
+
+    def is_read(keys: Any) -> bool:
+        if not isinstance(keys, GroupedQuery):
+            return False
+        shape, device = (keys.num_kv_heads, 1, 1, keys.head_size), jax.devices("cpu")[0]
+        pool = jax.eval_shape(lambda: empty_pool(shape, kept, device))
+        q = jax.ShapeDtypeStruct((1, 1, keys.num_heads, keys.head_size), dtype)
+        return supported(q, pool, pool, AttentionParams(1.0))
+
+    return sum(any(map(is_read, kind.mixers)) for kind in layers)
 
 
 def attend_pages(

@@ -244,8 +244,10 @@ void part_of(const Attention& a, const Tile& t, int64_t part, Workspace& work, R
     if (at + BLOCK < t.end) Heads(a, t, at + BLOCK).prefetch(a.bytes());
     pack_keys<T, PAIRS>(heads, a.H, work.k);
     pack_values<T, PAIRS>(heads, a.H, work.v);
-    for (int64_t r = 0; r < t.rows; r += GROUP) {
-      int n = int(t.rows - r < GROUP ? t.rows - r : GROUP);
+    int64_t groups = (t.rows + GROUP - 1) / GROUP;
+    for (int64_t g = 0; g < groups; g++) {  // of like size
+      int64_t r = t.rows * g / groups;
+      int n = int(t.rows * (g + 1) / groups - r);
       // later queries begin later and end later
       if (Seen(a, t, r, at).first < BLOCK && Seen(a, t, r + n - 1, at).end > 0) add_block<W>(a, t, at, r, n, work, to);
     }

@@ -21,7 +21,7 @@ AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": (*AVX512, "-mavx512bf16")}
 KERNELS = ("products.cc", "attention.cc")  # compiled for each instruction set
 HANDLERS = ("products_ffi.cc", "attention_ffi.cc")
-FLAGS = ("-std=c++17", "-O3", "-g0", "-fPIC", "-Wall", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-g0", "-fPIC", "-Wall", "-Wno-psabi")
 
 
 class BuildError(Exception):
