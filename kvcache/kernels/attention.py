@@ -80,7 +80,7 @@ def attend_with(
     def plainly(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
         return reference(q).astype(q.dtype)
 
-    kernels = {}
+    kernels: dict[str, Callable[[Any], Any]] = {}
     if compiles_for_gpus() and supported(q, *pools, reading):
         kernels["cuda"] = lambda q: attend_pages(q, pages(), reading)
     if isa is not None and cpu_attention.supported(q, *pools, reading):
