@@ -92,9 +92,9 @@ static ffi::Error attention(const AttentionKernels& kernels, ffi::ThreadPool& po
               of[0], of[1], of[2], of[3], of[4], pages[1], pages[2], rows[1], own[1],
               scale, softcap, window, chunked, is_bf16};
   auto has = [](In& x, int64_t bytes) { return int64_t(x.size_bytes()) == bytes; };
-  int64_t pool = a.K * a.P * a.W * a.bytes(), path = a.root ? a.B * a.path * a.K * a.bytes() : 0;
+  int64_t kept = a.K * a.P * a.W * a.bytes(), path = a.root ? a.B * a.path * a.K * a.bytes() : 0;
   if (pages[0] != a.K || pages[3] != a.H || a.H % 16 || a.H > MOST_SIZE || rows[0] != a.B ||
-      (!is_bf16 && q.element_type() != ffi::DataType::F32) || !has(k, pool) || !has(v, pool) || !has(start, a.B * 4) ||
+      (!is_bf16 && q.element_type() != ffi::DataType::F32) || !has(k, kept) || !has(v, kept) || !has(start, a.B * 4) ||
       !has(count, a.B * 4) || (a.sinks && !has(sinks, a.K * a.G * 4)) || (a.root && !has(root, a.B * 4)) ||
       !has(own_k, path) || !has(own_v, path))
     return ffi::Error::InvalidArgument("attention over other shapes than it is compiled for");
