@@ -103,8 +103,8 @@ class EngineOptions:
     )
     cpu_kernels: bool = knob(
         False,
-        "on a CPU, duetto's own kernels multiply; they have the same bits for every number of rows, and an "
-        "output matrix that is the embedding too becomes a copy; without effect on accelerators",
+        "on a CPU, products and attention by duetto's own kernels, whose bits do not depend on the number of "
+        "rows; an output matrix that is the embedding too is copied; without effect on accelerators",
     )
     max_prefill_delay: float | None = knob(
         None,

@@ -6,7 +6,7 @@
 namespace ffi = xla::ffi;
 
 constexpr int64_t LEAST_BYTES = 1 << 16, LEAST_SUMS = 1 << 20;  // of a part: less takes longer to hand over
-constexpr int64_t PARTS = 4;                                   // for each thread
+constexpr int64_t PARTS = 16;                                  // for each thread: they may be interrupted
 
 static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
                           ffi::Result<ffi::AnyBuffer> y) {
