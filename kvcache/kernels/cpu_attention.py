@@ -38,8 +38,8 @@ def supported(
 
 
 def layers_read(layers: Sequence[LayerKind], kept: Kept, dtype: Any) -> int:
-    """How many layers the kernel reads on a CPU, of a model that computes in `dtype` and whose cache is kept
-    as `kept`."""
+    """Count the layers whose pages the kernel reads on a CPU, for a model that computes in `dtype` with a
+    cache kept as `kept`."""
 
     def is_read(keys: Any) -> bool:
         if not isinstance(keys, GroupedQuery):

@@ -212,18 +212,18 @@ def test_paged_uses_the_kernel_on_pools_that_are_donated(isa: str):
     case = Case((0, 63, 200), (1, 1, 1), W=64, M=4, dtype=BF16)
     q, pages, reading = given(case)
     finite = [jnp.where(jnp.isnan(p), 0, p) for p in inputs(case)[1][:2]]
-    new = [jnp.full((3, 1, case.K, case.H), x, BF16) for x in (0.5, 2.0)]
+    k, v = (jnp.full((3, 1, case.K, case.H), x, BF16) for x in (0.5, 2.0))
     batch = Batch(jnp.zeros((3, 1), jnp.int32), pages.start, pages.count, (pages.table,), jnp.arange(3))
 
     def step(cache: KVCache) -> tuple[KVCache, jax.Array]:
-        return Paged(batch, (None,))(cache, 0, q, *new, reading)
+        return Paged(batch, (None,))(cache, 0, q, k, v, reading)
 
     def cache(isa: str | None) -> KVCache:
-        k, v = (jax.lax.bitcast_convert_type(p, jnp.uint16) for p in finite)
-        return KVCache((k,), (v,), isa=isa)
+        pools = ((jax.lax.bitcast_convert_type(p, jnp.uint16),) for p in finite)
+        return KVCache(*pools, isa=isa)
 
     program = jax.jit(step, donate_argnums=0).lower(cache(isa)).compile()
-    assert f"duetto_attention_{isa}" in program.as_text()
+    assert f"duetto_attention_{isa}" in str(program.as_text())
     memory = program.memory_analysis()
     assert memory is not None and memory.alias_size_in_bytes == sum(p.size * 2 for p in finite)
     assert memory.temp_size_in_bytes < finite[0].nbytes  # no copy of a pool

@@ -13,6 +13,7 @@ from duetto.kvcache.kernels import attention as kernels
 from duetto.kvcache.kernels.attention import attend_pages, supported
 from duetto.kvcache.kernels.tiles import LayerPages
 from duetto.kvcache.quantised import SCHEMES, empty_pool
+from duetto.model.attention import AttentionParams
 
 CASES = {
     "token": Case((0, 1, 63, 64, 200), (1, 1, 0, 1, 1)),
