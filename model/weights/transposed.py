@@ -92,7 +92,7 @@ def can_be_transposed(name: str, weight: Any) -> bool:
 
 
 def is_matrix_on_cpu(weight: Any, axes: int) -> bool:
-    """True for an array, or ShapeDtypeStruct, of so many axes on one device that is a CPU."""
+    """True for an array, or ShapeDtypeStruct, with a number of axes on one device that is a CPU."""
     if not isinstance(weight, jax.Array | jax.ShapeDtypeStruct) or weight.ndim != axes:
         return False
     devices = weight.sharding.device_set if weight.sharding is not None else ()
