@@ -128,7 +128,7 @@ def packed(params: T, isa: str, donate: bool = False) -> T:
     found = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_record)
     if isinstance(found, Decoder) and found.head is None and can_be_packed("head", found.embed):
         found = replace(found, head=pack_head(found.embed, target, is_tied=True))
-    return found if is_packed(found) else params
+    return found if is_packed(found) else params  # type: ignore[return-value]
 
 
 def can_be_packed(name: str, weight: Any) -> bool:
