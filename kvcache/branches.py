@@ -133,7 +133,7 @@ def branching(
 
         chosen = choice(reading, batch, table, pools[0].shape[2], read_values)
         by_blocks = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)
-        out = attend_with(q, pools, reading, pages, by_blocks)
+        out = attend_with(q, pools, reading, pages, by_blocks, state.cache.isa)
         return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
 
     return attend

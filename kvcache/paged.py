@@ -44,7 +44,7 @@ class Paged:
         def pages() -> LayerPages:
             return LayerPages(*pools, table, batch.start, batch.count)
 
-        out = attend_with(q, pools, reading, pages, by_blocks)
+        out = attend_with(q, pools, reading, pages, by_blocks, cache.isa)
         own = {"k": with_layer(cache.k, layer, keys), "v": with_layer(cache.v, layer, values)}
         return replace(cache, **own), out
 

@@ -20,7 +20,7 @@ from ..model.config import LayerKind, windows_of
 from ..model.layers import apart, einsum
 from ..model.recurrent.kinds import STATE
 from ..model.sharding import automatic_axes, in_shards
-from ..model.tree import pytree
+from ..model.tree import pytree, static
 from .groups import by_length
 from .quantised import Kept, Pool, QuantisedPool, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .shards import head_axes
@@ -51,6 +51,7 @@ class KVCache:
     k: tuple[Any, ...]  # L of [K,P,W,H] or None
     v: tuple[Any, ...]  # L of [K,P,W,H] or None
     states: tuple[Any, ...] = ()  # L of StatePool or None
+    isa: str | None = static(None)  # instruction set of the CPU kernels that read it, if any do
 
 
 @pytree
@@ -96,7 +97,12 @@ def page_bytes(layers: Sequence[LayerKind], page_size: int, kept: Kept) -> tuple
 
 
 def empty_cache(
-    layers: Sequence[LayerKind], pages: Sequence[int], page_size: int, kept: Kept, device: Any = None
+    layers: Sequence[LayerKind],
+    pages: Sequence[int],
+    page_size: int,
+    kept: Kept,
+    device: Any = None,
+    isa: str | None = None,
 ) -> KVCache:
     """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window.
 
@@ -115,7 +121,7 @@ def empty_cache(
         return kind.state and empty_states(kind.state, count[STATE], page_size)
 
     keys, values = (tuple(pool(kind, i) for kind in layers) for i in range(2))
-    return KVCache(keys, values, tuple(map(states, layers)))
+    return KVCache(keys, values, tuple(map(states, layers)), isa)
 
 
 def write(

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from ..model.config import Keyed, LayerKind, Mixer
 from ..model.pair import Params, layers_of, target_of
 from ..model.sharding import DATA
+from ..model.weights.packed import kernels_in
 from .pages import KVCache
 
 
@@ -68,7 +69,7 @@ def cache_shardings(layers: Sequence[LayerKind], params: Params, shards: int = 1
     def kept(i: int) -> tuple[Any, ...]:
         return of(lambda mixer: isinstance(mixer, Keyed) and mixer.cached[i])
 
-    return KVCache(kept(0), kept(1), of(lambda mixer: mixer.state))
+    return KVCache(kept(0), kept(1), of(lambda mixer: mixer.state), kernels_in(params))
 
 
 def head_axes(weight: Any) -> str | tuple[str, ...] | None:

@@ -2,6 +2,7 @@
 cacheless oracle."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from cases.streams import streamed
 from conftest import Model
 
 from duetto import LLM, RequestOutput, SamplingParams
+from duetto.cpu_kernels.library import library
 from duetto.model.recurrent.kinds import STATE
 from duetto.model.weights.fixed import is_fixed
 from duetto.serve.engine.core.request import Request
@@ -191,6 +193,42 @@ def test_the_shapes_of_an_accelerator_give_the_same_tokens(model, serve, expecte
         alone = [bits(llm.generate(t, p, use_tqdm=False)[0]) for t, p in zip(texts, PARAMS, strict=True)]
     assert together == alone
     assert [[token for token, *_ in x] for x in together] == [[token for token, *_ in x] for x in expected]
+
+
+@pytest.mark.parametrize("model", ["tiny", "windows", "bfloat16"], indirect=True, scope="session")
+@pytest.mark.skipif(not library().isas, reason=library().refusal or "there are kernels")
+def test_own_kernels_of_a_cpu_give_the_same_bits(model, serve, oracle):
+    """The tokens are those of the oracle with the same kernels, but in bfloat16."""
+    texts = prompts(model.config.vocab_size)
+    with serve(cpu_kernels=True) as llm:
+        together = [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)]
+        llm.engine.tables.forget()
+        alone = [bits(llm.generate(t, p, use_tqdm=False)[0]) for t, p in zip(texts, PARAMS, strict=True)]
+        assert llm.report()["cpu_kernels"] == library().isa and llm.report()["compilations"] == 0
+        plain = oracle(replace(model, params=llm.engine.params))
+        llm.update_params(model.params)
+        assert jax.tree.structure(llm.params) == jax.tree.structure(model.params)
+    assert together == alone
+    if model.name != "bfloat16":
+        wanted = [plain(text, params) for text, params in zip(texts, PARAMS, strict=True)]
+        assert [[token for token, *_ in x] for x in together] == wanted
+
+
+@pytest.mark.parametrize("model", ["demo", "borrowed"], indirect=True, scope="session")
+@pytest.mark.skipif(not library().isas, reason=library().refusal or "there are kernels")
+def test_attention_by_kernels_of_a_cpu_gives_the_same_bits(model, serve, oracle):
+    """Alone, beside others, in other chunks and pages, through preemption, and with draft tokens."""
+    texts = prompts(model.config.vocab_size)
+    with serve(cpu_kernels=True) as llm:
+        assert llm.report()["cpu_attention_layers"] > 0
+        plain = oracle(replace(model, params=llm.engine.params))
+        alone = [bits(llm.generate(t, p, use_tqdm=False)[0]) for t, p in zip(texts, PARAMS, strict=True)]
+    wanted = [plain(text, params) for text, params in zip(texts, PARAMS, strict=True)]
+    assert [[token for token, *_ in x] for x in alone] == wanted
+    drafts = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
+    for options in (TIGHT, CHUNKS, {"speculative_config": drafts, "decode_steps": 1}):
+        with serve(**options, cpu_kernels=True) as llm:
+            assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == alone
 
 
 def variants(model: Model) -> list[dict[str, Any]]:

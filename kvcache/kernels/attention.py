@@ -27,6 +27,7 @@ from ...model.gpus import Kernel, gpu, refusal
 from ...model.sharding import automatic_axes, axes_of, in_shards, placed
 from ..quantised import SCALE, QuantisedPool
 from ..shards import head_axes
+from . import cpu_attention
 from .tiles import TILE, LayerPages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
 
 HEAD_SIZES = range(16, 257, 16)  # of keys and values
@@ -112,15 +113,20 @@ def attend_with(
     reading: AttentionParams,
     pages: Callable[[], LayerPages],
     reference: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N U"]],
+    isa: str | None = None,
 ) -> Float[Array, "B T N U"]:
-    """Attention by the kernels on an NVIDIA GPU that can, elsewhere by the reference, in q's dtype."""
+    """Attention by the kernels on an NVIDIA GPU that can, or on a CPU with those of an instruction set;
+    elsewhere by the reference, in q's dtype."""
 
     def plainly(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
         return reference(q).astype(q.dtype)
 
-    if not supported(q, *pools, reading) or refusal_of(q, *pools, reading) is not None:
-        return plainly(q)
-    return jax.lax.platform_dependent(q, cuda=lambda q: attend_pages(q, pages(), reading), default=plainly)
+    kernels: dict[str, Callable[[Any], Any]] = {}
+    if supported(q, *pools, reading) and refusal_of(q, *pools, reading) is None:
+        kernels["cuda"] = lambda q: attend_pages(q, pages(), reading)
+    if isa is not None and cpu_attention.supported(q, *pools, reading):
+        kernels["cpu"] = lambda q: cpu_attention.attend_pages(q, pages(), reading, isa)
+    return jax.lax.platform_dependent(q, **kernels, default=plainly) if kernels else plainly(q)
 
 
 def attend_pages(

@@ -86,13 +86,17 @@ def transposed(params: T, donate: bool = False) -> T:
 
 
 def can_be_transposed(name: str, weight: Any) -> bool:
-    if name not in NAMES or not isinstance(weight, jax.Array | jax.ShapeDtypeStruct):
+    if name not in NAMES or not is_matrix_on_cpu(weight, -CONTRACTED[name][0]):
+        return False
+    return jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
+
+
+def is_matrix_on_cpu(weight: Any, axes: int) -> bool:
+    """True for an array, or ShapeDtypeStruct, with a number of axes on one device that is a CPU."""
+    if not isinstance(weight, jax.Array | jax.ShapeDtypeStruct) or weight.ndim != axes:
         return False
     devices = weight.sharding.device_set if weight.sharding is not None else ()
-    on_cpu = len(devices) == 1 and all(device.platform == "cpu" for device in devices)
-    is_projection = weight.ndim + CONTRACTED[name][0] == 0
-    is_narrow = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
-    return on_cpu and is_projection and is_narrow
+    return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
 
 
 def untransposed(params: T) -> T:

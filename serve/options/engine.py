@@ -101,6 +101,11 @@ class EngineOptions:
         "same bits; for one Hopper GPU and 16-bit weights, without effect on a CPU",
         formerly="fixed_products",
     )
+    cpu_kernels: bool = knob(
+        False,
+        "on a CPU, products and attention by duetto's own kernels, whose bits do not depend on the number of "
+        "rows; an output matrix that is the embedding too is copied; without effect on accelerators",
+    )
     max_prefill_delay: float | None = knob(
         None,
         "maximum seconds that a prompt waits in spite of a free slot, to share its prefill with others; "

@@ -127,7 +127,8 @@ def abstract_arguments(plan: EnginePlan) -> StepArguments:
         weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
         params = abstract_params(plan.config, plan.dtype, plan.target, weights, layout)
     check_experts(params)
-    params = roomy(prepared(params, plan.options.batch_invariant_matmul), plan.config, plan.options)
+    params = prepared(params, plan.options.batch_invariant_matmul, plan.options.cpu_kernels)
+    params = roomy(params, plan.config, plan.options)
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
 
 

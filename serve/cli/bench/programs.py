@@ -27,7 +27,7 @@ from ....model.config import ModelConfig
 from ....model.transformer import Decoder
 from ....model.tree import init
 from ....model.weights.compress import form_spec
-from ....model.weights.transposed import transposed
+from ....model.weights.prepared import laid_out
 from ....sampling.params import SamplingParams
 from ...engine.startup.dtype import compute_dtype
 from ...engine.startup.folder import read_folder
@@ -100,14 +100,16 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
         dtype = compute_dtype(args.dtype, device, config, origin.model)
         where = places(config, layout_of(options)) or device
         config, params = read_folder(origin.model, dtype, where, options.quantization)
-        return BenchModel(args.model or "demo", config, transposed(params, donate=True), options)
+        return BenchModel(
+            args.model or "demo", config, laid_out(params, options.cpu_kernels, donate=True), options
+        )
     options.require_unstored("a shape has no checkpoint")
     config = PRESETS[args.shape]
     dtype = compute_dtype(args.dtype, device, config)
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
     params = spread(config, init(jax.random.key(0), specs, chosen), layout_of(options))
-    return BenchModel(args.shape, config, transposed(params, donate=True), options)
+    return BenchModel(args.shape, config, laid_out(params, options.cpu_kernels, donate=True), options)
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:

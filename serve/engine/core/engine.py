@@ -10,10 +10,13 @@ from typing import Any
 
 import jax
 
+from ....kvcache.kernels.cpu_attention import layers_read
 from ....kvcache.pages import KVCache
+from ....kvcache.quantised import kept_as
 from ....model.pair import Params, target_of, with_target
 from ....model.transformer import Decoder
 from ....model.weights.adapted import unadapted
+from ....model.weights.packed import kernels_in
 from ...kv.offload.mover import PageMover
 from ...kv.offload.tiering import KVOffloader, PageFinder
 from ...options.checks import round_up
@@ -176,6 +179,8 @@ class Engine:
             "waiting_reasons": self.scheduler.reasons.report(),
             "gathering": self.gathering.report(),
             "dtype": str(self.params.embed.dtype),
+            "cpu_kernels": kernels_in(self.params),
+            "cpu_attention_layers": self._cpu_attention_layers(),
             "steps_beside_compiling_seconds": self.meter.beside_compiling,
             "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
             "compilations": self.compilations.count,
@@ -189,6 +194,13 @@ class Engine:
         if not self.warmup and self.products is not None:
             own["products"] = self.products
         return self.meter.report() | self.tiers.report() | self.programs.report() | own
+
+    def _cpu_attention_layers(self) -> int:
+        """Layers whose pages the CPU kernels read."""
+        if kernels_in(self.params) is None:
+            return 0
+        dtype = self.params.embed.dtype
+        return layers_read(self.config.layers, kept_as(self.sizes.kv_cache_dtype, dtype), dtype)
 
     def update_params(self, params: Decoder, keep: bool = False) -> None:
         """Serve other weights of the same shapes from now on, without a compilation. Cached prefixes are

@@ -19,7 +19,7 @@ from ....model.sharding import place_at
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import abstract, init
 from ....model.weights.compress import in_form
-from ....model.weights.transposed import transposed
+from ....model.weights.prepared import laid_out
 from ....sampling.params import MAX_STOP_IDS, SamplingParams
 from ...host import progress
 from ...host.devices import default_device, memory_limit
@@ -61,7 +61,7 @@ def load_folder(
     agree_on(path)
     config, params = read(path, chosen, where, options.quantization)
     params = with_head(params)
-    return config, transposed(params, donate=True), defaults
+    return config, laid_out(params, options.cpu_kernels, donate=True), defaults
 
 
 def checked_defaults(path: Path) -> GenerationDefaults:

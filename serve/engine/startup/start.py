@@ -78,7 +78,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     params = spread(config, params, layout_of(options))
     params = in_form(params, options.quantization, params.embed.dtype)
     check_experts(params)
-    params = prepared(params, options.batch_invariant_matmul)
+    params = prepared(params, options.batch_invariant_matmul, options.cpu_kernels)
     if device.platform == "cpu":
         keep_freed()
     count = stations(params)

@@ -43,7 +43,14 @@ def named(programs: StepPrograms, params: Any, options: EngineOptions, exact: bo
         canonical = Canonical.on(device.platform, options.on(memory_limit(device)), programs.sizes)
         placed = [(x.shape, str(x.dtype), layout(x.sharding)) for x in jax.tree.leaves(params)]
         products = programs.products([s for s in canonical if s in programs.steps] or programs.steps)
-        facts += placed, canonical, products, options.reproducible, executable_cache.environment(device)
+        facts += (
+            jax.tree.structure(params),
+            placed,
+            canonical,
+            products,
+            options.reproducible,
+            executable_cache.environment(device),
+        )
     with ThreadPoolExecutor(1, THREADS) as pool:  # what it compiles is compiled beside serving
         weights = pool.submit(device_hash, params).result()
     return hashlib.sha256(repr((executable_cache.source(), *facts, weights)).encode()).digest()

@@ -9,6 +9,7 @@ import numpy as np
 
 from ....kvcache.stages import devices
 from ....model.tree import paths
+from ....model.weights.packed import kernels_in
 from ....model.weights.prepared import unprepared
 from ...engine.core.engine import Engine
 from ...host.devices import memory_limit
@@ -20,9 +21,9 @@ from ...text.tokenizer.tokenizer import Tokenizer
 
 # Options with which an engine runs the same requests with the same bits.
 NEEDED = (
-    "max_model_len", "kv_cache_dtype", "quantization", "batch_invariant_matmul", "max_logprobs",
-    "reproducible", "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens", "page_size",
-    "max_batched_token_mem", "enable_lora", "max_loras", "max_lora_rank", "lora_modules",
+    "max_model_len", "kv_cache_dtype", "quantization", "batch_invariant_matmul", "cpu_kernels",
+    "max_logprobs", "reproducible", "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens",
+    "page_size", "max_batched_token_mem", "enable_lora", "max_loras", "max_lora_rank", "lora_modules",
 )  # fmt: skip
 
 
@@ -42,6 +43,7 @@ def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": str(options.quantization),
         "fixed_products": str(options.batch_invariant_matmul),
+        "cpu_kernels": str(kernels_in(engine.params)),
         "shapes": ", ".join(map(str, canonical)),
         **({} if products is None else {"products": products}),
     }

@@ -20,6 +20,7 @@ from ....kvcache.shards import in_seat, steps
 from ....kvcache.stages import around
 from ....model.gpus import gpu_of, without
 from ....model.pair import PairConfig, Params, target_of
+from ....model.weights.packed import kernels_in
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress
 from ...host.process import release
@@ -73,8 +74,8 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
     dtype, seats = target_of(params).embed.dtype, seats_of(params, sizes.shards)
     pages = tuple(sizes.shards * count for count in sizes.pages)
     (device, *_) = seats.device_set
-    kept = kept_as(sizes.kv_cache_dtype, dtype)
-    cache = jax.eval_shape(lambda: empty_cache(config.layers, pages, sizes.page_size, kept, device))
+    kept, isa = kept_as(sizes.kv_cache_dtype, dtype), kernels_in(params)
+    cache = jax.eval_shape(lambda: empty_cache(config.layers, pages, sizes.page_size, kept, device, isa))
     slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))
     places = cache_shardings(config.layers, params, sizes.shards)  # one for a pool and its scales
     cache = jax.tree.map(lambda where, pool: jax.tree.map(lambda x: at(x, where), pool), places, cache)

@@ -34,10 +34,11 @@ from ...host.devices import processor
 from ...host.streams import warn
 from ..steps.phases import Phases
 
-LIBRARY = ("model", "kvcache", "sampling", "serve")
+LIBRARY = ("cpu_kernels", "model", "kvcache", "sampling", "serve")
 # Modules that trace, lower and compare steps, hashed into the keys of programs and measurements. An
 # edit elsewhere compiles nothing anew.
 TRACED = (
+    "cpu_kernels",
     "model",
     "kvcache",
     "sampling",

@@ -120,6 +120,8 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> 
     fewest, chunk = SMALLEST_WIDTH, SMALLEST_CHUNK
     if may_differ:
         fewest, chunk = canonical.decode.rows, canonical.prefill.tokens
+    if options.cpu_kernels and platform == "cpu":
+        fewest = 1
     narrowest = fewest if options.reproducible else 1
     widths = {narrowest, *doublings(fewest, max(fewest, round_up(seats, SMALLEST_WIDTH)))}
     decode = {Shape("decode", width, n) for width in widths for n in steps}

@@ -37,7 +37,7 @@ def pools_of(config: PairConfig, cache: KVCache, window: int) -> KVCache:
         return layer.keys is not None and layer.keys.window == chosen
 
     states = own(cache.states, lambda layer: chosen == STATE)
-    return KVCache(own(cache.k, keys), own(cache.v, keys), states)
+    return KVCache(own(cache.k, keys), own(cache.v, keys), states, cache.isa)
 
 
 def gather(config: PairConfig, window: int, cache: KVCache, pages: Int[Any, " n"]) -> Leaves:

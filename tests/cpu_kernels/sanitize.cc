@@ -1,0 +1,79 @@
+// Runs the kernels on arrays without a byte to spare, on threads, for a compiler's sanitizers.
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "pool.h"
+#include "products.h"
+
+// Threads as XLA's pool has them, which end with the pool.
+struct Threads {
+  std::vector<std::thread> running;
+  int num_threads() const { return 4; }
+  void Schedule(std::function<void()> work) { running.emplace_back(std::move(work)); }
+  ~Threads() {
+    for (auto& thread : running) thread.join();
+  }
+};
+
+template <class T>
+static void run(Panels panels, int64_t M, int64_t N, int64_t K, int64_t depth, bool y_is_bf16) {
+  std::vector<T> x(M * K), w((N + COLS - 1) / COLS * COLS * depth);
+  std::vector<char> y(M * N * (y_is_bf16 ? 2 : 4));
+  Product p{x.data(), w.data(), y.data(), M, N, K, y_is_bf16};
+  Threads pool;
+  parallel(pool, p.panels(), p.panels(), [=](int64_t i) { panels(p, i, i + 1); });
+}
+
+static void run_all(const char* name, const Products& kernels) {
+  for (int64_t M : {0, 1, 2, 7, 13, 32, 250})
+    for (int64_t N : {1, 33, 100})
+      for (int64_t K : {1, 7, 64, 385, 1025})
+        for (bool narrow : {false, true}) {
+          run<uint16_t>(kernels.bf16, M, N, K, (K + 1) / 2 * 2, narrow);
+          run<float>(kernels.f32, M, N, K, K, narrow);
+        }
+  std::printf("%s\n", name);
+}
+
+// Two rows over pages, of which the second's tokens are a chunk, with what a layer may ask for.
+static void attend(const AttentionKernels& kernels, int64_t H, bool is_bf16, int64_t window, bool extras) {
+  constexpr int64_t B = 2, T = 30, K = 2, G = 3, W = 16, M = 24, path = 4;
+  int64_t size = H * (is_bf16 ? 2 : 4);
+  std::vector<char> q(B * T * K * G * size), k(K * B * M * W * size), v(k.size()), own(B * path * K * size), out(q.size());
+  std::vector<int32_t> table(B * M), start{300, 350}, count{1, T}, root{299, 380};
+  for (size_t i = 0; i < table.size(); i++) table[i] = int32_t(table.size() - 1 - i);
+  std::vector<float> sinks(K * G);
+  Attention a{q.data(), k.data(), v.data(), table.data(), start.data(), count.data(), extras ? sinks.data() : nullptr,
+              own.data(), own.data(), extras ? root.data() : nullptr, out.data(), B, T, K, G, H, B * M, W, M, path,
+              1.0f, extras ? 5.0f : 0.0f, window, false, is_bf16};
+  Threads pool;
+  parallel(pool, B * K, B * K, [&](int64_t i) {
+    int64_t row = i / K, rows = count[row] * G, last = start[row] + count[row];
+    for (int64_t first = 0; first < rows; first += MOST_ROWS) {
+      Tile t{row, i % K, first, std::min<int64_t>(MOST_ROWS, rows - first), a.low(start[row] + first / G), last};
+      std::unique_ptr<Workspace> own(new Workspace);
+      Running all(own->running[0], t.rows), part(own->running[1], t.rows);
+      kernels.begin(a, t, all);
+      for (int64_t p = 0; p < t.parts(); p++) {
+        kernels.part(a, t, t.first_part() + p, *own, part);
+        kernels.add(a, t, all, part);
+      }
+      kernels.finish(a, t, all);
+    }
+  });
+}
+
+static void attend_all(const AttentionKernels& kernels) {
+  for (int64_t H : {16, 48, 64, 80, 256})
+    for (int64_t window : {0, 40})
+      for (bool is_bf16 : {false, true})
+        for (bool extras : {false, true}) attend(kernels, H, is_bf16, window, extras);
+}
+
+int main() {
+  if (__builtin_cpu_supports("avx2")) run_all("avx2", avx2::products), attend_all(avx2::attention);
+  if (__builtin_cpu_supports("avx512bw")) run_all("avx512", avx512::products), attend_all(avx512::attention);
+  if (__builtin_cpu_supports("avx512bf16")) run_all("avx512_bf16", avx512_bf16::products), attend_all(avx512_bf16::attention);
+}

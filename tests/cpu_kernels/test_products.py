@@ -1,0 +1,92 @@
+"""Products by duetto's own CPU kernels: their numbers, and that a row's bits follow from the row alone."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from duetto.cpu_kernels.build import ISAS
+from duetto.cpu_kernels.library import library, target
+from duetto.model.weights.packed import Packed, pack
+from duetto.model.weights.transposed import Transposed
+
+# No multiple of a panel, of a pair, of a tile or of a block of inputs; one number; and those of a model.
+SIZES = (1, 1), (7, 5), (33, 63), (640, 40), (1025, 100), (576, 576)
+ROWS = 1, 2, 3, 6, 7, 8, 13, 32, 100, 250, 512
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> str:
+    if request.param not in library().isas:
+        pytest.skip(library().refusal or f"this processor has no {request.param}")
+    return request.param
+
+
+def numbers(*shape: int, dtype: Any, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def weight(matrix: jax.Array, isa: str) -> Packed:
+    outputs, inputs = matrix.shape
+    return pack(Transposed(matrix, (inputs,), (outputs,)), target("product", isa))
+
+
+@partial(jax.jit, static_argnames="dtype")
+def product(x: jax.Array, w: Packed, dtype: Any = jnp.float32) -> jax.Array:
+    return w.einsum("md,df->mf", x, dtype)
+
+
+def wide(x: jax.Array) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_product_is_right_and_a_row_has_the_same_bits_beside_any_others(isa, size, dtype):
+    inputs, outputs = size
+    x, matrix = numbers(ROWS[-1], inputs, dtype=dtype), numbers(outputs, inputs, dtype=dtype, seed=1)
+    w = weight(matrix, isa)
+    whole = np.asarray(product(x, w))
+    limit = 1e-5 * np.abs(wide(x)) @ np.abs(wide(matrix)).T
+    assert (np.abs(whole - wide(x) @ wide(matrix).T) <= limit).all()
+    for rows in ROWS:
+        np.testing.assert_array_equal(product(x[:rows], w), whole[:rows])
+        np.testing.assert_array_equal(product(x[-rows:], w), whole[-rows:])
+    rounded = product(x, w, jnp.bfloat16)
+    np.testing.assert_array_equal(rounded, jnp.asarray(whole).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_what_is_not_finite_stays_in_its_row(isa, dtype):
+    """The inputs are odd in number: a pair must not reach into the next row."""
+    x, matrix = numbers(8, 7, dtype=dtype), numbers(40, 7, dtype=dtype, seed=1)
+    broken = x.at[2, 0].set(jnp.nan).at[4, 3].set(jnp.inf).at[6, 0].set(-jnp.inf)
+    w = weight(matrix, isa)
+    for out in (jnp.float32, jnp.bfloat16):
+        found, plain = product(broken, w, out), product(x, w, out)
+        np.testing.assert_array_equal(found[jnp.array([0, 1, 3, 5, 7])], plain[jnp.array([0, 1, 3, 5, 7])])
+        assert jnp.isnan(found[2]).all()
+        np.testing.assert_array_equal(found[4], jnp.sign(matrix[:, 3]) * jnp.inf)
+        np.testing.assert_array_equal(found[6], -jnp.sign(matrix[:, 0]) * jnp.inf)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_denormals_are_zeros(isa, dtype):
+    w = weight(jnp.full((3, 2), 0.25, dtype), isa)
+    x = jnp.asarray([[1e-39, 0.0], [2e-38, 0.0], [1.0, 1e-39]], dtype)  # the second's product is one
+    np.testing.assert_array_equal(product(x, w), [[0.0] * 3, [0.0] * 3, [0.25] * 3])
+
+
+def test_no_rows_have_no_products(isa):
+    w = weight(numbers(40, 7, dtype=jnp.bfloat16), isa)
+    assert product(numbers(0, 7, dtype=jnp.bfloat16), w).shape == (0, 40)
+
+
+def test_x_of_another_dtype_is_multiplied_by_xla(isa):
+    matrix = numbers(40, 8, dtype=jnp.bfloat16)
+    x = numbers(3, 8, dtype=jnp.float32, seed=1)
+    found = product(x, weight(matrix, isa))
+    np.testing.assert_allclose(found, wide(x) @ wide(matrix).T, rtol=1e-5, atol=1e-5)
