@@ -25,6 +25,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 from jaxtyping import config, install_import_hook
+from suite.strict import STRICT
 
 # Annotations of these packages are checked, shapes among them, in tests of arrays; users' runs do not pay for
 # it.
@@ -45,8 +46,8 @@ from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
+for name, value in STRICT.items():
+    jax.config.update(name.lower(), value)
 # The emitters before today's compile a step in half the time, and so small a program gains nothing from two
 # threads.
 OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
