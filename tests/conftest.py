@@ -102,6 +102,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
     monkeypatch.setattr(executable_cache, "load", lambda *_: None)
     monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
+    monkeypatch.setattr(Programs, "_small", quick.small_once(Programs._small))
     # nothing is kept: what a program was compiled to before may have come from jax's cache
     monkeypatch.setattr(executable_cache, "compile", lambda _, lowered, *__: lowered.compile())
     monkeypatch.setattr(executable_cache.Spent, "mean", 0.0)

@@ -1,8 +1,8 @@
 """A pytest plugin that parts the suite: which tests run, in which process, and in which order.
 
 Tests of a group run in one process (`--dist loadgroup`), since they share engines: those of a file, of one
-model of the invariance suite, and those whose programs are compiled as users' are. Dear groups begin first,
-by the costs that `make durations` has recorded.
+model of the invariance suite, of the one server, and those whose programs are compiled as users' are. Dear
+groups begin first, by the costs that `make durations` has recorded.
 """
 
 import json
@@ -64,6 +64,8 @@ def group_of(item: pytest.Item) -> str:
     """Name the tests with which one shares a process."""
     if (model := served_model(item)) is not None:
         return f"invariance of {model}"
+    if "server" in getattr(item, "fixturenames", ()):
+        return "a server"
     return "as served" if item.get_closest_marker("as_served") else file_of(item)
 
 

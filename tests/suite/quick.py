@@ -25,6 +25,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 from jaxtyping import config, install_import_hook
+from suite.strict import STRICT
 
 # Annotations of these packages are checked, shapes among them, in tests of arrays; users' runs do not pay for
 # it.
@@ -45,8 +46,8 @@ from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
+for name, value in STRICT.items():
+    jax.config.update(name.lower(), value)
 # The emitters before today's compile a step in half the time, and so small a program gains nothing from two
 # threads.
 OLDER = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
@@ -134,20 +135,46 @@ LOWERED: OrderedDict[str, Any] = OrderedDict()
 MOST_LOWERED = 32  # programs, with what they compile to
 
 
+class LoweredOnce:
+    """A lowered program that is compiled once."""
+
+    def __init__(self, lowered: Any):
+        self._lowered, self._compiled = lowered, None
+
+    def compile(self, **options: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = self._lowered.compile(**options)
+        return self._compiled
+
+
 def lowered_once(lower: Callable[..., Any]) -> Callable[..., Any]:
     """A method that lowers a shape of `Programs`, and returns what it has lowered from the same arguments."""
 
     def lowered(programs: Programs, shape: Any) -> Any:
-        if (key := programs._key(shape)) is None:
-            return lower(programs, shape)
-        if (found := LOWERED.pop(key, None)) is None:
-            found = lower(programs, shape)
-        LOWERED[key] = found  # the latest is the last
-        if len(LOWERED) > MOST_LOWERED:
-            LOWERED.popitem(last=False)
-        return found
+        return kept(programs._key(shape), lambda: LoweredOnce(lower(programs, shape)))
 
     return lowered
+
+
+def small_once(small: Callable[[Programs], list[Any]]) -> Callable[[Programs], list[Any]]:
+    """The same for the small programs of a table."""
+
+    def lowered(programs: Programs) -> list[Any]:
+        key = programs.key and f"small programs of {programs.key}"
+        return kept(key, lambda: [LoweredOnce(one) for one in small(programs)])
+
+    return lowered
+
+
+def kept(key: str | None, make: Callable[[], Any]) -> Any:
+    """What was made under a key, one of the latest."""
+    if key is None:
+        return make()
+    found = LOWERED.pop(key) if key in LOWERED else make()
+    LOWERED[key] = found  # the latest is the last
+    if len(LOWERED) > MOST_LOWERED:
+        LOWERED.popitem(last=False)
+    return found
 
 
 def independent(programs: Programs) -> Programs:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases.requests import SIZES
 
 import duetto
 from duetto import LLM, SamplingParams
@@ -25,8 +26,7 @@ from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.flags import add_fields, given
 from duetto.serve.planner.roofline.report import check_path, compiled, render
 
-SMALL = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "decode_steps": 1}
-FLAGS = [word for name, value in SMALL.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+FLAGS = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -154,7 +154,7 @@ def test_generate_streams_what_the_api_generates(tmp_path: Path, capsys: pytest.
     ]
     assert main(line) == 0
     shown = capsys.readouterr()
-    with LLM(**SMALL) as llm:
+    with LLM(**SIZES) as llm:
         params = dataclasses.replace(llm.get_default_sampling_params(), temperature=0.0, max_tokens=12)
         expected = llm.generate("def main(", params, use_tqdm=False)[0].outputs[0].text
     assert shown.out == expected + "\n"
@@ -230,7 +230,7 @@ def test_batch_answers_and_knows_another_job(tmp_path: Path, capsys: pytest.Capt
     assert main(line) == 0
     assert "already complete" in capsys.readouterr().err
     assert main([*line, "--page-size", "32"]) == 1
-    assert "--page-size: was 64, is 32" in capsys.readouterr().err
+    assert "--page-size: was 16, is 32" in capsys.readouterr().err
 
 
 def test_other_weights_are_another_model(tmp_path: Path):

@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from cases.compare import same_params
-from conftest import ROOT
+from fakes.processes import Forked, script
 
 from duetto import LLM
 from duetto.checkpoints import huggingface, orbax
@@ -22,7 +20,13 @@ from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.layers import Norm
 from duetto.serve.engine.startup.folder import read_folder
 
-PATH = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+LIMIT = 600.0  # seconds
+
+
+def written(folder: Path, text: str) -> str:
+    """The path of a program."""
+    (folder / "program.py").write_text(text)
+    return str(folder / "program.py")
 
 
 def test_each_missing_or_cut_file_is_named(converted, tmp_path):
@@ -70,10 +74,10 @@ def test_damaged_contents_are_one_sentence(converted, tmp_path, name):
     file.write_bytes(bytes(file.stat().st_size))
     # in its own process: Orbax closes its event loop on the first error, and reads that end later write to
     # stderr at any time
-    command = [sys.executable, "-c", LOAD, str(broken)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, env=PATH)
-    assert done.returncode == 1
-    assert re.search(r"params: Orbax cannot read it \(", done.stdout), done.stderr
+    process = Forked(script, written(tmp_path, LOAD), str(broken))
+    said, errors = process.communicate(LIMIT)
+    assert process.wait() == 1
+    assert re.search(r"params: Orbax cannot read it \(", said), errors
 
 
 @pytest.mark.parametrize(
@@ -135,12 +139,12 @@ MOMENTS = [
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_folders_or_none(source, tmp_path):
-    params = huggingface.load(source)[1]
+    params, program = huggingface.load(source)[1], written(tmp_path, WRITER)
     for attempt, (event, end, whole) in enumerate(MOMENTS):
         target = tmp_path / str(attempt) / "new"
         target.parent.mkdir()
-        command = [sys.executable, "-c", WRITER, str(source), str(target), event, end]
-        assert subprocess.run(command, check=False, env=PATH).returncode == -signal.SIGKILL
+        writer = Forked(script, program, str(source), str(target), event, end, heard=[])
+        assert writer.wait(LIMIT) == -signal.SIGKILL
         (found,) = target.parent.iterdir()
         assert found.name.startswith("new.partial-")
         if whole:

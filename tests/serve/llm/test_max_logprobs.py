@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
 from duetto.model.pair import PairConfig
@@ -16,7 +17,6 @@ from duetto.serve.runtime.compiled.sizing import choose_sizes, scratch_bytes
 from duetto.serve.runtime.steps.phases import TargetOnly
 from duetto.serve.text.openai.replies import likeliest
 
-SIZES = {"max_model_len": 96, "max_num_seqs": 2, "max_prefill_tokens": 64}
 PROMPTS = [[7, 8, 9, 10], list(range(20, 60))]
 
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
 from duetto.serve.planner.roofline.report import render
 
-SIZES = {"max_num_seqs": 4, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=1)
 PROMPTS = [np.random.default_rng(i).integers(3, 250, 50 + i).tolist() for i in range(3)]
 

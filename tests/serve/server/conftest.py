@@ -15,7 +15,9 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from fakes.processes import Forked, command
 from prometheus_client.parser import text_string_to_metric_families
+from suite.strict import STRICT
 
 KEYS = "first-key", "second-key"
 LIMIT = 600.0  # seconds: a server that hangs fails a test
@@ -29,7 +31,7 @@ OPTIONS = [
 class Running:
     """A process that serves, where it does, and what it has said."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Forked
     url: str = ""
     said: list[str] = field(default_factory=list)
     reader: threading.Thread | None = None
@@ -76,10 +78,8 @@ class Running:
         return socket.create_connection((place.hostname, place.port), timeout=LIMIT)
 
 
-def start(*options: str) -> Running:
-    command = [sys.executable, "-m", "duetto", "serve", *OPTIONS, *options]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+def serving(process: subprocess.Popen[str] | Forked) -> Running:
+    """A process, once it says where it serves."""
     running = Running(process)
     assert process.stderr is not None
     for line in process.stderr:
@@ -92,6 +92,10 @@ def start(*options: str) -> Running:
     raise AssertionError("".join(running.said))
 
 
+def start(*options: str) -> Running:
+    return serving(Forked(command, "serve", *OPTIONS, *options, heard=["stderr"], more=STRICT))
+
+
 @pytest.fixture(scope="package")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("keys") / "keys"
@@ -99,13 +103,17 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def server(keys: Path) -> Iterator[Running]:
-    running = start(
+    """One for all tests that leave it as it was; they are a group of the run."""
+    words = [
         "--api-key-file", str(keys), "--max-body", "100000", "--receive-timeout", "2",
         "--served-model-name", "demo", "--served-model-name", "other", "--tool-call-parser", "hermes",
         "--enable-auto-tool-choice",
-    )  # fmt: skip
+    ]  # fmt: skip
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | STRICT
+    line = [sys.executable, "-m", "duetto", "serve", *OPTIONS, *words]
+    running = serving(subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True))
     yield running
     assert running.stop() == 0, running.said
     assert not any("Traceback" in line for line in running.said), running.said

@@ -7,10 +7,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from cases.requests import SIZES
 
 from duetto import LLM, RequestOutput, SamplingParams
 
-SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=10, logprobs=2)
 PROMPTS = [[5, 17, 200, 31, 8], list(range(20, 60)), [7]]
 

@@ -9,11 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from fakes import jobs
+from fakes.processes import Forked, command
 
 from duetto.serve.jobs.batch.journal import about_and_answer
 
@@ -64,15 +63,14 @@ def size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def killed(process: BaseProcess, journal: Path, chance: random.Random) -> bool:
+def killed(process: Forked, journal: Path, chance: random.Random) -> bool:
     """Kills a job at a random point, mostly while it answers; False if it was done before."""
     goal = size(journal) + chance.choice([0, 1, 1, 1000, 4000, 8000])
-    while process.is_alive() and size(journal) < goal:
+    while process.poll() is None and size(journal) < goal:
         time.sleep(0.001)
     time.sleep(chance.uniform(0, 0.02 if goal > size(journal) else 1.5) if chance.random() < 0.7 else 0)
     process.kill()
-    process.join()
-    return process.exitcode == -signal.SIGKILL
+    return process.wait() == -signal.SIGKILL
 
 
 def answered(journal: Path) -> list[int]:
@@ -93,7 +91,7 @@ def test_a_job_killed_again_and_again_ends_with_the_same_bytes(source, times):
 
     chance, kills, before = random.Random(7), 0, set()
     while kills < times:
-        process = jobs.start(*arguments(source, out))
+        process = Forked(command, *arguments(source, out), heard=[])
         if killed(process, journal, chance):
             kills += 1
             found = answered(journal)
@@ -102,11 +100,11 @@ def test_a_job_killed_again_and_again_ends_with_the_same_bytes(source, times):
             before = set(found)
             assert not out.exists() or out.read_bytes() == expected
         else:
-            assert process.exitcode == 0 and out.read_bytes() == expected and not journal.exists()
+            assert process.poll() == 0 and out.read_bytes() == expected and not journal.exists()
             before = set()
             out.unlink()
             report.unlink()
-    assert start(source, out).wait() == 0
+    assert Forked(command, *arguments(source, out), heard=[]).wait() == 0
     assert out.read_bytes() == expected and not journal.exists()
     assert json.loads(report.read_bytes())["output"]["lines"] == LINES
 

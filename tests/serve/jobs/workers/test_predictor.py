@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases.requests import SIZES
 
 from duetto import SamplingParams
 from duetto.ray import ERROR, Predictor, ProcessorConfig, finished
 
-SIZES = {"max_num_seqs": 4, "max_prefill_tokens": 32, "max_model_len": 128, "page_size": 16}
 OWN: dict[str, Any] = SIZES | {"max_prefill_delay": 0.0, "background_compilation": False}
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
 from duetto.serve.options.checks import KV_TRANSPORTS
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.report import render
 
-SIZES = {"max_num_seqs": 4, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SEVERAL = SamplingParams(n=3, temperature=0.9, seed=7, max_tokens=8, ignore_eos=True)
 

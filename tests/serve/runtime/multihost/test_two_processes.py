@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from cases.text.letters import backend_of
 from conftest import Model, random_model
+from fakes.processes import Forked, script
 
 from duetto import SamplingParams
 from duetto.checkpoints.huggingface import save
@@ -34,21 +35,16 @@ MIXTURE = {
 LIMIT = 600  # seconds: a group that hangs fails a test
 
 
-def start(options: dict[str, Any], devices: int = 1, ends: bool = True) -> subprocess.Popen[str]:
+def start(options: dict[str, Any], devices: int = 1, ends: bool = True) -> Forked:
     given = os.environ.get("XLA_FLAGS", "")
-    flags = {"XLA_FLAGS": f"{given} --xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, str(RANK), json.dumps({"options": options, "prompts": PROMPTS, "ends": ends})],
-        env=os.environ | flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    flags = {"XLA_FLAGS": f"{given} --xla_force_host_platform_device_count={devices}"}
+    asked = json.dumps({"options": options, "prompts": PROMPTS, "ends": ends})
+    return Forked(script, str(RANK), asked, more=flags)
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+def finished(process: Forked) -> tuple[int, str, str]:
+    out, err = process.communicate(LIMIT)
+    return process.wait(), out, err
 
 
 def of_group(options: dict[str, Any], ends: bool = True, **second: Any) -> list[tuple[int, str, str]]:
@@ -249,27 +245,23 @@ import sys
 from duetto import LLM
 from duetto.serve.engine.startup import dtype
 
-dtype.bfloat16_gain = lambda *_: float(sys.argv[3])
+dtype.bfloat16_gain = lambda *_: float(sys.argv[4])
 with LLM(
-    max_model_len=64, max_num_seqs=1, max_prefill_tokens=16, tensor_parallel_size=2, reproducible=False,
-    nnodes=2, node_rank=int(sys.argv[1]), master_port=int(sys.argv[2]),
+    sys.argv[2], max_model_len=64, max_num_seqs=1, max_prefill_tokens=16, tensor_parallel_size=2,
+    reproducible=False, nnodes=2, node_rank=int(sys.argv[3]), master_port=int(sys.argv[1]),
 ) as llm:
     print(llm.report()["dtype"])
 """
 
 
 @pytest.mark.parametrize(("gains", "chosen"), [((2.0, 0.5), "bfloat16"), ((0.5, 2.0), "float32")])
-def test_rank_0_chooses_the_dtype_of_all(gains: tuple[float, float], chosen: str):
+def test_rank_0_chooses_the_dtype_of_all(gains: tuple[float, float], chosen: str, tmp_path):
     """Whatever the other measures of its own machine."""
-    port = str(free_port())
+    save(tmp_path, (tiny := random_model("tiny")).config, tiny.params, "bfloat16")
+    (tmp_path / "rank.py").write_text(MEASURING)
+    given = str(free_port()), str(tmp_path)
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEASURING, str(rank), port, str(gain)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Forked(script, str(tmp_path / "rank.py"), *given, str(rank), str(gain))
         for rank, gain in enumerate(gains)
     ]
     (first, out, said), (second, _, other) = map(finished, ranks)

@@ -25,7 +25,7 @@ ASKED: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def llm():
-    """As the server's engine: its programs are compiled in another process, with the same options."""
+    """As the server's engine, whose programs it finds on disk; another process computes with them."""
     with LLM(**OPTIONS) as own:
         yield own
 

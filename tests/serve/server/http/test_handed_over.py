@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import httpx
 import numpy as np
 import pytest
 from fakes.handover import soon
+from fakes.processes import Forked, command
 
-from duetto.serve.cli.main import main
 from duetto.serve.runtime.multihost.supervisor import free_port
 
 SMALL = [
@@ -25,10 +24,6 @@ SMALL = [
     "--max-prefill-delay", "0", "--no-background-compilation", "--quiet",
     "--max-batched-token-mem", "1024",  # the least recently used pages are soon written over
 ]  # fmt: skip
-FORKS = get_context("forkserver")
-FORKS.set_forkserver_preload(
-    [f"duetto.serve.{name}" for name in ("commands.serve", "server.running", "api.handing")]
-)
 CLIENTS, BETWEEN, PATIENCE = 4, 6, 300.0  # answers between two kills; seconds for them
 
 
@@ -89,16 +84,14 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> "Server":
-        self.process = FORKS.Process(
-            target=main, args=(["serve", *SMALL, "--port", str(self.port), *self.words],)
-        )
-        self.process.start()
+        words = [*SMALL, "--port", str(self.port), *self.words]
+        self.process = Forked(command, "serve", *words, heard=[])
         soon(self.is_ready)
         return self
 
     def is_ready(self) -> bool:
         """Whether it listens, which it does once it is ready."""
-        assert self.process.is_alive()
+        assert self.process.poll() is None
         try:
             socket.create_connection(("127.0.0.1", self.port), PATIENCE).close()
         except OSError:
@@ -108,7 +101,7 @@ class Server:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join()
+        self.process.wait()
 
 
 def serve_apart(kills: int, folder: Path) -> Clients:

@@ -4,8 +4,6 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +12,8 @@ import httpx
 import openai
 import pytest
 from cases.waiting import until
+
+from duetto.serve.cli.main import main
 
 ENDLESS = {"prompt": "def f", "max_tokens": 200, "ignore_eos": True, "stream": True}
 
@@ -216,8 +216,7 @@ def test_a_second_signal_ends_at_once(starting):
         assert server.stop() == 128 + signal.SIGTERM
 
 
-def test_an_address_that_is_taken_is_refused_before_a_model_is_read(server):
+def test_an_address_that_is_taken_is_refused_before_a_model_is_read(server, capsys):
     port = str(urlsplit(server.url).port)
-    command = [sys.executable, "-m", "duetto", "serve", "no-such-model", "--port", port]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 1 and f"127.0.0.1 port {port}: Address already in use" in done.stderr
+    assert main(["serve", "no-such-model", "--port", port]) == 1
+    assert f"127.0.0.1 port {port}: Address already in use" in capsys.readouterr().err

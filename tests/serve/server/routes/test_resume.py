@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import jax
 import pytest
+from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
 from duetto.serve.llm.weights import realms_of
@@ -34,8 +35,8 @@ ASKED = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    sizes: Any = {"max_num_seqs": 4, "max_prefill_tokens": 32, "max_model_len": 128, "page_size": 16}
-    with LLM(max_prefill_delay=0.0, background_compilation=False, use_tqdm_on_load=False, **sizes) as llm:
+    own: Any = {"max_prefill_delay": 0.0, "background_compilation": False, "use_tqdm_on_load": False}
+    with LLM(**SIZES, **own) as llm:
         yield llm
 
 

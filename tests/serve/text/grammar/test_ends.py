@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
@@ -12,7 +13,7 @@ PROMPT, COUNT = "def f(x):", 24
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(max_num_seqs=8, max_model_len=128, background_compilation=False) as own:
+    with LLM(**SIZES, background_compilation=False) as own:
         yield own
 
 
