@@ -94,9 +94,9 @@ def load(path: str | Path, dtype: Any = "auto", shardings: Any = None) -> tuple[
             found = paths(ocp.load(str(at), nested(targets)))
         except Exception as e:
             raise unreadable(at, e) from e
-    if (path := not_finite(found)) is not None:
+    if (bad := not_finite(found)) is not None:
         raise CheckpointError(
-            f"{at}: parameter {path} holds NaN or infinity as {found[path].dtype}, expected finite numbers"
+            f"{at}: parameter {bad} holds NaN or infinity as {found[bad].dtype}, expected finite numbers"
         )
     treedef = jax.tree.structure(wanted, is_leaf=is_spec)
     return config, jax.tree.unflatten(treedef, [found[path] for path in targets])

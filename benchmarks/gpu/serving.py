@@ -27,6 +27,7 @@ def bench_serving(run: Run) -> Iterator[Row]:
         what = f"start, {len(llm.engine.programs.steps)} programs"
         yield Row("serving", what, time.monotonic() - begin, "s")
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+        seconds = 0.0
         for turn in range(2):
             prompts = [[(13 * r + 7 * i + turn) % 9999 + 3 for i in range(prompt)] for r in range(rows)]
             begin = time.monotonic()

@@ -124,7 +124,7 @@ def dense(raw: fields.Raw, activation: Activation | None = None, **kinds: Any) -
     return Dense(fields.integer(raw, "intermediate_size"), activation, **kinds)
 
 
-def mixture(raw: fields.Raw, count: int, active: int, size: int, **kinds: Any) -> Experts:
+def mixture(raw: fields.Raw, count: int, active: Any, size: int, **kinds: Any) -> Experts:
     """A mixture of `count` experts of `size`; each token goes to `num_experts_per_tok` or else `active`."""
     active = fields.integer(raw, "num_experts_per_tok", active)
     return Experts(count, active, size, fields.activation(raw, "hidden_act", "silu"), **kinds)

@@ -50,7 +50,10 @@ class CodesSource(DerivedSource):
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    rows: Callable[[int, int], np.ndarray]
+    read: Callable[[int, int], np.ndarray]
+
+    def rows(self, a: int, b: int) -> np.ndarray:
+        return self.read(a, b)
 
 
 @dataclass(frozen=True)

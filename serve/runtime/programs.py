@@ -70,10 +70,13 @@ class NullPrograms:
         nothing: Any = None
         self.like = StepArguments(nothing, nothing, nothing)
 
-    def seat(self, slots: Any, *given: Any) -> Any:
+    def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
         return slots
 
-    load_history = load_masks = seat
+    def load_history(self, slots: Any, *history: Any) -> Any:
+        return slots
+
+    load_masks = load_history
 
     def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
         return StepArguments(params, None, None)

@@ -11,6 +11,7 @@ from duetto.cpu_kernels import build
 HERE = Path(__file__).parent
 
 
+@pytest.mark.minutes
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_kernels_under_sanitizers(sanitizers: str, tmp_path: Path):
     if not build.is_supported() or shutil.which(build.compiler()[0]) is None:

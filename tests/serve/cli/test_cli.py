@@ -180,7 +180,7 @@ def test_a_prompt_may_be_token_ids(capsys: pytest.CaptureFixture[str]):
         == 0
     )
     shown = capsys.readouterr()
-    with LLM(**SMALL) as llm:
+    with LLM(**SIZES) as llm:
         params = dataclasses.replace(llm.get_default_sampling_params(), seed=1, max_tokens=4)
         expected = llm.generate([5, 17, 3], params, use_tqdm=False)[0].outputs[0].token_ids
     assert [int(word) for word in shown.out.split()] == expected and not shown.err
