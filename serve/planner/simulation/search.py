@@ -217,10 +217,14 @@ def simulated(
     lasting = MOST if own.apart else LIFETIMES * rows  # a line of prompts grows slowly
     count = int(min(max(FEWEST, lasting), MOST)) * own.decoders * replicas
     entries = dealt(load, count, rate)
+    return fleet_of(own, replicas).serve(entries, aim.within, most_late=(1 - aim.share) * count)
+
+
+def fleet_of(own: Candidate, replicas: int = 1) -> Fleet:
+    """Replicas of a candidate behind the router's placement; of each its engines."""
     engines = [simulation_of(own) for _ in range(own.decoders * replicas)]
     prefills = [simulation_of(own) for _ in range(replicas)] if own.apart else []
-    fleet = Fleet(engines, prefills, own.token_seconds)
-    return fleet.serve(entries, aim.within, most_late=(1 - aim.share) * count)
+    return Fleet(engines, prefills, own.token_seconds)
 
 
 def simulation_of(own: Candidate) -> Simulation:
