@@ -85,7 +85,9 @@ class Kernel(NamedTuple):
 
 def gpu() -> Gpu | None:
     """The GPU that programs are compiled for, this machine's or one that is described; None elsewhere."""
-    return gpu_of(jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0])
+    here, described = jax.devices()[0], jax.sharding.get_abstract_mesh().abstract_device
+    is_here = described is None or described.device_kind == here.device_kind  # it has no capability
+    return gpu_of(here if is_here else described)
 
 
 def gpu_of(device: Any) -> Gpu | None:

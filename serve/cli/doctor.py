@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     checks = check_kernels(plan.config, target_of(abstract_arguments(plan).params), plan.sizes, anew=True)
     found = here(measure=True)
     assert found.peaks is not None
-    advice = list(advices(plan, args.dtype, checks, found.peaks))
+    advice = list(advices(plan, checks, found.peaks))
     facts = {
         **machine(vendor),
         "model": plan.name,
@@ -128,7 +128,7 @@ def rates(measured: Peaks, vendor: Peaks | None) -> dict[str, dict[str, float | 
 # ---------------------------------------------------------------- what would make it faster
 
 
-def advices(plan: EnginePlan, dtype: str, checks: KernelChecks, measured: Peaks) -> Iterator[Advice]:
+def advices(plan: EnginePlan, checks: KernelChecks, measured: Peaks) -> Iterator[Advice]:
     own, is_host = gpu(), plan.target.devices[0].platform == "cpu"
     for name in sorted(refused_by(checks)):
         yield Advice(True, f"{name} did not pass its check: report it with the line above")
@@ -139,7 +139,7 @@ def advices(plan: EnginePlan, dtype: str, checks: KernelChecks, measured: Peaks)
             True, f"an NVIDIA GPU is here and jax does not use it: {what}; try pip install 'jax[cuda12]'"
         )
     if own is not None:
-        yield from of_gpu(own, plan, dtype)
+        yield from of_gpu(own, plan)
     if (place := executable_cache.folder()) is None:
         yield Advice(
             False, "compiled programs are not kept, so each start compiles: choose --compilation-cache"
@@ -149,10 +149,8 @@ def advices(plan: EnginePlan, dtype: str, checks: KernelChecks, measured: Peaks)
     yield from of_rates(measured, plan.target.peaks)
 
 
-def of_gpu(own: Gpu, plan: EnginePlan, dtype: str) -> Iterator[Advice]:
-    if dtype == "auto" and plan.dtype != own.auto_dtype:
-        yield Advice(False, f"{own.name} multiplies {own.auto_dtype} faster than {plan.dtype}: set --dtype")
-    elif plan.dtype != own.auto_dtype:
+def of_gpu(own: Gpu, plan: EnginePlan) -> Iterator[Advice]:
+    if plan.dtype == "float32" or (plan.dtype == "bfloat16" and own.auto_dtype != "bfloat16"):
         yield Advice(False, f"--dtype {own.auto_dtype} is faster than {plan.dtype} on {own.name}")
     if find_spec("absl") is None:
         yield Advice(False, "kernels that jax ships need absl: pip install absl-py")

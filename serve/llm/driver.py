@@ -97,6 +97,9 @@ class StreamReader:
             wake()
         news = await self._news.get()
         if isinstance(news, Exception):
+            if found := self._take():  # tokens of steps before the error
+                self.put(news)
+                return found
             raise news
         self.at_end = news.at_end
         return self._take() if news.at_end and not news.outputs else news.outputs

@@ -42,6 +42,7 @@ EXCEPTIONS = {  # by function, why there are no letters
             "quant.group_scales",
             "fixed.Fixed.einsum",
             "transposed.Transposed.einsum",
+            "packed.Packed.einsum",
             "fixed.in_rows",
             "fixed.kernel_for",
             "quant.Quantised.by_widening",
@@ -59,6 +60,7 @@ EXCEPTIONS = {  # by function, why there are no letters
     ),
     "layers.biased": "a bias has the last axes of what it is added to",
     "attention.Given": "it stands where shapes are said, in the place of Array",
+    "cpu_attention.Given": "it stands where shapes are said, in the place of Array",
 }
 
 

@@ -30,6 +30,7 @@ from ....model.recurrent.kinds import DeltaNet, Mamba
 from ....model.recurrent.linear import Terms, step
 from ....model.transformer import Decoder
 from ....model.weights import fixed, grouped, nibbles
+from ....model.weights.adapted import unadapted
 from ....model.weights.compress import CONTRACTED
 from ....model.weights.quant import Quantised, by_kernel
 from ...host import progress
@@ -78,6 +79,10 @@ class KernelCheck:
         """True if the check itself has decided, not a rule."""
         return self.seconds > 0
 
+    @property
+    def raised(self) -> bool:
+        return self.ran and self.difference is None
+
 
 KernelChecks = Mapping[str, KernelCheck]
 
@@ -91,15 +96,16 @@ def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, anew: bool
     device = next(iter(params.embed.sharding.addressable_devices))
     facts = executable_cache.environment(device), [case.name for case in every]
     key = executable_cache.combined([], "kernels", *facts)
-    found = None if anew else executable_cache.read(key, dict[str, KernelCheck])
-    if found is None:
+    found = {} if anew else executable_cache.read(key, dict[str, KernelCheck]) or {}
+    if missing := [case for case in every if case.name not in found]:
         with (
-            progress.stage("checking kernels", len(every), progress.PATIENCE) as done,
+            progress.stage("checking kernels", len(missing), progress.PATIENCE) as done,
             ThreadPoolExecutor(executable_cache.cores() or 1) as pool,  # they mostly compile
         ):
-            made = pool.map(lambda case: done(checked(case)), every)
-            found = {case.name: check for case, check in zip(every, made, strict=True)}
-        executable_cache.write(key, found)
+            made = pool.map(lambda case: done(checked(case, device)), missing)
+            found |= {case.name: check for case, check in zip(missing, made, strict=True)}
+        # what raised is checked again by the next start, which may have more memory
+        executable_cache.write(key, {name: check for name, check in found.items() if not check.raised})
     replaced = {case.kernel.name: case.kernel.replaced_by for case in every}
     for name, check in found.items():
         if check.reason:
@@ -113,29 +119,39 @@ def refused_by(found: KernelChecks) -> set[str]:
     return {check.kernel for check in found.values() if check.reason and check.ran}
 
 
-def checked(case: KernelCase) -> KernelCheck:
-    """Run a case once, unless a rule refuses it."""
+def checked(case: KernelCase, device: Any = None) -> KernelCheck:
+    """Run a case once on a device, unless a rule refuses it. A reference that cannot run refuses nothing."""
     if case.reason is not None:
         return KernelCheck(case.kernel.name, case.reason)
     begin = time.perf_counter()
     reason, difference = "", None
-    try:
-        given = case.inputs()
-        found, expected = (jax.device_get(run(*given)) for run in (case.run, case.reference))
-        difference, most = largest_difference(found, expected), MOST_OFF[min(found.dtype.itemsize, 4)]
-        if not difference <= most:
-            reason = f"it differs from the reference by {difference:.2g} of the largest number"
-    except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the reference serves
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    with jax.default_device(device):  # a setting of each thread
+        try:
+            given = case.inputs()
+            expected = jax.device_get(case.reference(*given))
+        except Exception as error:  # noqa: BLE001 - such as memory that other work takes
+            warn(f"{case.name} is not checked: {first_line(error)}")
+            return KernelCheck(case.kernel.name, seconds=time.perf_counter() - begin)
+        try:
+            found = jax.device_get(case.run(*given))
+            difference, most = largest_difference(found, expected), MOST_OFF[min(found.dtype.itemsize, 4)]
+            if difference > most:
+                reason = f"it differs from the reference by {difference:.2g} of the largest number"
+        except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the reference serves
+            reason = first_line(error)
     return KernelCheck(case.kernel.name, reason, difference, time.perf_counter() - begin)
 
 
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def largest_difference(found: Any, expected: Any) -> float:
-    """The largest difference of two arrays, of the largest number expected; infinite if the first is not
-    finite."""
+    """The largest difference of two arrays, of the largest number expected. Raises ValueError if the first
+    has another shape or is not finite."""
     a, b = (np.asarray(x, np.float32) for x in (found, expected))
     if a.shape != b.shape or not np.isfinite(a).all():
-        return float("inf")
+        raise ValueError("its result has another shape, or is not finite")
     return float(np.abs(a - b).max() / max(float(np.abs(b).max()), 1e-30))
 
 
@@ -178,8 +194,11 @@ def attention_cases(mixer: GroupedQuery | Latent, sizes: Sizes, dtype: Any) -> I
         q, pages = jax.eval_shape(inputs)
         if not attention.supported(q, pages.k, pages.v, reading):
             continue
-        what = f"{N}/{K} heads of {H}, {dtype}" + ("" if kept == "auto" else f", {kept}")
-        what += "".join(f", {x}" for x in ("window", "softcap", "sinks") if getattr(reading, x) is not None)
+        what = f"{N}/{K} heads of {H}, {dtype}, pages of {sizes.page_size}"
+        what += "" if kept == "auto" else f", {kept}"
+        known = {"window": reading.window, "softcap": reading.softcap}
+        what += "".join(f", {name} {value:g}" for name, value in known.items() if value is not None)
+        what += ", sinks" * (reading.sinks is not None) + ", chunked" * reading.chunked
         reason = attention.refusal_of(q, pages.k, pages.v, reading)
         run, reference = partial(by_pages, reading=reading), partial(by_blocks, reading=reading)
         yield KernelCase(attention.kernel_of(T, reading), what, reason, inputs, run, reference)
@@ -272,7 +291,7 @@ def expert_cases(D: int, c: Experts, dtype: Any) -> Iterator[KernelCase]:
 def weight_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
     """The products of weights that stand in the tree as records, each tiling once."""
     cases: dict[str, KernelCase] = {}
-    flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_record)
+    flat, _ = jax.tree_util.tree_flatten_with_path(unadapted(params), is_leaf=is_record)
     for path, w in flat:
         name = jax.tree_util.keystr(path, simple=True, separator=".").rpartition(".")[2]
         if is_record(w) and name in CONTRACTED:
@@ -293,12 +312,13 @@ def int4_case(w: Quantised, inputs: int, dtype: Any) -> KernelCase | None:
     shape, kernel = w.shape, nibbles.NIBBLES
 
     def made() -> tuple[Any, ...]:
-        codes = jax.random.randint(jax.random.key(1), w.values.shape, 0, 256, jnp.int32)
+        codes = jax.random.bits(jax.random.key(1), w.values.shape, jnp.uint8)
         scales = jnp.ones(w.scales.shape, w.scales.dtype)
         zeros = None if w.zeros is None else jnp.full(w.zeros.shape, nibbles.ZERO, w.zeros.dtype)
         own = Quantised(codes.astype(w.values.dtype), scales, zeros, w.scheme, w.packed)
         return numbers(0, (3, *shape[:inputs]), dtype), own
 
+    @jax.jit
     def reference(x: Array, own: Quantised) -> Array:
         inner = prod(shape[:inputs])
         product = einsum("rd,df->rf", x.reshape(3, inner), own.widened(dtype).reshape(inner, -1))
@@ -311,7 +331,8 @@ def int4_case(w: Quantised, inputs: int, dtype: Any) -> KernelCase | None:
     if w.scheme == "int4":
         jax.eval_shape(lambda: found.append(takes(*made())))
     run = jax.jit(partial(by_kernel, inputs=inputs, dtype=dtype))
-    what = f"{'x'.join(map(str, shape))}, {dtype}"
+    scales = f"scales {'x'.join(map(str, w.scales.shape))} in {w.scales.dtype}"
+    what = f"{'x'.join(map(str, shape))}, {dtype}, {scales}{', zeros' if w.zeros is not None else ''}"
     return KernelCase(kernel, what, refusal(kernel), made, run, reference) if any(found) else None
 
 

@@ -92,7 +92,7 @@ def test_what_would_make_a_gpu_faster(
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", fraction)
     plan = planned(dtype, max_num_seqs=seats)
     with traced_for(kind):
-        texts = [advice.text for advice in doctor.of_gpu(targets.CHIPS[kind].gpu, plan, dtype)]
+        texts = [advice.text for advice in doctor.of_gpu(targets.CHIPS[kind].gpu, plan)]
     assert len(texts) == len(words) and all(map(str.__contains__, texts, words))
 
 

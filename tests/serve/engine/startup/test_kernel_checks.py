@@ -138,7 +138,7 @@ def broken(q: jax.Array, *_: Any) -> jax.Array:
     [
         (failing, "RuntimeError: Shared memory size limit exceeded"),
         (lying, "it differs from the reference by 1 of the largest number"),
-        (broken, "it differs from the reference by inf of the largest number"),
+        (broken, "ValueError: its result has another shape, or is not finite"),
     ],
 )
 def test_a_kernel_that_fails_or_lies_is_refused(
@@ -159,7 +159,18 @@ def test_a_later_start_reads_what_was_found(hopper: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(attention, "attend_pages", failing)
     assert check_kernels(*given) == found
     assert refused_by(check_kernels(*given, anew=True)) == {"attention_decode", "attention_prefill"}
-    assert refused_by(check_kernels(*given))  # doctor's result is kept
+    assert refused_by(check_kernels(*given))  # what raised is checked again
+    monkeypatch.setattr(attention, "attend_pages", lying)
+    assert refused_by(check_kernels(*given))
+    monkeypatch.undo()
+    monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
+    assert refused_by(check_kernels(*given))  # what lied is kept
+
+
+def test_a_reference_that_cannot_run_refuses_nothing(hopper: None, nowhere: None, monkeypatch: Any):
+    monkeypatch.setattr(kernel_checks, "by_blocks", failing)
+    found = check_kernels(*model(HEADS), SIZES)
+    assert found and not refused_by(found) and all(check.raised for check in found.values())
 
 
 REFUSED = {"attention_decode 6/2 heads of 32": KernelCheck("attention_decode", "it lies", 1.0, 2.0)}
