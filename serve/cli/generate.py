@@ -14,10 +14,11 @@ NOT_STREAMED = ("n", "logprobs", "prompt_logprobs", "detokenize", "spaces_betwee
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help='text to continue; "-" reads standard input')
-    parser.add_argument(
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message to a chat model"
     )
-    parser.add_argument(
+    forms.add_argument(
         "--token-ids",
         action="store_true",
         help="the prompt is token ids, separated by spaces or commas, for a model without a tokenizer; "

@@ -154,7 +154,7 @@ class LLM:
         **others: Any,
     ) -> list[RequestOutput]:
         """Generate replies to one conversation or several; the `prompt` of a result is the rendered text.
-
+        Structured outputs constrain the text from its first token; `reply` lets the model reason before.
         `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
         """
         args = messages, chat_template_content_format, chat_template_kwargs, reasoning_effort

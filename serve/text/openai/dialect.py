@@ -2,13 +2,13 @@
 calls."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ....checkpoints.dialects import Marks, marks_of
 from ....sampling.structured import StructuredOutputsParams
 from ..grammar.compiled import within
-from ..tokenizer.reasoning import Reasoning, are_special
+from ..tokenizer.reasoning import GAP, Reasoning, are_special
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.formats import format_named, template_format
 from ..tools.lark import Lark
@@ -45,11 +45,13 @@ class Dialect:
         template = None if self.tokenizer is None else self.tokenizer.template_for(None, True)
         return None if template is None else template_format(template)
 
-    def reasoning(self, prompt_ids: Sequence[int]) -> Reasoning | None:
-        """Return the parser that separates the reasoning in a reply to this prompt."""
+    def reasoning(self, prompt_ids: Sequence[int], is_constrained: bool = False) -> Reasoning | None:
+        """Return the parser that separates the reasoning in a reply to this prompt, whose answer may be
+        constrained by a grammar."""
         if self.tokenizer is None or self.marks is None:
             return None
-        return Reasoning.after(self.tokenizer, self.marks, prompt_ids)
+        found = Reasoning.after(self.tokenizer, self.marks, prompt_ids)
+        return replace(found, is_constrained=is_constrained)
 
     def require_tool_format(self) -> ToolFormat:
         """Return the format of calls. Raises RequestError if there is none."""
@@ -100,7 +102,7 @@ class Dialect:
             thought = lark.rule("/(?s:.*)/", f"[suffix={lark.quoted(marks.end)}]")
         else:
             thought = lark.rule(f"/(?s:.*)/ {lark.text(marks.end)}")
-        thought = f"{thought} /\\n{{0,2}}/ "
+        thought = f"{thought} /\\n{{0,{GAP}}}/ "
         return thought if reasoning.is_open else f"({lark.text(marks.begin)} {thought})? "
 
     def _special(self, token: str) -> int | None:

@@ -77,7 +77,7 @@ class Replies:
 
     def new_parser(self, task: Task, prompt_ids: Sequence[int], id: str, index: int = 0) -> ReplyParser:
         """Return the parser of a choice of the reply with this id, to a prompt."""
-        reasoning = self.dialect.reasoning(prompt_ids)
+        reasoning = self.dialect.reasoning(prompt_ids, task.params.structured_outputs is not None)
         tool_format, toolbox = self.dialect.tool_format, task.toolbox
         if toolbox is None or not toolbox.tools or tool_format is None:
             return ReplyParser("", reasoning)

@@ -7,6 +7,7 @@ from ....checkpoints.dialects import Marks
 from .detokenizer import overlap
 from .tokenizer import Tokenizer
 
+GAP = 2  # newlines that may stand between the reasoning and an answer under a grammar
 TAIL = 32  # tokens at the end of a prompt, in which a template may have begun the reasoning
 
 
@@ -25,12 +26,15 @@ class Reasoning:
 
     is_open: whether the text is in the reasoning; None: not known yet
     is_marked: whether the answer has begun with a mark of its own; None: not known yet
+    is_constrained: whether the answer is under a grammar, which begins behind up to GAP newlines
     """
 
     marks: Marks
     is_open: bool | None = None
     is_marked: bool | None = None
+    is_constrained: bool = False
     _held: str = ""  # what may be part of a mark
+    _gap: int = 0  # newlines that are still no part of the answer
 
     @classmethod
     def after(cls, tokenizer: Tokenizer, marks: Marks, prompt_ids: Sequence[int]) -> "Reasoning":
@@ -51,6 +55,8 @@ class Reasoning:
         thought = ""
         if self.is_open:
             thought, text = self._thought(text, at_end)
+        if self._gap:
+            text = self._past_gap(text)
         return thought, "" if self.is_open else self._answer(text, at_end)
 
     def _begun(self, text: str, at_end: bool) -> str:
@@ -70,11 +76,17 @@ class Reasoning:
         """Return the reasoning, and the text behind the mark that ends it."""
         thought, found, rest = text.partition(self.marks.end)
         if found:
-            self.is_open = False
+            self.is_open, self._gap = False, GAP if self.is_constrained else 0
         elif not at_end:
             cut = len(thought) - overlap(thought, (self.marks.end,))
             thought, self._held = thought[:cut], thought[cut:]
         return thought, rest
+
+    def _past_gap(self, text: str) -> str:
+        """Return the text without the newlines of the gap, which the first other character ends."""
+        rest = text[: self._gap].lstrip("\n") + text[self._gap :]
+        self._gap = 0 if rest else self._gap - len(text)
+        return rest
 
     def _answer(self, text: str, at_end: bool) -> str:
         if self.is_marked is None:

@@ -95,6 +95,7 @@ def test_what_is_not_given_stays_the_models_default():
         ),
         (["generate", "x", "y"], "duetto generate: error: unrecognized arguments: y\n"),
         (["generate", "x", "--token-ids"], "--token-ids: the prompt lists token ids"),
+        (["generate", "5", "--chat", "--token-ids"], "--token-ids: not allowed with argument --chat"),
         (["generate"], "required: prompt"),
         (["batch", "in", "out", "--top-p", "7"], "top_p=7.0 is not allowed"),
         (["batch", "in", "out", "--in-flight", "0"], "invalid positive integer value"),

@@ -61,7 +61,7 @@ def test_an_answer_is_told_and_drawn(capsys, tmp_path: Path):
         (["--speculative-config", GUESSES], "not allowed with --workload without --acceptance"),
         (["--shape", "8b", "--model", "x"], "--model x is not allowed with --shape 8b"),
         (["--target", "0xh200"], "target '0xh200' is unknown"),
-        (["--target", "a100"], "target 'a100' is unknown"),
+        (["--target", "a10"], "target 'a10' is unknown"),
         (["--target", "3xh200", "--workload", "nowhere.csv"], "nowhere.csv: No such file"),
     ],
 )

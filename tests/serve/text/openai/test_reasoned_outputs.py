@@ -14,8 +14,10 @@ from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.text.grammar.grammars import Grammars
 from duetto.serve.text.openai.dialect import Dialect
 from duetto.serve.text.openai.errors import RequestError
+from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.openai.responses import task_of_response
 from duetto.serve.text.openai.tasks import params_for, prompt_ids, task_of_body
+from duetto.serve.text.outputs import CompletionOutput
 from duetto.serve.text.tokenizer.chat import EFFORTS, render_chat
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 from duetto.serve.text.tools.lark import MARK
@@ -93,6 +95,30 @@ def test_a_chats_parameters_have_the_grammar_after_the_reasoning():
     assert accepts(words, params.structured_outputs, '<think>hm</think>\n\n{"x": 3}')
     plain = task_of_body("completion", None, {"prompt": "x", "guided_json": X}, {}, None)
     assert params_for(plain, Dialect(words), [1]) is plain.params
+
+
+@pytest.mark.parametrize("asked", ["choice", "regex"])
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_newlines_behind_the_reasoning_are_no_part_of_the_answer(begun, gap, asked):
+    """In whole replies and in streams of one character a chunk, with a choice and with a regular
+    expression."""
+    pytest.importorskip("llguidance")
+    words, (own, right, _) = reasoning_model(REASONING[-2], is_special=True), WANTED[asked]
+    task = task_of_body("chat", None, CHAT | {"structured_outputs": own}, {}, None)
+    prompt = words.encode("x<think>" if begun else "x")
+    text = f"{'' if begun else '<think>'}hm</think>{gap}{right}"
+    params = params_for(task, Dialect(words), prompt)
+    assert params.structured_outputs is not None and accepts(words, params.structured_outputs, text)
+    replies, ids = Replies("m", words), words.encode(text)
+    whole = replies.chat_choice(
+        CompletionOutput(0, text, ids, finish_reason="stop"), task, replies.new_parser(task, prompt, "a")
+    )
+    assert whole["message"]["content"] == right and whole["message"]["reasoning"] == "hm"
+    parser, ends = replies.new_parser(task, prompt, "a"), [None] * (len(text) - 1) + ["stop"]
+    pieces = [CompletionOutput(0, c, [1], finish_reason=end) for c, end in zip(text, ends, strict=True)]
+    deltas = [replies.chat_delta(piece, task, parser)["delta"] for piece in pieces]
+    assert "".join(delta.get("content", "") for delta in deltas) == right
 
 
 @pytest.mark.parametrize("effort", EFFORTS)

@@ -79,12 +79,35 @@ def test_nothing_is_held_back_for_longer_than_a_mark():
 
 
 @pytest.mark.parametrize(
+    ("marks", "text", "is_open", "answer"),
+    [
+        (THINK, "<think>a\n</think>\n\nyes\n\n", None, "yes\n\n"),
+        (THINK, "a</think>yes", True, "yes"),
+        (THINK, "a</think>\n\n\nyes", True, "\nyes"),
+        (THINK, "a</think>\n \nyes", True, " \nyes"),
+        (THINK, "\n\nyes", None, "\n\nyes"),
+        (THINK, "\n\nyes", False, "\n\nyes"),
+        (ANSWER, "a</think>\n\nyes", True, "yes"),
+        (ANSWER, "a</think>\n<answer>\n\nyes</answer>", True, "\n\nyes"),
+    ],
+)
+@given(data=st.data())
+def test_an_answer_under_a_grammar_begins_behind_two_newlines(data, marks, text, is_open, answer):
+    """In whatever pieces; a newline that the grammar itself has allowed stays."""
+    edges = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5))), len(text)]
+    reasoning = Reasoning(marks, is_open, is_constrained=True)
+    found = [reasoning.take(text[i:j])[1] for i, j in pairwise(edges)]
+    assert "".join(found) + reasoning.take("", at_end=True)[1] == answer
+
+
+@pytest.mark.parametrize(
     ("marks", "prompt", "is_open", "is_marked"),
     [
         (THINK, "a<think>\n", True, None),
-        (THINK, "<think>\n\n</think>\n\n", None, None),
+        (THINK, "<think>\n\n</think>\n\n", False, None),
         (GEMMA, "<|channel>thought\n", True, None),
         (COHERE, "a<|START_RESPONSE|>", False, True),
+        (COHERE, "a<|START_THINKING|><|END_THINKING|>", False, None),
         (COHERE, "a", None, None),
         (THINK, "", None, None),
     ],
