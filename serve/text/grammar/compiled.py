@@ -1,8 +1,10 @@
 """Grammars: from what requests ask for to compiled ones, and the cache of these."""
 
 import json
+import re
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import numpy as np
 from ....sampling.structured import StructuredOutputsParams
 from ..tools.json_schema import closed
 from .constraint import mask_of
-from .vocabulary import library
+from .vocabulary import library, panics_as_errors
 
 if TYPE_CHECKING:
     import llguidance
@@ -21,6 +23,7 @@ LIMITS: dict[str, Any] = {"max_items_in_row": MOST_ITEMS}
 SPACE = (
     r"( |\r?\n( {0,20}|\t{0,10}))?"  # whitespace between JSON's tokens: none, one space, or an indented line
 )
+NAME = r"(?!\d+$)[0-9A-Za-z_-]+"  # names of grammars that Lark can refer to
 LARGE = 8 << 20  # bytes; larger grammars are returned to the system at once
 
 
@@ -84,6 +87,7 @@ class GrammarCache:
             taken -= self._latest.popitem(last=False)[1].bytes
 
 
+@panics_as_errors()
 def source(params: StructuredOutputsParams) -> str:
     """Return a grammar in llguidance's format. Raises ValueError for invalid JSON or text, and without
     llguidance."""
@@ -100,20 +104,31 @@ def source(params: StructuredOutputsParams) -> str:
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         assert params.grammar is not None
         if is_own(params.grammar):
-            if not json.loads(params.grammar).get("grammars"):
-                raise ValueError("the JSON of a grammar needs a list of grammars")
+            check_grammars(json.loads(params.grammar).get("grammars"))
             return params.grammar
         return LLMatcher.grammar_from_lark(as_lark(params.grammar))
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"structured_outputs is not allowed: {error}") from None
 
 
-def within(lark: str, params: StructuredOutputsParams) -> StructuredOutputsParams:
-    """Return the grammar of a Lark text that refers to another grammar as `@answer`. Raises ValueError as
-    `source` does."""
+def check_grammars(grammars: Any) -> None:
+    """Raise ValueError for what is no list of grammars in llguidance's JSON."""
+    if not isinstance(grammars, list) or not grammars:
+        raise ValueError("the JSON of a grammar needs a list of grammars")
+    if not all(isinstance(one, dict) for one in grammars):
+        raise ValueError("each of the grammars in the JSON of a grammar is an object")
+
+
+def within(lark: Callable[[str], str], params: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return the grammar of a Lark text that refers to another grammar, by the name that `lark` is given.
+    Raises ValueError as `source` does."""
     text = source(params)
     own, *others = json.loads(text)["grammars"] if is_own(text) else [{"lark_grammar": text}]
-    whole = [{"lark_grammar": lark}, {**own, "name": "answer"}, *others]
+    name = own.get("name")
+    if not isinstance(name, str) or not re.fullmatch(NAME, name):  # then no grammar refers to it
+        taken = {str(one.get("name")) for one in others}
+        name = next(free for i in range(len(others) + 1) if (free := f"answer{i or ''}") not in taken)
+    whole = [{"lark_grammar": lark(name)}, {**own, "name": name}, *others]
     return StructuredOutputsParams(grammar=json.dumps({"grammars": whole}))
 
 

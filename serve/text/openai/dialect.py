@@ -89,8 +89,8 @@ class Dialect:
         opens, closes = reasoning.marks.opens, reasoning.marks.closes
         before = f"{lark.one_of(map(lark.text, opens))}? " if opens else ""
         after = f" ({lark.text(closes)})?" if closes else ""
-        start = f"{self._thought(prompt_ids, lark)}{before}@answer{after}"
-        return within(lark.grammar(start), params)
+        before = self._thought(prompt_ids, lark) + before
+        return within(lambda name: lark.grammar(f"{before}@{name}{after}"), params)
 
     def _thought(self, prompt_ids: Sequence[int], lark: Lark) -> str:
         """Return terms for reasoning, which must end if the prompt has begun it."""

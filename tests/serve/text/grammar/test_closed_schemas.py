@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import islice
 from typing import Any
 
 import jsonschema
@@ -14,6 +15,7 @@ from duetto.serve.text.grammar.grammars import Grammars
 from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.tasks import task_of_body
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
+from duetto.serve.text.tools import json_schema
 from duetto.serve.text.tools.json_schema import closed
 
 pytest.importorskip("llguidance")
@@ -139,13 +141,13 @@ def test_strict_is_true_or_false():
         (X, X | CLOSED),
         ({"type": "object"}, {"type": "object"}),
         (X | {"additionalProperties": {"type": "null"}}, X | {"additionalProperties": {"type": "null"}}),
-        (X | {"unevaluatedProperties": True}, X | {"unevaluatedProperties": True}),
         ({"patternProperties": {"^a": X}}, {"patternProperties": {"^a": X | CLOSED}} | CLOSED),
         ({"anyOf": [X, {"type": "null"}]}, {"anyOf": [X | CLOSED, {"type": "null"}]}),
         ({"allOf": [X], "title": "A"}, {"allOf": [X | CLOSED], "title": "A"}),
         ({"allOf": [X, {"required": ["x"]}]}, {"allOf": [X, {"required": ["x"]}]}),
         (X | {"anyOf": [X, X]}, X | {"anyOf": [X, X]}),
-        (X | {"if": X, "then": {"items": X}}, X | {"if": X, "then": {"items": X | CLOSED}}),
+        ({"items": X, "anyOf": [{"items": X}]}, {"items": X, "anyOf": [{"items": X}]}),
+        ({"required": ["y"], "anyOf": [X]}, {"required": ["y"], "anyOf": [X]}),
         (X | {"required": ["x", "y"]}, X | {"required": ["x", "y"]}),
         ({"items": [X], "default": X, "enum": [X]}, {"items": [X | CLOSED], "default": X, "enum": [X]}),
     ],
@@ -160,6 +162,115 @@ def test_what_a_reference_combines_stays_open():
     assert closed(both) == both | {"$defs": parts | {"C": X | CLOSED}}
     loop = {"$ref": "#/$defs/A", "properties": {}, "$defs": {"A": {"$ref": "#/$defs/A"}}}
     assert closed(loop) == loop
+
+
+def having(name: str, **others: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name], **others}
+
+
+def nested(key: str, depth: int) -> dict[str, Any]:
+    """Schemas of one key, one in another."""
+    own: dict[str, Any] = {}
+    for _ in range(depth):
+        own = {key: [own] if key in ("allOf", "anyOf", "oneOf", "prefixItems") else own}
+        own = own if key not in TABLES else {key: {"a": own[key]}}
+    return own
+
+
+TABLES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+KEYS = (*TABLES, "allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalItems", "additionalProperties")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_schema_is_visited_once(key):
+    depth = 12
+    assert len([*islice(json_schema.schemas_in(nested(key, depth)), depth + 2)]) <= depth + 1
+
+
+def visits(monkeypatch, depth: int) -> int:
+    """How often keys of schemas are read when each of a chain of schemas is combined with the next."""
+    seen, parts = list[str](), json_schema.parts
+
+    def counted(name: str, schema: Any) -> list[Any]:
+        seen.append(name)
+        return parts(name, schema)
+
+    own = X
+    for _ in range(depth):
+        own = X | {"allOf": [own]}
+    with monkeypatch.context() as patch:
+        patch.setattr(json_schema, "parts", counted)
+        closed(own)
+    return len(seen)
+
+
+def test_visits_grow_as_the_schema_does(monkeypatch):
+    assert visits(monkeypatch, 80) < 2.2 * visits(monkeypatch, 40)
+
+
+P, Q = having("p"), having("q")
+PQ, QP = {"x": {"p": 1, "q": 2}}, {"x": {"q": 2, "p": 1}}  # keys in the order in which schemas name them
+ESCAPED = {"allOf": [{"$ref": "#/$defs/a%20b"}, Q], "$defs": {"a b": P}}
+INDEXED = {"allOf": [{"$ref": "#/$defs/L/anyOf/0"}, Q], "$defs": {"L": {"anyOf": [P]}}}
+UNKNOWN = {"allOf": [{"$ref": "#p"}, Q], "$defs": {"P": {"$anchor": "p", **P}}}
+ELSEWHERE = {
+    "$ref": "#/parts/both",
+    "parts": {"both": {"allOf": [P, {"$ref": "#/$defs/q"}]}},
+    "$defs": {"q": Q},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"allOf": [having("x", properties={"x": P}), {"properties": {"x": Q}}]}, PQ),
+        (having("x", properties={"x": P}, anyOf=[{"properties": {"x": Q}}]), PQ),
+        ({"allOf": [having("x", properties={"x": P}), {"patternProperties": {"^x": Q}}]}, PQ),
+        ({"allOf": [{"patternProperties": {"^x": Q}}, having("x", properties={"x": P})]}, QP),
+        ({"allOf": [having("x", properties={"x": P}), {"additionalProperties": Q}]}, PQ),
+        (having("x", properties={"x": P}, patternProperties={"^x": Q}), PQ),
+        ({"type": "array", "minItems": 1, "items": P, "allOf": [{"items": Q}]}, [PQ["x"]]),
+        ({"type": "array", "minItems": 1, "prefixItems": [P], "allOf": [{"items": Q}]}, [PQ["x"]]),
+        (ESCAPED, PQ["x"]),
+        (INDEXED, PQ["x"]),
+        (UNKNOWN, PQ["x"]),
+        (ELSEWHERE, PQ["x"]),
+        ({"required": ["y"], "type": "object", "anyOf": [P]}, {"p": 1, "y": 2}),
+    ],
+)
+def test_values_that_several_schemas_describe_stay_possible(grammars, words, schema, value):
+    jsonschema.validate(value, schema)
+    constraint = grammars.constraint(StructuredOutputsParams(json=schema), 0)
+    constraint.follow(words.encode(json.dumps(value)))
+    assert constraint.failure is None
+
+
+def test_values_of_other_names_are_closed():
+    both = {"allOf": [{"properties": {"x": X, "y": X}}, {"properties": {"x": X, "z": X}}]}
+    first, second = closed(both)["allOf"]
+    assert first == {"properties": {"x": X, "y": X | CLOSED}}
+    assert second == {"properties": {"x": X, "z": X | CLOSED}}
+
+
+@pytest.mark.parametrize(
+    ("reference", "wanted"),
+    [
+        ("", True),
+        ("#", True),
+        ("#/a b/0", 1),
+        ("#/a%20b/1", 2),
+        ("#/c~1d/~0", 3),
+        ("#/a%20b/2", None),
+        ("#/a%20b/x", None),
+        ("#/a%20b/" + "9" * 5000, None),
+        ("#anchor", None),
+        ("other#/a%20b/0", None),
+        ("#/a%20b/0/0", None),
+    ],
+)
+def test_what_references_mean(reference, wanted):
+    root = {"a b": [1, 2], "c/d": {"~": 3}, "anchor": 4}
+    assert json_schema.at(root, reference) == (root if wanted is True else wanted)
 
 
 @pytest.mark.parametrize("text", ['{"x":1}', '{ "x" : 1 }', '{\n  "x": 1\n}', '{\r\n\t\t"x": 1}'])

@@ -112,6 +112,8 @@ def test_copies_go_ways_of_their_own(grammars):
     [
         ({"json": {"type": "strin"}}, "Invalid type: strin"),
         ({"grammar": "{}"}, "needs a list of grammars"),
+        ({"grammar": '{"grammars": {"a": 1}}'}, "needs a list of grammars"),
+        ({"grammar": '{"grammars": [1]}'}, "each of the grammars in the JSON of a grammar is an object"),
         ({"grammar": "{"}, "Expecting property name"),
         ({"json": {"type": "string", "format": "odd"}}, "Unknown format: odd"),
         ({"json": {"enum": []}}, "Unsatisfiable"),

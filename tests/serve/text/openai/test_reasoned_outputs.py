@@ -2,6 +2,7 @@
 a variable of its chat template."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tokenizers import AddedToken
 
 from duetto.checkpoints.dialects import REASONING, Marks
 from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.text.grammar import compiled
 from duetto.serve.text.grammar.grammars import Grammars
 from duetto.serve.text.openai.dialect import Dialect
 from duetto.serve.text.openai.errors import RequestError
@@ -74,6 +76,52 @@ def test_a_grammar_begins_after_the_reasoning(marks, is_special):
             parts = parser.take(f"{thought}{opening}{right}{marks.closes}", at_end=True)
             assert text_of(parts, ReasoningDelta) == f"b, {wrong}" and text_of(parts, TextDelta) == right
             assert accepts(words, grammar, right) == bool(before), "a begun reasoning has to end"
+
+
+def lark(text: str, **fields: str) -> dict[str, str]:
+    return {"lark_grammar": text, **fields}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [lark("start: @b", name="first"), lark('start: "a" | "(" @first ")"', name="b")],
+        [lark("start: @answer"), lark('start: "a" | "(" @answer ")"', name="answer")],
+        [lark("start: @b", name="not for Lark"), lark('start: "a" | "(" @b ")"', name="b")],
+    ],
+)
+def test_grammars_keep_their_names_after_the_reasoning(given):
+    pytest.importorskip("llguidance")
+    words = reasoning_model(REASONING[-2], is_special=True)
+    asked = StructuredOutputsParams(grammar=json.dumps({"grammars": given}))
+    grammar = Dialect(words).after_reasoning(asked, words.encode("a"))
+    assert accepts(words, grammar, "<think>b</think>((a))")
+    assert not accepts(words, grammar, "<think>b</think>((a)")
+
+
+@pytest.mark.parametrize(
+    ("grammars", "why"), [({"a": 1}, "needs a list"), ([1], "is an object"), ("a", "needs a list")]
+)
+def test_what_is_no_list_of_grammars_says_so(grammars, why):
+    pytest.importorskip("llguidance")
+    words = reasoning_model(REASONING[-2], is_special=True)
+    asked = StructuredOutputsParams(grammar=json.dumps({"grammars": grammars}))
+    with pytest.raises(ValueError, match=f"structured_outputs is not allowed: .*{why}"):
+        Dialect(words).after_reasoning(asked, words.encode("a"))
+
+
+def test_a_panic_before_the_reasoning_is_an_error(monkeypatch):
+    words = reasoning_model(REASONING[-2], is_special=True)
+
+    class PanicException(BaseException): ...
+
+    def panics(regex: str) -> str:
+        raise PanicException(regex)
+
+    own = SimpleNamespace(LLMatcher=SimpleNamespace(grammar_from_regex=panics))
+    monkeypatch.setattr(compiled, "library", lambda: own)
+    with pytest.raises(ValueError, match="llguidance panicked: a"):
+        Dialect(words).after_reasoning(StructuredOutputsParams(regex="a"), words.encode("a"))
 
 
 def test_without_reasoning_a_grammar_begins_at_once():
