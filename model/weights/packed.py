@@ -155,9 +155,14 @@ def packed_as(served: Any, params: T) -> T:
 
 def kernels_in(params: Any) -> str | None:
     """The instruction set of the kernels that multiply parameters, or None."""
-    found = (x.target for x in jax.tree.leaves(params, is_leaf=is_record) if isinstance(x, Packed))
-    target = next(found, None)
+    target = target_in(params)
     return None if target is None else library.isa_of(target)
+
+
+def target_in(params: Any) -> str | None:
+    """The name of those kernels for XLA, or None."""
+    found = (x.target for x in jax.tree.leaves(params, is_leaf=is_record) if isinstance(x, Packed))
+    return next(found, None)
 
 
 def is_packed(params: Any) -> bool:

@@ -25,7 +25,7 @@ from ..engine.startup.origin import Origin, stored_form
 from ..engine.startup.stages import with_head
 from ..options.engine import EngineOptions
 from ..runtime.compiled.compile import StepArguments, arguments_like, lower
-from ..runtime.compiled.shapes import Shape, Sizes, can_share, table
+from ..runtime.compiled.shapes import Shape, Sizes, can_share, table, with_kernels_of
 from ..runtime.compiled.sizing import choose_sizes
 from ..runtime.pipeline.lowering import StageLowering
 from ..runtime.pipeline.route import route
@@ -93,6 +93,8 @@ def plan_job(
     options.check_stages(options.stations)
     target = on_devices(target, layout_of(options).size)
     params = abstract_params(config, chosen, target, weights, layout_on(options, target))
+    if options.cpu_kernels:
+        options = with_kernels_of(options, prepared(params, options.batch_invariant_matmul, True))
     sizes = choose_sizes(PairConfig(config), options, params, target.memory)
     config = config.within(sizes.max_model_len)
     context = min(1024, sizes.max_model_len) if context is None else context

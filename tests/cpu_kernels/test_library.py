@@ -39,4 +39,23 @@ def test_a_library_that_cannot_be_loaded_says_why(tmp_path):
 def test_the_name_of_kernels_has_their_instruction_set_and_version():
     for isa in build.ISAS:
         name = library.target("product", isa)
-        assert library.isa_of(name) == isa and name.endswith(f"_{library.VERSION}")
+        assert library.isa_of(name) == isa and f"_{build.VERSION}_" in name
+
+
+@pytest.mark.skipif(not library.library().isas, reason=library.library().refusal or "there are kernels")
+def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path):
+    monkeypatch.setattr(library, "VERSION", build.VERSION + 1)
+    built = (build.HERE / build.LIBRARY).read_bytes()
+    (tmp_path / "kernels.so").write_bytes(built)
+    found = library.library(tmp_path / "kernels.so")
+    assert not found.isas
+    assert f"of another version: {library.BUILD} builds it again" in found.refusal
+
+
+def test_the_name_of_kernels_follows_what_was_built(tmp_path):
+    names = set()
+    for number in range(2):
+        path = tmp_path / f"{number}.so"
+        path.write_bytes(bytes([number]))
+        names.add(library.target("product", "avx2", path))
+    assert len(names) == 2 and {library.isa_of(name) for name in names} == {"avx2"}

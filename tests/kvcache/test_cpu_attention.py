@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.paged_attention import Case, inputs, real, small_pages, with_own_path
+from cases.paged_attention import Case, on_device, real, small_pages, with_own_path
 
 from duetto.cpu_kernels.library import library
 from duetto.kvcache.kernels.cpu_attention import attend_pages, supported
@@ -50,7 +50,7 @@ def bits_of(case: Case, q: jax.Array, pages: LayerPages) -> LayerPages:
 
 
 def given(case: Case) -> tuple[jax.Array, LayerPages, AttentionParams]:
-    q, pages, reading = inputs(case)
+    q, pages, reading = on_device(case)
     return q, bits_of(case, q, pages), reading
 
 
@@ -61,7 +61,7 @@ def exact(case: Case) -> tuple[np.ndarray, float]:
     units in the last place. The result is a quotient of sums of n keys. Weights are rounded to q's dtype, and
     results too.
     """
-    q, pages, reading = inputs(case)
+    q, pages, reading = on_device(case)
     q, k, v = (np.asarray(x, np.float64) for x in (q, pages.k, pages.v))
     found, bound = [], 0.0
     for row, (start, count) in enumerate(zip(case.start, case.count, strict=True)):
@@ -123,7 +123,7 @@ def later(pages: LayerPages, tokens: int, count: int) -> LayerPages:
 @pytest.mark.parametrize("name", CASES)
 def test_bits_depend_neither_on_neighbours_nor_pages_nor_table(name: str, dtype: Any, isa: str):
     case = replace(CASES[name], dtype=dtype)
-    q, pages, reading = inputs(case)
+    q, pages, reading = on_device(case)
     attend = partial(attend_pages, reading=reading, isa=isa)
     together = attend(q, bits_of(case, q, pages))
     small = small_pages(pages, max(1, case.W // 4))
@@ -171,8 +171,8 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: Any, isa: str):
 def test_keys_of_a_path_count_like_written_ones(H: int, dtype: Any, isa: str):
     """The newest keys of a row given beside its pages, as for the nodes of a tree of guesses."""
     case = Case((70, 1, 0), (1, 1, 1), H=H, window=60, sinks=True, dtype=dtype)
-    q, pages, reading = inputs(case)
-    own = with_own_path(case, pages, jnp.asarray([67, 0, 0], jnp.int32), q.dtype)
+    q, pages, reading = on_device(case)
+    own = jax.device_put(with_own_path(case, pages, np.array([67, 0, 0], np.int32), q.dtype))
     found, wanted = (attend_pages(q, bits_of(case, q, x), reading, isa) for x in (own, pages))
     assert same_bits(found, wanted)
 
@@ -180,7 +180,7 @@ def test_keys_of_a_path_count_like_written_ones(H: int, dtype: Any, isa: str):
 @parametrized
 def test_nan_stays_with_the_row_that_has_it(isa: str):
     case = Case((100, 70), (1, 1), dtype=BF16)
-    q, pages, reading = inputs(case)
+    q, pages, reading = on_device(case)
     page = pages.table[0, 3]
     spoilt = pages._replace(k=pages.k.at[0, page, 2, 5].set(jnp.nan))
     found = attend_pages(q, bits_of(case, q, spoilt), reading, isa)
@@ -193,7 +193,7 @@ def test_nan_stays_with_the_row_that_has_it(isa: str):
 def test_scores_far_apart_and_denormal_values(isa: str):
     """The weight of a key whose score is 200 below the highest is 0. Denormal values count as zero."""
     case = Case((99,), (1,), K=1, G=1, H=16)
-    q, pages, reading = inputs(case)
+    q, pages, reading = on_device(case)
     reading = replace(reading, scale=1.0)
     q = jnp.zeros_like(q).at[..., 0].set(1.0)
     at = 57 // case.W, 57 % case.W
@@ -211,7 +211,7 @@ def test_paged_uses_the_kernel_on_pools_that_are_donated(isa: str):
     """`Paged` writes the new keys into donated pools in place, and the kernel reads them."""
     case = Case((0, 63, 200), (1, 1, 1), W=64, M=4, dtype=BF16)
     q, pages, reading = given(case)
-    finite = [jnp.where(jnp.isnan(p), 0, p) for p in inputs(case)[1][:2]]
+    finite = [jnp.where(jnp.isnan(p), 0, p) for p in on_device(case)[1][:2]]
     k, v = (jnp.full((3, 1, case.K, case.H), x, BF16) for x in (0.5, 2.0))
     batch = Batch(jnp.zeros((3, 1), jnp.int32), pages.start, pages.count, (pages.table,), jnp.arange(3))
 

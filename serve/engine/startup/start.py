@@ -26,7 +26,7 @@ from ...options.checks import round_up
 from ...options.engine import EngineOptions
 from ...runtime.compiled import executable_cache, jaxcache
 from ...runtime.compiled.compile import Programs
-from ...runtime.compiled.shapes import Canonical, Shape, Sizes, can_share, least_row, table
+from ...runtime.compiled.shapes import Canonical, Shape, Sizes, can_share, least_row, table, with_kernels_of
 from ...runtime.compiled.sizing import choose_sizes
 from ...runtime.equal_bits.classes import ShapeClasses, choose_classes, record, step_seconds
 from ...runtime.equal_bits.warmup import Warmup, WarmupGoal, first_shapes
@@ -79,6 +79,8 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     params = in_form(params, options.quantization, params.embed.dtype)
     check_experts(params)
     params = prepared(params, options.batch_invariant_matmul, options.cpu_kernels)
+    if options.cpu_kernels and not (options := with_kernels_of(options, params)).cpu_kernels:
+        progress.say("cpu_kernels has no effect: none of the weights is one that CPU kernels multiply")
     if device.platform == "cpu":
         keep_freed()
     count = stations(params)

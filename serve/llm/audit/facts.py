@@ -9,7 +9,7 @@ import numpy as np
 
 from ....kvcache.stages import devices
 from ....model.tree import paths
-from ....model.weights.packed import kernels_in
+from ....model.weights.packed import target_in
 from ....model.weights.prepared import unprepared
 from ...engine.core.engine import Engine
 from ...host.devices import memory_limit
@@ -43,7 +43,7 @@ def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": str(options.quantization),
         "fixed_products": str(options.batch_invariant_matmul),
-        "cpu_kernels": str(kernels_in(engine.params)),
+        "cpu_kernels": str(target_in(engine.params)),
         "shapes": ", ".join(map(str, canonical)),
         **({} if products is None else {"products": products}),
     }

@@ -1,11 +1,13 @@
 """Padding buckets: the closed table of shapes that an engine compiles."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from ....kvcache.pages import BLOCK
 from ....model.config import LayerKind
+from ....model.pair import Params
+from ....model.weights.packed import kernels_in
 from ....sampling.checks import MAX_LOGPROBS
 from ...options.checks import SMALLEST_CHUNK, round_up
 from ...options.engine import EngineOptions
@@ -62,7 +64,8 @@ class Shape(NamedTuple):
 
 class Canonical(NamedTuple):
     """Shapes whose bits the others of their phase are compared with. Under the reproducibility contract they
-    are also the smallest."""
+    are also the smallest, unless products are to have the same bits for every number of rows
+    (`batch_invariant_matmul`, `cpu_kernels`)."""
 
     prefill: Shape
     decode: Shape
@@ -111,9 +114,15 @@ def doublings(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
+def with_kernels_of(options: EngineOptions, params: Params) -> EngineOptions:
+    """Return the options without `cpu_kernels` if kernels multiply no weight of prepared parameters, or of
+    ShapeDtypeStructs: their shapes are those of XLA's products."""
+    return options if kernels_in(params) else replace(options, cpu_kernels=False)
+
+
 def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> list[Shape]:
     """Return all shapes of an engine; prompts may share a prefill if `shared`. Without the reproducibility
-    contract decode may be narrow, and prefill on a CPU too."""
+    contract decode may be narrow, and prefill on a CPU too; with CPU kernels decode may be too."""
     seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
     canonical = Canonical.on(platform, options, sizes)
     may_differ = options.reproducible and not options.batch_invariant_matmul

@@ -95,7 +95,7 @@ static ffi::Error attention(const AttentionKernels& kernels, ffi::ThreadPool& po
   int64_t kept = a.K * a.P * a.W * a.bytes(), path = a.root ? a.B * a.path * a.K * a.bytes() : 0;
   if (pages[0] != a.K || pages[3] != a.H || a.H % 16 || a.H > MOST_SIZE || rows[0] != a.B ||
       (!is_bf16 && q.element_type() != ffi::DataType::F32) || !has(k, kept) || !has(v, kept) || !has(start, a.B * 4) ||
-      !has(count, a.B * 4) || (a.sinks && !has(sinks, a.K * a.G * 4)) || (a.root && !has(root, a.B * 4)) ||
+      !has(count, a.B * 4) || (a.sinks && !has(sinks, a.K * a.G * 4)) || (a.root && (a.path < 1 || !has(root, a.B * 4))) ||
       !has(own_k, path) || !has(own_v, path))
     return ffi::Error::InvalidArgument("attention over other shapes than it is compiled for");
   std::vector<Tile> tiles = tiles_of(a);
@@ -114,7 +114,7 @@ static ffi::Error attention(const AttentionKernels& kernels, ffi::ThreadPool& po
     return attention(isa::attention, pool, q, k, v, table, start, count, sinks, own_k, own_v, root, scale, softcap, \
                      window, chunked, out);                                                                         \
   }                                                                                                                 \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(duetto_attention_##isa, attention_##isa,                                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(EXPORTED(attention_##isa), attention_##isa,                                          \
                                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()     \
                                     .Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>()                    \
                                     .Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window")            \

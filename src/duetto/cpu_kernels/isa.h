@@ -3,4 +3,8 @@
 #pragma once
 #include <cstdint>
 
+// A function's name in the library: VERSION is that of build.py.
+#define WITH_VERSION(name, version) duetto_##name##_##version
+#define EXPORTED_AS(name, version) WITH_VERSION(name, version)
+#define EXPORTED(name) EXPORTED_AS(name, VERSION)
 #define FOR_EACH_ISA(X) X(avx2) X(avx512) X(avx512_bf16)

@@ -2,18 +2,17 @@
 they make."""
 
 import ctypes
+import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import jax
 
-from .build import HERE, ISAS, LIBRARY
+from .build import HERE, ISAS, LIBRARY, VERSION
 
-# Of the bits and of the layout of packed weights. A change of either needs another: programs that are kept on
-# disk, and pages, have it in their keys.
-VERSION = 1
 HANDLERS = ("product", "attention")
+BUILD = "python -m duetto.cpu_kernels.build"
 
 
 @dataclass(frozen=True)
@@ -36,29 +35,47 @@ class KernelLibrary:
 def library(path: Path = HERE / LIBRARY) -> KernelLibrary:
     """Load the kernels and register them with XLA."""
     if not path.exists():
-        how = "python -m duetto.cpu_kernels.build builds it where there is a compiler of C++"
+        how = f"{BUILD} builds it where there is a compiler of C++"
         return KernelLibrary((), f"the library of CPU kernels was not built; {how}")
     try:
         loaded = ctypes.CDLL(str(path))
-        isas = tuple(isa for isa in reversed(ISAS) if getattr(loaded, f"duetto_supports_{isa}")())
+        isas = tuple(isa for isa in reversed(ISAS) if getattr(loaded, exported(f"supports_{isa}"))())
         for isa in isas:
-            register(loaded, isa)
-    except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:  # of another version, or jaxlib
-        return KernelLibrary((), f"the library of CPU kernels cannot be used: {error}")
+            register(loaded, isa, path)
+    except AttributeError as error:
+        return KernelLibrary(
+            (), f"the library of CPU kernels is of another version: {BUILD} builds it again ({error})"
+        )
+    except (OSError, jax.errors.JaxRuntimeError) as error:  # of another machine, or jaxlib
+        return KernelLibrary(
+            (), f"the library of CPU kernels cannot be used: {error}; {BUILD} builds it again"
+        )
     return KernelLibrary(isas, "" if isas else f"this processor has none of {', '.join(ISAS)}")
 
 
-def register(loaded: ctypes.CDLL, isa: str) -> None:
+def register(loaded: ctypes.CDLL, isa: str, path: Path) -> None:
     for handler in HANDLERS:
-        capsule = jax.ffi.pycapsule(getattr(loaded, f"duetto_{handler}_{isa}"))
-        jax.ffi.register_ffi_target(target(handler, isa), capsule, platform="cpu")
+        capsule = jax.ffi.pycapsule(getattr(loaded, exported(f"{handler}_{isa}")))
+        jax.ffi.register_ffi_target(target(handler, isa, path), capsule, platform="cpu")
 
 
-def target(handler: str, isa: str) -> str:
-    """The name of a handler's kernels for XLA."""
-    return f"duetto_{handler}_{isa}_{VERSION}"
+def exported(name: str) -> str:
+    """The name of a function in a library of this version."""
+    return f"duetto_{name}_{VERSION}"
+
+
+def target(handler: str, isa: str, path: Path = HERE / LIBRARY) -> str:
+    """The name of a handler's kernels for XLA. Keys of programs, pages and audit logs have it."""
+    return f"{exported(f'{handler}_{isa}')}_{digest(path)}"
 
 
 def isa_of(target: str) -> str:
     """The instruction set of a target."""
-    return next(isa for isa in ISAS if target.endswith(f"_{isa}_{VERSION}"))
+    name = target.rpartition("_")[0]
+    return next(isa for isa in ISAS if name.endswith(f"_{isa}_{VERSION}"))
+
+
+@cache
+def digest(path: Path) -> str:
+    """The first digits of the hash of a library as it was at the first call: compilers give other bits."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.exists() else ""

@@ -31,19 +31,19 @@ static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, ffi::A
                                   ffi::Result<ffi::AnyBuffer> y) {                                                \
     return product(isa::products, pool, x, w, y);                                                                 \
   }                                                                                                               \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(duetto_product_##isa, product_##isa,                                              \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(EXPORTED(product_##isa), product_##isa,                                            \
                                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>() \
                                     .Ret<ffi::AnyBuffer>());
 FOR_EACH_ISA(HANDLER)
 
 // Whether this processor has the instruction sets that the kernels of a name are compiled for.
-extern "C" __attribute__((visibility("default"))) int duetto_supports_avx2() {
+extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx2)() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
-extern "C" __attribute__((visibility("default"))) int duetto_supports_avx512() {
-  return duetto_supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx512)() {
+  return EXPORTED(supports_avx2)() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
-extern "C" __attribute__((visibility("default"))) int duetto_supports_avx512_bf16() {
-  return duetto_supports_avx512() && __builtin_cpu_supports("avx512bf16");
+extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx512_bf16)() {
+  return EXPORTED(supports_avx512)() && __builtin_cpu_supports("avx512bf16");
 }

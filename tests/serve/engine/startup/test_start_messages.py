@@ -12,6 +12,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from duetto import LLM
+from duetto.cpu_kernels.library import KernelLibrary
+from duetto.model.weights import prepared
 from duetto.serve.cli import common as command
 from duetto.serve.cli import main as cli
 from duetto.serve.engine.startup import start as loading
@@ -149,6 +151,19 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
     assert start() == []
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
     assert start()[-1] == "duetto: reading kept programs: 3/3"
+
+
+def test_kernels_of_a_cpu_that_multiply_nothing_are_told(tiny, monkeypatch, capfd):
+    def stop(options: EngineOptions, *_: Any) -> None:
+        assert not options.cpu_kernels
+        raise InterruptedError
+
+    monkeypatch.setattr(prepared, "library", lambda: KernelLibrary(("avx2",)))
+    monkeypatch.setattr(loading, "table", stop)
+    params = jax.tree.map(lambda x: x.astype("float16"), tiny.params)
+    with pytest.raises(InterruptedError):
+        loading.start_engine(tiny.config, params, EngineOptions(cpu_kernels=True))
+    assert "duetto: cpu_kernels has no effect: " in capfd.readouterr().err
 
 
 def test_what_is_left_for_later_is_told(tiny, monkeypatch, capfd):

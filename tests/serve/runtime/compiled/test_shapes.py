@@ -2,19 +2,22 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
+from duetto.cpu_kernels.library import KernelLibrary
 from duetto.kvcache.pages import page_bytes
 from duetto.model.config import ModelConfig
 from duetto.model.pair import PairConfig
+from duetto.model.weights import prepared
 from duetto.serve.host.devices import MEMORY_FRACTION
 from duetto.serve.options.checks import round_up
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import abstract_params
 from duetto.serve.planner.roofline.targets import here
-from duetto.serve.runtime.compiled.shapes import Canonical, Sizes, table
+from duetto.serve.runtime.compiled.shapes import Canonical, Sizes, table, with_kernels_of
 from duetto.serve.runtime.compiled.sizing import choose_sizes, group_pages
 
 GIB = 1 << 30
@@ -48,6 +51,19 @@ def test_fixed_products_let_an_accelerator_be_as_narrow_as_a_cpu_under_the_contr
     wide = {"prefill": [s for s in cpu["prefill"] if s not in ((2, 32), (4, 32))]}
     assert shapes("gpu", **load, batch_invariant_matmul=True) == cpu | wide
     assert shapes("cpu", **load, batch_invariant_matmul=True) == shapes("cpu", **load)
+
+
+def test_shapes_are_narrow_where_kernels_of_a_cpu_were_packed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepared, "library", lambda: KernelLibrary(("avx2",)))
+    config = ModelConfig.uniform(256, 64, 128, 2, 4, 2, 16, 512)
+
+    def narrowest(dtype: Any) -> int:
+        options = EngineOptions(max_num_seqs=8, cpu_kernels=True)
+        params = prepared.prepared(abstract_params(config, dtype, here()), False, cpu_kernels=True)
+        found = table(with_kernels_of(options, params), Sizes(512, 8, (64,), 64), True, "cpu")
+        return min(shape.rows for shape in found if shape.phase == "decode")
+
+    assert [narrowest(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)] == [1, 1, 8]
 
 
 def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
