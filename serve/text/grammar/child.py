@@ -5,6 +5,7 @@ It reads a pickled vocabulary. Forks that are made ahead then read one pickled o
 write a pickled report of it. The process ends when its standard input does.
 """
 
+import json
 import os
 import pickle
 import resource
@@ -67,16 +68,17 @@ def serve_one(vocabulary: Any) -> NoReturn:
         order = pickle.load(sys.stdin.buffer)
         bound(order)
         before = memory()
-        error = compiled(vocabulary, order["text"], order["limits"])
+        lark, error = translated(order["text"])
+        error = error or compiled(vocabulary, lark or order["text"], order["limits"])
         signal.setitimer(signal.ITIMER_PROF, 0)
-        report(error=error[:4096], bytes=max(0, memory() - before))
+        report(error=error[:4096], bytes=max(0, memory() - before), lark=lark)
         code = 0
     finally:
         os._exit(code)
 
 
-def report(error: str = "", bytes: int = 0, signal: int = 0) -> None:
-    pickle.dump({"error": error, "bytes": bytes, "signal": signal}, sys.stdout.buffer)
+def report(error: str = "", bytes: int = 0, signal: int = 0, lark: str = "") -> None:
+    pickle.dump({"error": error, "bytes": bytes, "signal": signal, "lark": lark}, sys.stdout.buffer)
     sys.stdout.buffer.flush()
 
 
@@ -95,6 +97,25 @@ def limit(kind: int, most: int) -> None:
     _, hard = resource.getrlimit(kind)
     with suppress(ValueError, OSError):  # a system without this limit
         resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def translated(text: str) -> tuple[str, str]:
+    """Return a grammar in Lark, or in llguidance's JSON with Lark, if it is GBNF (llama.cpp's notation); and
+    an error."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if "::=" not in text:
+        return "", ""
+    try:
+        if not text.lstrip().startswith("{"):
+            return any_to_lark(text), ""
+        whole = json.loads(text)
+        for one in whole["grammars"]:
+            if isinstance(one.get("lark_grammar"), str) and "::=" in one["lark_grammar"]:
+                one["lark_grammar"] = any_to_lark(one["lark_grammar"])
+        return json.dumps(whole), ""
+    except Exception as error:  # noqa: BLE001 - not all that the converter raises has a kind of its own
+        return "", str(error)
 
 
 def compiled(vocabulary: Any, text: str, limits: dict[str, Any]) -> str:

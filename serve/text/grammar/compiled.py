@@ -89,8 +89,8 @@ class GrammarCache:
 
 @panics_as_errors()
 def source(params: StructuredOutputsParams) -> str:
-    """Return a grammar in llguidance's format. Raises ValueError for invalid JSON or text, and without
-    llguidance."""
+    """Return a grammar in llguidance's format, or in GBNF. Raises ValueError for invalid JSON or text, and
+    without llguidance."""
     LLMatcher = library().LLMatcher
     try:
         if params.schema is not None:
@@ -106,7 +106,7 @@ def source(params: StructuredOutputsParams) -> str:
         if is_own(params.grammar):
             check_grammars(json.loads(params.grammar).get("grammars"))
             return params.grammar
-        return LLMatcher.grammar_from_lark(as_lark(params.grammar))
+        return LLMatcher.grammar_from_lark(params.grammar)  # GBNF is translated by the child process
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"structured_outputs is not allowed: {error}") from None
 
@@ -143,16 +143,6 @@ def whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
     if params.disable_any_whitespace and params.whitespace_pattern is None:
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": params.whitespace_pattern or SPACE}
-
-
-def as_lark(text: str) -> str:
-    """Translate a grammar in GBNF, llama.cpp's notation, to Lark. Raises ValueError for a wrong one."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return any_to_lark(text) if "::=" in text else text
-    except Exception as error:  # noqa: BLE001 - not all that the converter raises has a kind of its own
-        raise ValueError(str(error)) from None
 
 
 def quoted(text: str) -> str:

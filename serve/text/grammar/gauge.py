@@ -35,12 +35,13 @@ class CompileLimits:
 
 @dataclass(frozen=True)
 class CompileCost:
-    """Cost of compiling a grammar: bytes at the peak, llguidance's error, and the signal that ended the
-    process, if one did."""
+    """Cost of compiling a grammar: bytes at the peak, llguidance's error, the signal that ended the process,
+    if one did, and the translation of GBNF to Lark."""
 
     bytes: int
     error: str
     signal: int
+    lark: str
 
     @property
     def is_too_long(self) -> bool:

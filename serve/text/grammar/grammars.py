@@ -110,7 +110,8 @@ class Grammars:
         self._check()
         with panics_as_errors(), self._lock:
             _ = self._vocabulary  # before the library is used otherwise
-            text = source(params)
+        text = source(params)  # outside the lock, for which event loops wait
+        with self._lock:
             job = self._jobs.get(text) or self._begin(text)
             job.waiting += 1
             job.urgent |= urgent
@@ -192,7 +193,7 @@ class Grammars:
             self._await_room(job, cost.bytes)
         try:
             with panics_as_errors():
-                return compiled(self._vocabulary, job.text, cost.bytes)
+                return compiled(self._vocabulary, cost.lark or job.text, cost.bytes)
         finally:
             if lane is self._slow:
                 self._give_back()

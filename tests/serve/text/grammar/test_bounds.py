@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -28,6 +29,10 @@ COSTLY = [  # each takes seconds and hundreds of MiB
             ["root ::= a20", *(f"a{i} ::= a{i - 1} a{i - 1}" for i in range(1, 21)), 'a0 ::= "x"']
         )
     ),
+]
+LONG_GBNF = [  # llguidance's converter takes hours for each
+    'root ::= "a"' + "\n" * 1_000_000,
+    "\n".join(["root ::= a0", *(f"a{i} ::= a{i + 1}" for i in range(100_000)), 'a100000 ::= "x"']),
 ]
 SECONDS = 60.0  # a test that waits for longer has failed
 
@@ -65,6 +70,31 @@ def test_a_costly_grammar_is_refused_by_the_option(make, asked):
         with pytest.raises(ValueError, match=f"^structured_outputs is not allowed: {why}"):
             grammars.constraint(asked, 0)
         assert grammars.constraint(SMALL, 0).failure is None and not grammars._jobs
+
+
+@pytest.mark.parametrize("gbnf", LONG_GBNF, ids=["lines", "rules"])
+def test_translating_gbnf_has_the_same_bound(make, gbnf):
+    grammars = make(CompileLimits(0.1, 1 << 30))
+    with pytest.raises(ValueError, match=r"takes more than the 0\.1 s that max_grammar_seconds allows"):
+        grammars.constraint(StructuredOutputsParams(grammar=gbnf), 0)
+
+
+def test_a_request_leaves_while_the_source_of_another_is_made(make, monkeypatch):
+    """Requests leave in a server's event loop, which must not wait for another request's schema."""
+    grammars, begun, end = make(), threading.Event(), threading.Event()
+    wanted = grammars.wanted(SMALL)
+    slow = lambda _: begun.set() or end.wait(SECONDS) or "start: /a/"
+    monkeypatch.setattr("duetto.serve.text.grammar.grammars.source", slow)
+    other = threading.Thread(target=lambda: grammars.wanted(SMALL).leave())
+    other.start()
+    assert begun.wait(SECONDS)
+    leaving = threading.Thread(target=wanted.leave)
+    leaving.start()
+    leaving.join(5.0)
+    is_blocked = leaving.is_alive()
+    end.set()
+    other.join()
+    assert not is_blocked
 
 
 def test_many_choices_are_compiled(make):

@@ -121,6 +121,7 @@ def test_copies_go_ways_of_their_own(grammars):
         ({"regex": "(["}, "invalid regex"),
         ({"grammar": "start: other"}, 'unknown name: "other"'),
         ({"grammar": "root ::= other"}, "Rule 'other' not found"),
+        ({"grammar": 'root ::= "a'}, "Unexpected end of input"),
         ({"grammar": "start: <none>"}, "unknown special token"),
         ({"grammar": "start: start"}, "no token of the vocabulary may follow"),
         ({"choice": ["\ud800"]}, "surrogates not allowed"),
