@@ -100,3 +100,11 @@ def test_no_class_name_stands_twice_in_the_library(files):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(file))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_tests_that_share_engines_run_in_one_process(request):
+    """By the group that xdist reads from the end of an id, which depends on pytest's internals."""
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("one process runs all tests")
+    (mark,) = request.node.iter_markers("xdist_group")
+    assert request.node.nodeid.endswith(f"@{mark.args[0]}")

@@ -1,7 +1,9 @@
 """No feature changes the tokens: every way to serve a request gives the same bits, and the tokens of the
 cacheless oracle."""
 
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from duetto.model.weights.fixed import is_fixed
 from duetto.serve.engine.core.request import Request
 from duetto.serve.engine.speculation.ngram import NgramDrafter
 from duetto.serve.engine.speculation.suffix import SuffixDrafter
+from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Canonical
 
 CHUNKS = {"max_prefill_tokens": 32, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
@@ -93,14 +96,17 @@ def test_batched_and_prefix_hits_equal_alone(model, base, expected):
     scope="session",
 )
 @pytest.mark.usefixtures("early")
-def test_cold_equals_alone(model, serve, expected):
-    """Whatever is compiled by then, and while shapes join between the steps."""
-    texts, rounds = prompts(model.config.vocab_size), 0
-    with serve() as llm:
+def test_cold_equals_alone(model, serve, expected, monkeypatch):
+    """By the first programs, and while the others join between the steps."""
+    texts, rounds, gate, add = prompts(model.config.vocab_size), 0, threading.Event(), Programs.add
+    monkeypatch.setattr(Programs, "add", lambda *given: gate.wait() and add(*given))
+    with serve() as llm, ExitStack() as last:
+        last.callback(gate.set)
         while rounds < 2 or llm.engine.warmup is not None:
             rounds += llm.engine.warmup is None
             llm.engine.tables.forget()
             assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == expected
+            gate.set()
 
 
 def test_any_order_of_arrival(model, base, expected):

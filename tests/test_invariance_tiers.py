@@ -23,12 +23,9 @@ from duetto.serve.engine.speculation.beside import SpeculatorWeights
 from duetto.serve.engine.startup import start
 from duetto.serve.llm.disaggregated import PrefillWorker
 
-SMALL = {
-    "max_model_len": 230, "max_batched_token_mem": 320, "page_size": 16, "max_num_seqs": 4,
-    "max_prefill_tokens": 64, "decode_steps": 1,
-}  # fmt: skip
-
-SMALLER = SMALL | {"max_model_len": 112, "max_batched_token_mem": 112}
+# programs of test_invariance.py's TIGHT
+SMALL = {"max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 64, "decode_steps": 1}
+SMALLER = SMALL | {"max_model_len": 112, "max_batched_token_mem": 112, "max_num_seqs": 4}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +200,7 @@ class Unreliable:
 def test_pages_that_another_engine_has_computed_have_the_same_bits(model, serve, expected):
     """All of them, some that are lost or late, and none where the other engine is late."""
     texts = prompts(model.config.vocab_size)
-    with serve(**(SMALL | {"max_batched_token_mem": 240}), kv_role="both") as llm:
+    with serve(**SMALL, kv_role="both") as llm:
         mover, step = llm.engine.tiers.mover, max(16, model.config.block)
         peer, patience = mover.peer, llm.engine.tiers._patience
         source = peer.source

@@ -69,7 +69,7 @@ SAYS = {
     "tokens_prompt": [r"same: True \['def add.*', None, 'as named'\]", "ids: True True", "chat: True"],
 }  # fmt: skip
 ARGUMENTS = {
-    "engine_args_cli": "--max_model_len 128 --max-num-batched-tokens=64 --enforce-eager -tp 1 --max-tokens 5 "
+    "engine_args_cli": "--max_model_len 256 --max-num-batched-tokens=64 --enforce-eager -tp 1 --max-tokens 5 "
     "--temperature 0"
 }
 

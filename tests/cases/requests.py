@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from duetto import RequestOutput, SamplingParams
 
-SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
+SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=10, logprobs=2)
 PENALISED = SamplingParams(

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from duetto.model.config import ModelConfig
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import EnginePlan, compile_and_read
 from duetto.serve.planner.roofline.presets import PRESETS
@@ -18,6 +19,13 @@ LAYERS, WORDS = 2, 2048
 PERIODS = {"qwen3.5-4b": 4, "qwen3-next-80b": 4}  # layers of models that mix several kinds
 SIZES = Sizes(max_model_len=4096, max_num_seqs=64, pages=(8192,), page_size=64)
 CONTEXT = 1024  # tokens in the cache of each row of a decode
+SMALL = ModelConfig.uniform(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
+
+
+def small_job(context: int) -> EnginePlan:
+    """A plan for this machine whose programs are quickly compiled."""
+    sizes = Sizes(max_model_len=256, max_num_seqs=8, pages=(32,), page_size=64)
+    return EnginePlan("small", SMALL, "float32", EngineOptions(), here(), sizes, context)
 
 
 def found_target(name: str) -> Target:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
+from inspect import Signature
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,35 @@ CHECKED = (
     "serve.runtime.equal_bits",
     "serve.engine.speculation",
 )
+DECORATOR: Any = import_module("jaxtyping._decorator")
+WITH_SIGNATURE, CHECK = DECORATOR._make_fn_with_signature, DECORATOR._apply_typechecker
+
+
+def made_once(make: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives again what it has made under the same key; None is no key."""
+    made: dict[Any, Any] = {}
+
+    def found(*arguments: Any, **named: Any) -> Any:
+        own = key(*arguments, **named)
+        if own is None:
+            return make(*arguments, **named)
+        if own not in made:
+            made[own] = make(*arguments, **named)
+        return made[own]
+
+    return found
+
+
+def signature_key(name: str, qualname: str, module: str, signature: Signature, output: bool) -> Any:
+    """What decides how the calls of a function are checked; None if it has default values, which are its
+    own."""
+    has_defaults = any(x.default is not x.empty for x in signature.parameters.values())
+    return None if has_defaults else (module, qualname, output, str(signature))
+
+
+# A function inside another is decorated at each call of the outer one: a quarter of the time of tracing.
+DECORATOR._make_fn_with_signature = made_once(WITH_SIGNATURE, signature_key)
+DECORATOR._apply_typechecker = made_once(CHECK, lambda typechecker, made: (typechecker, made))
 install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
@@ -133,13 +163,14 @@ def shared(make: type[Programs]) -> Callable[..., Programs]:
 
 LOWERED: OrderedDict[str, Any] = OrderedDict()
 MOST_LOWERED = 32  # programs, with what they compile to
+SMALL_PROGRAMS = ("seat", "load_history", "load_masks", "fresh_cache", "fresh_slots")
 
 
 class LoweredOnce:
-    """A lowered program that is compiled once."""
+    """A lowered program that is compiled once, or what it is compiled to."""
 
-    def __init__(self, lowered: Any):
-        self._lowered, self._compiled = lowered, None
+    def __init__(self, lowered: Any, compiled: Any = None):
+        self._lowered, self._compiled = lowered, compiled
 
     def compile(self, **options: Any) -> Any:
         if self._compiled is None:
@@ -148,10 +179,15 @@ class LoweredOnce:
 
 
 def lowered_once(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that lowers a shape of `Programs`, and returns what it has lowered from the same arguments."""
+    """A method that lowers a shape of `Programs`, and returns what a table of this process has from the same
+    arguments."""
 
     def lowered(programs: Programs, shape: Any) -> Any:
-        return kept(programs._key(shape), lambda: LoweredOnce(lower(programs, shape)))
+        key = programs._key(shape)
+        tables = [table for table in MADE.values() if key is not None and table._keys.get(shape) == key]
+        if tables:
+            return LoweredOnce(None, tables[0].steps[shape])
+        return kept(key, lambda: LoweredOnce(lower(programs, shape)))
 
     return lowered
 
@@ -161,6 +197,9 @@ def small_once(small: Callable[[Programs], list[Any]]) -> Callable[[Programs], l
 
     def lowered(programs: Programs) -> list[Any]:
         key = programs.key and f"small programs of {programs.key}"
+        tables = [table for table in MADE.values() if key is not None and table.key == programs.key]
+        if tables:
+            return [LoweredOnce(None, getattr(tables[0], name)) for name in SMALL_PROGRAMS]
         return kept(key, lambda: [LoweredOnce(one) for one in small(programs)])
 
     return lowered

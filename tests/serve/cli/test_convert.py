@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from cases.compare import same_params, same_tensors
 from cases.families.golden import case_folder
+from cases.requests import SIZES
 from conftest import ROOT
 
 from duetto import LLM, SamplingParams
@@ -51,7 +52,7 @@ def test_every_family_there_and_back(name, tmp_path):
 
 
 def test_a_converted_folder_is_served_like_its_source(source, converted):
-    with LLM(converted, max_model_len=32, max_num_seqs=1, max_prefill_tokens=16, reproducible=False) as llm:
+    with LLM(converted, **SIZES) as llm:
         assert same_params(llm.params, huggingface.load(source, "float32")[1])
         assert llm.config == huggingface.read_config(source)
         assert llm.tokenizer.eos_token == "<|end|>" or len(llm.tokenizer) > 256

@@ -1,5 +1,4 @@
-"""Plans: work counted from sizes agrees with XLA's count, memory with what an engine holds, and the command
-shows both."""
+"""Plans: work counted from sizes, memory that is what an engine holds, and the command that shows both."""
 
 import dataclasses
 import json
@@ -9,9 +8,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from cases.targets import compile_for
+from cases.targets import SMALL, small_job
 
-from duetto.model.config import ModelConfig
 from duetto.model.pair import Pair, PairConfig
 from duetto.model.sharding import device_bytes
 from duetto.model.transformer import decoder_spec
@@ -22,7 +20,6 @@ from duetto.serve.host.devices import memory_limit
 from duetto.serve.llm.llm import LLM
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import (
-    EnginePlan,
     abstract_arguments,
     abstract_params,
     plan_job,
@@ -36,35 +33,7 @@ from duetto.serve.planner.stage_plans import stage_plans
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.compiled.sizing import choose_sizes
 
-pytestmark = pytest.mark.as_served
-
 DRAFT = str(Path(__file__).resolve().parents[3] / "checkpoints" / "demo-draft")  # the smallest there is
-SMALL = ModelConfig.uniform(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
-SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=(32,), page_size=64)
-
-
-def small_job(context: int) -> EnginePlan:
-    return EnginePlan("small", SMALL, "float32", EngineOptions(), here(), SIZES, context)
-
-
-# XLA counts the body of the loop over blocks of 128 keys once: contexts are chosen so that the model counts
-# as many.
-@pytest.mark.parametrize(
-    "shape, context", [(Shape("decode", 8, 1), 127), (Shape("prefill", 1, 256), 0)], ids=str
-)
-def test_operations_agree_with_xla(shape: Shape, context: int):
-    job = small_job(max(context, 1))
-    analysed = compile_for(job, shape, abstract_arguments(job)).cost_analysis()
-    assert analysed is not None
-    assert demand(shape, SMALL, "float32", context).flops == pytest.approx(analysed["flops"], rel=0.1)
-
-
-def test_the_bytes_of_a_step_are_a_floor_of_those_xla_counts():
-    shape, job = Shape("decode", 8, 1), small_job(127)
-    analysed = compile_for(job, shape, abstract_arguments(job)).cost_analysis()
-    assert analysed is not None
-    weights = nbytes(abstract(decoder_spec(SMALL), jnp.dtype("float32")))
-    assert weights < demand(shape, SMALL, "float32", 127).bytes < analysed["bytes accessed"]
 
 
 def test_work_grows_as_it_should():
@@ -221,7 +190,7 @@ def test_the_memory_plan_is_what_a_run_takes():
 
 
 def test_a_run_explains_its_programs():
-    with LLM(DRAFT, max_num_seqs=2, max_model_len=128, max_prefill_tokens=64, compilation_cache=None) as llm:
+    with LLM(DRAFT, max_num_seqs=8, max_model_len=128, max_prefill_tokens=64, compilation_cache=None) as llm:
         llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4), use_tqdm=False)
         report = llm.report(explained=True)
         table = report["explained"].splitlines()

@@ -68,7 +68,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ([[]], ValueError, "empty"),
     ([IDS, [300]], ValueError, "300 is outside the vocabulary of 300"),
     ([-1], ValueError, "-1 is outside"),
-    ([1] * 128, ValueError, "128 tokens, at most 127"),
+    ([1] * 256, ValueError, "256 tokens, at most 255"),
 ]
 
 
@@ -148,7 +148,7 @@ def test_options_and_their_other_names():
         ({"page_size": 16, "block_size": 16}, TypeError, "page_size is given under two names"),
         ({"page_size": 48}, ValueError, "page_size 48"),
         ({"max_model_len": 4096}, ValueError, "max_model_len 4096 is beyond the model's 512"),
-        ({"max_batched_token_mem": 64}, ValueError, "max_model_len 128 does not fit"),
+        ({"max_batched_token_mem": 64}, ValueError, "max_model_len 256 does not fit"),
     ],
 )
 def test_wrong_options_are_errors_that_name_them(start, tiny, option, error, message):
@@ -164,7 +164,7 @@ def test_wrong_options_are_errors_that_name_them(start, tiny, option, error, mes
 def test_lengths_end_a_request(llm, start):
     assert [len(t) for t in tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False))] == [10, 10, 10, 3]
     (whole,) = llm.generate(IDS, replace(GREEDY, max_tokens=None, seed=1), use_tqdm=False)
-    assert len(whole.outputs[0].token_ids) == 128 - len(IDS) and whole.outputs[0].finish_reason == "length"
+    assert len(whole.outputs[0].token_ids) == 256 - len(IDS) and whole.outputs[0].finish_reason == "length"
     with start(max_input_length=5, max_output_length=4) as short:
         assert tokens(short.generate(IDS, GREEDY)) == [whole.outputs[0].token_ids[:4]]
         with pytest.raises(ValueError, match="6 tokens, at most 5"):
@@ -185,7 +185,7 @@ def test_stop_token_ids(llm):
 
 def cacheless_logprobs(model, ids: list[int]) -> np.ndarray:
     """Natural log-probabilities [T,V] of what follows each of the ids."""
-    padded = np.zeros((1, 128), np.int32)
+    padded = np.zeros((1, 256), np.int32)
     padded[0, : len(ids)] = ids
     return np.asarray(logprobs_of(model.params, model.config, padded))[: len(ids)]
 

@@ -215,7 +215,7 @@ QUESTIONS = ["def main():", "import ", "class Point"]
 def main():
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=12)
     llm = LLM(
-        model=MODEL, tokenizer=MODEL, dtype="float32", tensor_parallel_size=1, max_model_len=128,
+        model=MODEL, tokenizer=MODEL, dtype="float32", tensor_parallel_size=1, max_model_len=256,
         max_num_seqs=8, max_num_batched_tokens=64, block_size=16, gpu_memory_utilization=0.8,
         enforce_eager=True, trust_remote_code=True,
     )

@@ -27,8 +27,9 @@ async def pause(engine: AsyncLLM) -> None:
 async def main():
     args = AsyncEngineArgs(
         model="checkpoints/demo",
-        max_model_len=128,
-        max_num_seqs=4,
+        max_model_len=256,
+        max_num_seqs=8,
+        block_size=16,
         max_num_batched_tokens=64,
         enforce_eager=True,
     )

@@ -6,8 +6,9 @@ from duetto import LLM
 def main():
     llm = LLM(
         "checkpoints/demo",
-        max_model_len=128,
-        max_num_seqs=4,
+        max_model_len=256,
+        max_num_seqs=8,
+        block_size=16,
         max_num_batched_tokens=64,
         generation_config="auto",
     )

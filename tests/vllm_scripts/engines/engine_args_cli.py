@@ -7,7 +7,7 @@ from duetto.utils.argparse_utils import FlexibleArgumentParser
 def create_parser() -> FlexibleArgumentParser:
     parser = FlexibleArgumentParser(description="continue a prompt")
     EngineArgs.add_cli_args(parser)
-    parser.set_defaults(model="checkpoints/demo", max_num_seqs=4)
+    parser.set_defaults(model="checkpoints/demo", max_num_seqs=8, block_size=16)
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int)
     group.add_argument("--temperature", type=float)

@@ -6,7 +6,14 @@ PARAMS = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)
 
 
 def run(seed: int) -> list[tuple[int, ...]]:
-    llm = LLM("checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, seed=seed)
+    llm = LLM(
+        "checkpoints/demo",
+        max_model_len=256,
+        max_num_seqs=8,
+        block_size=16,
+        max_num_batched_tokens=64,
+        seed=seed,
+    )
     return [tuple(o.outputs[0].token_ids) for o in llm.generate(["def f("] * 3, PARAMS, use_tqdm=False)]
 
 

@@ -14,7 +14,9 @@ WAITING = [
 
 
 def main():
-    args = EngineArgs(model="checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
+    args = EngineArgs(
+        model="checkpoints/demo", max_model_len=256, max_num_seqs=8, block_size=16, max_num_batched_tokens=64
+    )
     assert asdict(args)["tensor_parallel_size"] == 1
     engine = LLMEngine.from_engine_args(args)
     waiting, pieces, steps = list(enumerate(WAITING)), [], 0

@@ -5,8 +5,9 @@ from duetto.v1.metrics.reader import Counter, Gauge, Histogram, Vector
 
 llm = LLM(
     model="checkpoints/demo",
-    max_model_len=128,
-    max_num_seqs=4,
+    max_model_len=256,
+    max_num_seqs=8,
+    block_size=16,
     max_num_batched_tokens=64,
     disable_log_stats=False,
 )

@@ -6,8 +6,9 @@ from duetto import LLM, SamplingParams
 
 llm = LLM(
     model="checkpoints/demo", tokenizer_mode="auto", trust_remote_code=True, dtype="auto", seed=None,
-    max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, gpu_memory_utilization=0.5, swap_space=4,
-    cpu_offload_gb=0, enforce_eager=True, enable_chunked_prefill=False, enable_prefix_caching=None,
+    max_model_len=256, max_num_seqs=8, block_size=16, max_num_batched_tokens=64,
+    gpu_memory_utilization=0.5, swap_space=4, cpu_offload_gb=0, enforce_eager=True,
+    enable_chunked_prefill=False, enable_prefix_caching=None,
     disable_custom_all_reduce=True, distributed_executor_backend="mp", enable_lora=False, max_lora_rank=8,
     load_format="auto", kv_cache_dtype="auto", hf_overrides=None, runner="generate", async_scheduling=True,
     compilation_config={"level": 0}, limit_mm_per_prompt={"image": 1}, disable_log_stats=True,

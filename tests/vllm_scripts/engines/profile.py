@@ -9,7 +9,7 @@ from duetto.config import ProfilerConfig
 
 def main(folder: str):
     llm = LLM(
-        model="checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64,
+        model="checkpoints/demo", max_model_len=256, max_num_seqs=8, block_size=16, max_num_batched_tokens=64,
         tensor_parallel_size=1, profiler_config=ProfilerConfig(profiler="torch", torch_profiler_dir=folder),
     )  # fmt: skip
     llm.start_profile()

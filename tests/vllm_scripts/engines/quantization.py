@@ -2,7 +2,7 @@
 
 from duetto import LLM, SamplingParams
 
-SIZES = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+SIZES = {"max_model_len": 256, "max_num_seqs": 8, "block_size": 16, "max_num_batched_tokens": 64}
 llm = LLM(model="checkpoints/demo", quantization="int8", dtype="half", **SIZES)
 for output in llm.generate(["def f(", "import"], SamplingParams(temperature=0.0, max_tokens=5)):
     print(repr(output.outputs[0].text))

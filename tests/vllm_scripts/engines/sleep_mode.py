@@ -3,7 +3,12 @@
 from duetto import LLM, SamplingParams
 
 llm = LLM(
-    "checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, enable_sleep_mode=True
+    "checkpoints/demo",
+    max_model_len=256,
+    max_num_seqs=8,
+    block_size=16,
+    max_num_batched_tokens=64,
+    enable_sleep_mode=True,
 )
 params = SamplingParams(temperature=0, max_tokens=6)
 before = llm.generate("def open(", params)[0].outputs[0].text

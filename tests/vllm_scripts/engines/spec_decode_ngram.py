@@ -5,7 +5,7 @@ from duetto.v1.metrics.reader import Counter, Vector
 
 PROMPT = "a = load(first)\nb = load(second)\na = load(first)\nb = load("
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SIZES = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+SIZES = {"max_model_len": 256, "max_num_seqs": 8, "block_size": 16, "max_num_batched_tokens": 64}
 
 
 def main():

@@ -11,7 +11,7 @@ def show(outputs: list[RequestOutput]) -> None:
 
 
 def main():
-    llm = LLM("checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
+    llm = LLM("checkpoints/demo", max_model_len=256, max_num_seqs=8, block_size=16, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0.3, seed=1, max_tokens=8)
     conversation = [
         {"role": "system", "content": "You write Python."},

@@ -4,7 +4,14 @@ import math
 
 from duetto import LLM, SamplingParams
 
-llm = LLM("checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, max_logprobs=-1)
+llm = LLM(
+    "checkpoints/demo",
+    max_model_len=256,
+    max_num_seqs=8,
+    block_size=16,
+    max_num_batched_tokens=64,
+    max_logprobs=-1,
+)
 (output,) = llm.generate(
     ["x = [1, 2, 3]\nprint("], SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=0)
 )

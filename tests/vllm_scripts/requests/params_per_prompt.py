@@ -3,7 +3,14 @@ nothing."""
 
 from duetto import LLM, SamplingParams
 
-llm = LLM(model="checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64, seed=0)
+llm = LLM(
+    model="checkpoints/demo",
+    max_model_len=256,
+    max_num_seqs=8,
+    block_size=16,
+    max_num_batched_tokens=64,
+    seed=0,
+)
 prompts = ["def add(a, b):", "while True:", "print("]
 params = [
     SamplingParams(temperature=0.0, max_tokens=5),

@@ -8,7 +8,7 @@ from duetto.distributed import cleanup_dist_env_and_memory
 PREFIX = "# Functions about shapes.\n" + "def area(width, height):\n    return width * height\n\n" * 4
 PROMPTS = [PREFIX + end for end in ("def circle(", "def square(")]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8)
-SIZES = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+SIZES = {"max_model_len": 256, "max_num_seqs": 8, "block_size": 16, "max_num_batched_tokens": 64}
 
 
 def main():

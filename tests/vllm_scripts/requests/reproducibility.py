@@ -6,7 +6,7 @@ import random
 from duetto import LLM, SamplingParams
 
 os.environ["VLLM_BATCH_INVARIANT"] = "1"  # it is the default here
-SIZES = {"max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+SIZES = {"max_model_len": 256, "max_num_seqs": 8, "block_size": 16, "max_num_batched_tokens": 64}
 PROMPTS = ["def f(", "import os", "class A", "x = "]
 
 

@@ -2,7 +2,9 @@
 
 from duetto import LLM, SamplingParams
 
-llm = LLM(model="checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
+llm = LLM(
+    model="checkpoints/demo", max_model_len=256, max_num_seqs=8, block_size=16, max_num_batched_tokens=64
+)
 prompt = "def add(a, b):\n"
 whole = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))[0].outputs[0]
 middle = whole.text[len(whole.text) // 2 :][:3]

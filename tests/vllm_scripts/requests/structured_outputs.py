@@ -5,7 +5,9 @@ import json
 from duetto import LLM, SamplingParams
 from duetto.sampling_params import StructuredOutputsParams
 
-llm = LLM(model="checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
+llm = LLM(
+    model="checkpoints/demo", max_model_len=256, max_num_seqs=8, block_size=16, max_num_batched_tokens=64
+)
 SCHEMA = {"type": "object", "properties": {"age": {"enum": [30, 40]}}, "required": ["age"]}
 
 

@@ -2,7 +2,7 @@
 
 from duetto import LLM, SamplingParams, TextPrompt, TokensPrompt
 
-llm = LLM("checkpoints/demo", max_model_len=128, max_num_seqs=4, max_num_batched_tokens=64)
+llm = LLM("checkpoints/demo", max_model_len=256, max_num_seqs=8, block_size=16, max_num_batched_tokens=64)
 tokenizer = llm.get_tokenizer()
 assert tokenizer is not None
 text = "def add(a, b):"

@@ -166,7 +166,7 @@ def test_the_first_program_beside_serving_is_one_that_the_steps_lack(tiny, added
 def test_all_programs_are_compiled_where_a_grammar_waits_for_the_last(tiny, added, monkeypatch):
     monkeypatch.setattr(executable_cache.Spent, "mean", 1e6)
     monkeypatch.setattr(needs, "GRACE", 1e6)
-    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+    with LLM.from_params(tiny.config, tiny.params, **SIZES | {"max_prefill_tokens": 64}) as llm:
         programs: Any = llm.engine.programs
         missing = set(map(str, programs.missing))
         llm.engine._warm_later()

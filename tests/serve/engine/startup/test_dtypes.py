@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases.gpus import traced_for
-from conftest import Model
+from cases.requests import SIZES
+from conftest import ROOT, Model
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
@@ -32,6 +33,7 @@ from duetto.serve.runtime.compiled import executable_cache
 WRITE = executable_cache.write
 CPU: Any = SimpleNamespace(platform="cpu")
 H200, T4 = (SimpleNamespace(platform="gpu", device_kind=kind) for kind in ("NVIDIA H200", "Tesla T4"))
+DRAFT = ROOT / "checkpoints" / "demo-draft"  # the smallest there is
 FAST = 1.5  # times as many products a second in bfloat16
 SMALL = ModelConfig.uniform(50, 32, 48, 2, 4, 2, 8, 64)
 
@@ -118,7 +120,7 @@ def test_the_choices_of_a_t4_run():
     params = SamplingParams(temperature=0.0, max_tokens=8)
     with (
         traced_for("t4"),
-        LLM(dtype=chosen, max_num_seqs=2, max_model_len=64, background_compilation=False) as llm,
+        LLM(dtype=chosen, **SIZES, background_compilation=False) as llm,
     ):
         found = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
         report = llm.report()
@@ -126,7 +128,7 @@ def test_the_choices_of_a_t4_run():
     assert {check["reason"] for check in report["kernels"].values()} == {
         "it needs compute capability 8.0, Tesla T4 has 7.5"
     }
-    with LLM(dtype="float32", max_num_seqs=2, max_model_len=64) as llm:
+    with LLM(dtype="float32", **SIZES) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
     assert [tokens[:4] for tokens in found] == [tokens[:4] for tokens in expected]
 
@@ -162,8 +164,8 @@ def test_a_plan_and_a_report_say_what_a_start_chooses(gain):
     gain(FAST)
     options = EngineOptions(max_num_seqs=2, max_model_len=64)
     assert plan_job(None, "135m", "auto", options, here(), None).dtype == "bfloat16"
-    assert plan_job(str(DEMO), None, "auto", options, here(), None).dtype == "bfloat16"
-    with LLM(max_num_seqs=2, max_model_len=64, max_prefill_tokens=16, reproducible=False) as llm:
+    assert plan_job(str(DRAFT), None, "auto", options, here(), None).dtype == "bfloat16"
+    with LLM(DRAFT, **SIZES) as llm:
         assert llm.report()["dtype"] == "bfloat16"
 
 

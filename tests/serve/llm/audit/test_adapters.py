@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from cases.adapters import write
-from cases.requests import GREEDY, PROMPTS, SEEDED, SIZES
+from cases.invariance import BASE
+from cases.requests import GREEDY, PROMPTS, SEEDED
 
 from duetto import LLM
 from duetto.lora.request import LoRARequest
@@ -26,7 +27,7 @@ def made(tiny, tmp_path_factory) -> tuple[Path, Callable[..., LLM]]:
 
     def engine(*modules: str, **more: Any) -> LLM:
         own = [f"{text}={folder / text[-1]}" for text in modules]
-        return LLM.from_params(tiny.config, tiny.params, **SIZES, **LORA, lora_modules=own, **more)
+        return LLM.from_params(tiny.config, tiny.params, **BASE, **LORA, lora_modules=own, **more)
 
     with engine("a", "b", audit_log=str(folder / "log")) as llm:
         asked: list[LoRARequest | None] = [*modules_of([f"{n}={folder / n}" for n in "ab"]), None]

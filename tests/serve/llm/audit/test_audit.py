@@ -41,7 +41,7 @@ def served(tiny, tmp_path_factory) -> Iterator[tuple[Path, dict[str, Any]]]:
     log = tmp_path_factory.mktemp("audit") / "log"
     doubled = jax.tree.map(lambda x: x * jnp.asarray(1.25, x.dtype), tiny.params)
     told: dict[str, Any] = {}
-    options = SIZES | {"max_batched_token_mem": 128, "max_num_seqs": 4}
+    options = SIZES | {"max_model_len": 128, "max_batched_token_mem": 128, "max_num_seqs": 4}
     with LLM.from_params(tiny.config, tiny.params, audit_log=str(log), **options) as llm:
         texts, params = [text for text, _ in MANY], [p for _, p in MANY]
         told["first"] = llm.generate(texts, params, use_tqdm=False)

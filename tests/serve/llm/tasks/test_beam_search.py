@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
 from duetto.lora.request import LoRARequest
@@ -16,8 +17,9 @@ from duetto.model.transformer import forward, unembed
 from duetto.sampling.params import BeamSearchParams
 
 EOS = tuple(range(0, 300, 5))  # so many that beams end early
-SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 64, "page_size": 16}
+LENGTH = SIZES["max_model_len"]
 PROMPTS = [[5, 17, 200, 31, 8], list(range(20, 58)), [7]]
+LONG = [20 + i % 250 for i in range(LENGTH - 26)]
 
 Logprobs = Callable[[list[int]], np.ndarray]
 
@@ -39,7 +41,7 @@ def logprobs(tiny) -> Logprobs:
         return jax.nn.log_softmax(unembed(tiny.params, tiny.config, hidden[0, length - 1])[0])
 
     def after(text: list[int]) -> np.ndarray:
-        padded = np.zeros((1, 64), np.int32)
+        padded = np.zeros((1, 64 if len(text) <= 64 else LENGTH), np.int32)
         padded[0, : len(text)] = text
         return np.asarray(run(padded, np.array([len(text)], np.int32)))
 
@@ -84,9 +86,9 @@ CASES = {
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)
 def test_beams_are_those_of_a_plain_search(llm, logprobs, params):
-    prompts = PROMPTS[1:2] if params.max_tokens == 40 else PROMPTS
+    prompts = [LONG] if params.max_tokens == 40 else PROMPTS
     for prompt, found in zip(prompts, llm.beam_search(prompts, params), strict=True):
-        rounds = min(params.max_tokens, 64 - len(prompt))
+        rounds = min(params.max_tokens, LENGTH - len(prompt))
         wanted = plainly(logprobs, prompt, params, rounds)
         assert [s.tokens for s in found.sequences] == [beam.tokens for beam in wanted]
         totals = [beam.total for beam in wanted]

@@ -18,7 +18,8 @@ from duetto.serve.runtime.compiled.shapes import Canonical, Shape
 from duetto.serve.runtime.equal_bits.probe import Probe
 from duetto.serve.runtime.equal_bits.warmup import Warmup, first_shapes, in_turn
 
-SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 128, "max_model_len": 256, "page_size": 16}
+SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
+MORE = SIZES | {"max_prefill_tokens": 128}  # two programs more
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=12, logprobs=2)
 PROMPTS = [[5, 17, 200, 31, 8], list(range(20, 150)), [7], list(range(60, 90))] * 4
 PATIENCE = 600.0
@@ -189,7 +190,7 @@ def test_sleep_and_other_parameters_while_it_compares(tiny, cold, warm, gate):
 
 
 def test_a_closed_engine_compiles_nothing_more(tiny, gate):
-    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+    with LLM.from_params(tiny.config, tiny.params, **MORE) as llm:
         programs: Any = llm.engine.programs
         missing = len(programs.missing)
     gate.open.set()

@@ -120,7 +120,7 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
     """Programs for them come with the first grammar; rows without one, and all others, keep their bits while
     they come, when they are there, when one fails, and when requests are preempted."""
     wanted = [bits(o) for o in base.generate(prompts(), PARAMS, use_tqdm=False)]
-    sizes = {"max_model_len": 230, "max_batched_token_mem": 240, "page_size": 16, "max_num_seqs": 4}
+    sizes = {"max_batched_token_mem": 320, "page_size": 16}
     with serve(decode_steps=1, **sizes) as llm:
         while llm.engine.warmup is not None:  # of programs that every engine has
             llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
@@ -237,7 +237,7 @@ class Scripted:
 def guessing(serve):
     """Seven guesses a row, and so few pages that requests are preempted."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
-    sizes = {"max_model_len": 230, "max_batched_token_mem": 240, "page_size": 16, "max_num_seqs": 4}
+    sizes = {"max_batched_token_mem": 320, "page_size": 16}
     with serve(**sizes, max_prefill_tokens=32, decode_steps=1, speculative_config=config) as llm:
         yield llm
 
