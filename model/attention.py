@@ -119,8 +119,9 @@ class AttentionParams:
 
     `window`: keys that a query sees, itself included; None is all before it. `chunked`: keys before the last
     multiple of the window are hidden too. `sinks`: scores of seeing nothing. `expand`: makes keys and values
-    where a layer caches one kind of row only, from these and the numbers of their rows in the batch. `rank`: keys are the cached rows as they are, values the first
-    `rank` numbers of these. `selection`: hides all keys but the selected ones.
+    where a layer caches one kind of row only, from these and the numbers of their rows in the batch. `rank`:
+    keys are the cached rows as they are, values the first `rank` numbers of these. `selection`: hides all
+    keys but the selected ones.
     """
 
     scale: float

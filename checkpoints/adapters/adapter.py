@@ -82,8 +82,8 @@ class Reader:
             module = name.removesuffix(".weight")
             if group is None or not all(p.path in known for p in group.parameters):
                 raise CheckpointError(
-                    f"{file}: module {module!r} cannot have an adapter here: only projections of "
-                    "attention, recurrent and dense feed-forward layers, and of shared experts on one device, can"
+                    f"{file}: module {module!r} cannot have an adapter here: only projections of attention, "
+                    "recurrent and dense feed-forward layers, and of shared experts on one device, can"
                 )
             if len(pair) < 2:
                 raise CheckpointError(f"{file}: module {module!r} lacks one of lora_A and lora_B")

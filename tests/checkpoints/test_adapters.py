@@ -146,7 +146,8 @@ MODELS = {
         ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "shared_expert.gate_proj"],
     ),
     "lfm2": (
-        {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"],
+         "block_auto_adjust_ff_dim": False},
         ["in_proj", "conv.out_proj", "w2"],
     ),
     "mamba2": (
