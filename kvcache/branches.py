@@ -126,7 +126,7 @@ def branching(
             keys = laid_over(pools[0], tails[0], rows, j)
             if reading.expand is None:
                 return keys, read_values(rows, j)
-            return made_of(keys, reading.expand)
+            return made_of(keys, rows, reading.expand)
 
         def pages() -> LayerPages:
             return LayerPages(*pools, table, batch.start, batch.count, (*tails, nodes.root))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from ..model.attention import UNSEEN, AttentionParams, Keys, LatentRows, Made, Values, grouped
+from ..model.attention import UNSEEN, AttentionParams, Expand, Keys, Values, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import apart, einsum
 from ..model.recurrent.kinds import STATE
@@ -185,12 +185,12 @@ def read_keys(
     keys = read_block(pools[0], page_table[rows], j, dtype)
     if reading.expand is None:
         return keys, read_values(pools, page_table, dtype, rows, j)
-    return made_of(keys, reading.expand)
+    return made_of(keys, rows, reading.expand)
 
 
-def made_of(rows: Float[Array, "1 rows S H"], expand: Callable[[LatentRows], Made]) -> Block:
-    """Every head's keys and values of a block of cached rows."""
-    k, v = expand(rows.transpose(1, 2, 0, 3))
+def made_of(keys: Float[Array, "1 rows S H"], rows: Int[Array, " rows"], expand: Expand) -> Block:
+    """Every head's keys and values of a block of what the cache has of some rows."""
+    k, v = expand(keys.transpose(1, 2, 0, 3), rows)
     return k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3)
 
 

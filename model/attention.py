@@ -21,6 +21,7 @@ LatentRows = Float[Array, "B S 1 row"]  # of a latent layer's cache
 Holds = Callable[[UInt32[Array, "B T S"], UInt32[Array, "1 1 S"]], Bool[Array, "B T S"]]  # of order and place
 Count = Callable[[Holds], Int[Array, "B T"]]
 Made = tuple[Float[Array, "B S K H"], Float[Array, "B S K U"]]  # keys and values that are made of such rows
+Expand = Callable[[LatentRows, Int[Array, " B"]], Made]  # of these rows of the batch
 
 
 @pytree
@@ -118,15 +119,16 @@ class AttentionParams:
 
     `window`: keys that a query sees, itself included; None is all before it. `chunked`: keys before the last
     multiple of the window are hidden too. `sinks`: scores of seeing nothing. `expand`: makes keys and values
-    where a layer caches one kind of row only. `rank`: keys are the cached rows as they are, values the first
-    `rank` numbers of these. `selection`: hides all keys but the selected ones.
+    where a layer caches one kind of row only, from these and the numbers of their rows in the batch. `rank`:
+    keys are the cached rows as they are, values the first `rank` numbers of these. `selection`: hides all
+    keys but the selected ones.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
-    expand: Callable[[LatentRows], Made] | None = None
+    expand: Expand | None = None
     rank: int | None = None
     selection: Selection | None = None
     chunked: bool = False
@@ -295,7 +297,7 @@ class Causal:
             assert v is not None
             seen = reading.selection.chosen(v[:, :, 0], jnp.broadcast_to(seen, (len(q), *seen.shape[1:])))
         if reading.expand is not None:
-            k, v = reading.expand(k)
+            k, v = reading.expand(k, jnp.arange(len(k), dtype=jnp.int32))
         assert v is not None
         return state, attention(q, k, v, seen, reading)
 

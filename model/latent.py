@@ -5,16 +5,15 @@ outputs' side ("absorbed"); many queries read keys and values that are made from
 2405.04434, section 2.1).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from .attention import Attend, AttentionParams, LatentRows, Made, Selection
+from .attention import Attend, AttentionParams, Expand, LatentRows, Made, Selection
 from .config import Latent, LayerKind, NormKind
 from .kinds import Indexer
-from .layers import biased, einsum, norm_spec, normalise, rms_norm
+from .layers import RowWeight, biased, einsum, norm_spec, normalise, rms_norm
 from .rope import Rotation, rotate
 from .tree import Spec, pytree
 
@@ -156,19 +155,20 @@ def mix_latent(
         state, out = attend(state, i, q, row, key, AttentionParams(scale, expand=expand, selection=selection))
     else:
         q = jnp.concatenate([einsum("btnh,rnh->btnr", nope, w.k_up), rest], axis=-1)
-        parts = {"expand": lambda rows: (rows, rows[..., : c.rank]), "rank": c.rank}
+        parts = {"expand": lambda rows, _: (rows, rows[..., : c.rank]), "rank": c.rank}
         state, out = attend(state, i, q, row, key, AttentionParams(scale, **parts, selection=selection))
         out = einsum("btnr,rnu->btnu", out, w.v_up)
     return state, biased(einsum("btnu,nud->btd", out, w.o), w.o_bias)
 
 
-def expanded(w: LatentAttention, c: Latent) -> Callable[[LatentRows], Made]:
+def expanded(w: LatentAttention, c: Latent) -> Expand:
     """Function that makes every head's keys and values from cached rows."""
 
-    def expand(rows: LatentRows) -> Made:
+    def expand(rows: LatentRows, of: Int[Array, " rows"]) -> Made:
         latent, shared = rows[:, :, 0, : c.rank], rows[..., c.rank :]
-        k = einsum("bsr,rnh->bsnh", latent, w.k_up)
+        k_up, v_up = (x.of_rows(of) if isinstance(x, RowWeight) else x for x in (w.k_up, w.v_up))
+        k = einsum("bsr,rnh->bsnh", latent, k_up)
         shared = jnp.broadcast_to(shared, (*k.shape[:-1], c.rope_size))
-        return jnp.concatenate([k, shared], axis=-1), einsum("bsr,rnu->bsnu", latent, w.v_up)
+        return jnp.concatenate([k, shared], axis=-1), einsum("bsr,rnu->bsnu", latent, v_up)
 
     return expand

@@ -41,6 +41,15 @@ class Weight(Protocol):
         ...
 
 
+@runtime_checkable
+class RowWeight(Weight, Protocol):
+    """A weight that is another one for each row of a batch."""
+
+    def of_rows(self, rows: Int[Array, " rows"]) -> Weight:
+        """The weight for a batch of these rows alone."""
+        ...
+
+
 def einsum(
     equation: str, x: Float[Array, "..."], w: Float[Array, "..."] | Weight, dtype: Any = None
 ) -> Float[Array, "..."]:

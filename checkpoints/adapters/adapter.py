@@ -15,7 +15,7 @@ import numpy as np
 
 from ...model.config import ModelConfig
 from ...model.tree import Spec
-from ...model.weights.adapted import adaptable, inputs_at
+from ...model.weights.adapted import adaptable, inputs_of
 from ..families.family import Family
 from ..families.stored import Stored
 from ..folders import read_json
@@ -41,12 +41,14 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads adapters of a model of a family that computes in a dtype, up to a rank."""
+    """Reads adapters of a model of a family that computes in a dtype, up to a rank; `has_mesh`: on several
+    devices."""
 
     family: Family
     config: ModelConfig
     dtype: Any
     most: int
+    has_mesh: bool = False
 
     def read(self, folder: Path, name: str) -> Adapter:
         """The adapter in a folder, under a name. Raises CheckpointError for what is missing, misshapen, not
@@ -73,15 +75,15 @@ class Reader:
 
     def _modules(self, file: Path) -> Iterator[tuple[str, ParameterGroup, Tensor, Tensor]]:
         """The modules that have terms, the parameters that lie in each, and its tensors."""
-        known = adaptable(self.config)
+        known = adaptable(self.config, self.has_mesh)
         places = {name: group for group in groups(self.family, self.config) for name in group.names}
         for name, pair in pairs(file).items():
             group = places.get(name)
             module = name.removesuffix(".weight")
             if group is None or not all(p.path in known for p in group.parameters):
                 raise CheckpointError(
-                    f"{file}: module {module!r} cannot have an adapter here: only projections of attention "
-                    "over heads and of dense feed-forward layers can"
+                    f"{file}: module {module!r} cannot have an adapter here: only projections of attention, "
+                    "recurrent and dense feed-forward layers, and of shared experts on one device, can"
                 )
             if len(pair) < 2:
                 raise CheckpointError(f"{file}: module {module!r} lacks one of lora_A and lora_B")
@@ -117,7 +119,7 @@ def pairs(file: Path) -> dict[str, dict[str, Tensor]]:
 
 def as_a(parameter: Parameter, rank: int) -> Parameter:
     """Storage of a module's lora_A [r, in] for a parameter, kept as [*inputs, r]."""
-    shape, k = parameter.spec.shape, inputs_at(parameter.path)
+    shape, k = parameter.spec.shape, inputs_of(parameter.spec)
     letters = parameter.stored.ours[:k]
     return lying(parameter, f"r,{letters}->{letters}r", (*shape[:k], rank))
 
@@ -127,7 +129,7 @@ def as_b(group: ParameterGroup, rank: int) -> ParameterGroup:
     each."""
 
     def one(p: Parameter) -> Parameter:
-        k, stored = inputs_at(p.path), p.stored
+        k, stored = inputs_of(p.spec), p.stored
         inputs, outputs = stored.ours[:k], stored.ours[k:]
         (own,) = (axis for axis in stored.axes.partition("->")[0].split(",") if axis.strip("[]<>") != inputs)
         return lying(p, f"{own},r->r{outputs}", (rank, *p.spec.shape[k:]))

@@ -15,15 +15,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..config import Dense, GroupedQuery, ModelConfig
+from ..config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from ..layers import Weight, einsum
+from ..recurrent.kinds import DeltaNet, Mamba, ShortConv
 from ..transformer import decoder_spec
 from ..tree import Spec, paths, pytree, unwrapped
-from .compress import CONTRACTED
 
 T = TypeVar("T")
 NO_ADAPTER = -1  # the place of a row that has none
-ADAPTED = {"attention": ("q", "k", "v", "o", "gate"), "ffn": ("gate", "up", "down")}
+# projections of each kind of part that adapters may change
+ADAPTED: dict[type, tuple[str, ...]] = {
+    GroupedQuery: ("q", "k", "v", "o", "gate"),
+    Latent: ("q", "q_down", "q_up", "kv_down", "k_up", "v_up", "o"),
+    DeltaNet: ("q", "k", "v", "rate", "decay_down", "decay", "gate_down", "gate", "o"),
+    ShortConv: ("before", "after", "v", "o"),
+    Mamba: ("z", "v", "k", "q", "step", "o"),
+    Dense: ("gate", "up", "down"),
+    Experts: ("shared.gate", "shared.up", "shared.down"),
+}
 SCALE = 0.02  # of the numbers in places that no adapter has had: shapes are compared with them
 
 
@@ -47,16 +56,21 @@ class Adapted:
 
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """The product of x, whose first axis is the rows' or the rows and their tokens in one, and whose last
-        axes are the inputs, by an equation that ends in the outputs."""
+        axes are the inputs, by an equation that ends in the outputs; or, of a weight whose inputs are one
+        axis, the product of outputs by one that ends in the inputs."""
         plain = einsum(equation, x, self.base, dtype)
         operands, out = equation.split("->")
         left, right = operands.split(",")
         inputs = self.a.ndim - 2
-        rows = left[:-inputs]
-        owner = per_token(self.owner, x.shape[:-inputs])
+        first, second = (self.a, f"{right[:inputs]}YZ"), (self.b, f"YZ{right[inputs:]}")
+        if right[0] in out:
+            first, second = second, first
+        summed = sum(axis in first[1] and axis not in out for axis in left)
+        rows = left[: len(left) - summed]
+        owner = per_token(self.owner, x.shape[: x.ndim - summed])
         apart = jax.lax.optimization_barrier(x)  # else XLA copies the weight beside `a`, for one product
-        thin = einsum(f"{left},{right[:inputs]}YZ->{rows}YZ", apart, self.a)
-        each = einsum(f"{rows}YZ,YZ{right[inputs:]}->Y{out}", thin, self.b, dtype)
+        thin = einsum(f"{left},{first[1]}->{rows}YZ", apart, first[0])
+        each = einsum(f"{rows}YZ,{second[1]}->Y{out}", thin, second[0], dtype)
         owned = jax.nn.one_hot(owner, self.b.shape[0], dtype=bool, axis=0)
         own = jnp.where(jnp.expand_dims(owned, range(owned.ndim, each.ndim)), each, 0).sum(0)
         has = jnp.expand_dims(owner != NO_ADAPTER, range(owner.ndim, plain.ndim))
@@ -66,6 +80,10 @@ class Adapted:
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
     ) -> Float[Array, "rows F"]:
         raise AssertionError("experts have no adapters")
+
+    def of_rows(self, rows: Int[Array, " rows"]) -> "Adapted":
+        """The weight for a batch of these rows alone."""
+        return self if self.owner is None else replace(self, owner=self.owner[rows])
 
 
 def per_token(owner: Int[Array, " B"], rows: tuple[int, ...]) -> Int[Array, "*rows"]:
@@ -81,31 +99,38 @@ class AdapterSizes:
     count: int
     rank: int
 
-    def specs(self, weight: Spec, path: str) -> tuple[Spec, Spec]:
-        """Specs of `a` and `b` for the weight at a path: split over a mesh like its inputs and outputs."""
-        first = inputs_at(path)
+    def specs(self, weight: Spec) -> tuple[Spec, Spec]:
+        """Specs of `a` and `b` for a weight: split over a mesh like its inputs and outputs."""
+        first = inputs_of(weight)
         sizes, axes = (self.count, self.rank), ("adapters", "rank")
         a = Spec((*weight.shape[:first], *sizes), (*weight.axes[:first], *axes), scale=SCALE)
         return a, Spec((*sizes, *weight.shape[first:]), (*axes, *weight.axes[first:]), scale=SCALE)
 
 
-def inputs_at(path: str) -> int:
-    """Number of first axes over which a layer's projection sums."""
-    return len(CONTRACTED[path.rpartition(".")[2]])
+def inputs_of(projection: Spec) -> int:
+    """Number of first axes over which a layer's projection sums: all but the last, or one, the model's or a
+    rank."""
+    return len(projection.axes) - 1 if projection.axes[-1] == "model" else 1
 
 
-def adaptable(config: ModelConfig) -> dict[str, Spec]:
-    """The weights of a model that adapters may change, by their paths: projections of attention over heads,
-    and of dense feed-forward layers."""
-    found = {}
-    for path, spec in paths(decoder_spec(config)).items():
-        match path.split("."):
-            case ["layers", number, part, name] if name in ADAPTED.get(part, ()):
-                kind = config.layers[int(number)]
-                of_part, allowed = (kind.keys, GroupedQuery) if part == "attention" else (kind.ffn, Dense)
-                if isinstance(of_part, allowed):
-                    found[path] = spec
-    return found
+def adaptable(config: ModelConfig, has_mesh: bool = False) -> dict[str, Spec]:
+    """The weights of a model that adapters may change, by their paths: projections of attention, of recurrent
+    and of dense feed-forward layers, and those of shared experts where devices do not share them."""
+    specs = paths(decoder_spec(config))
+    names = (
+        f"layers.{i}.{part}.{name}"
+        for i, kind in enumerate(config.layers)
+        for part, of_part in parts_of(kind)
+        for name in ADAPTED.get(type(of_part), ())
+        if not (has_mesh and isinstance(of_part, Experts))
+    )
+    return {name: specs[name] for name in names if name in specs}
+
+
+def parts_of(kind: LayerKind) -> list[tuple[str, Any]]:
+    """The parts of a layer with their fields' names."""
+    mixers = [("attention" if mixer.state is None else "recurrent", mixer) for mixer in kind.mixers]
+    return [*mixers, ("ffn", kind.ffn)]
 
 
 def adapted(params: T, stacks: Mapping[str, tuple[Any, Any]]) -> T:

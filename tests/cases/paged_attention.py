@@ -72,7 +72,7 @@ def kept_in(case: Case, pool: np.ndarray) -> Any:
     return jax.tree.map(np.asarray, encode(pool))
 
 
-def first_numbers(rank: int, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+def first_numbers(rank: int, rows: jax.Array, _: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rows, rows[..., :rank]
 
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.adapters import ATTENTION, merged, read, write, written
+from cases.families.mixtures import LATENT
+from cases.families.recurrent import DELTA, QWEN_EXPERTS
 from cases.models import TINY
 
 from duetto.checkpoints.adapters.adapter import Reader
@@ -132,7 +134,27 @@ MODELS = {
     "llama": ({"num_key_value_heads": 2}, ["q_proj", "v_proj", "o_proj", "down_proj"]),
     "phi3": ({"num_key_value_heads": 2, "pad_token_id": 0}, ["qkv_proj", "o_proj", "gate_up_proj"]),
     "gpt2": ({}, ["c_attn", "c_proj", "c_fc"]),
-}
+    "deepseek_v3": (
+        LATENT | {"q_lora_rank": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+                  "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+        ["kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "q_b_proj", "o_proj",
+         r"shared_experts.up_proj", r"shared_experts.down_proj"],
+    ),
+    "qwen3_next": (
+        DELTA | QWEN_EXPERTS | {"num_key_value_heads": 2, "head_dim": 12, "layer_types": [
+            "linear_attention", "full_attention", "linear_attention", "full_attention"]},
+        ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "shared_expert.gate_proj"],
+    ),
+    "lfm2": (
+        {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"],
+         "block_auto_adjust_ff_dim": False},
+        ["in_proj", "conv.out_proj", "w2"],
+    ),
+    "mamba2": (
+        {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2},
+        ["in_proj", "out_proj"],
+    ),
+}  # fmt: skip
 SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -142,11 +164,9 @@ def test_logits_equal_pefts_own(family, tmp_path):
     """Of an adapter that PEFT has written, with ranks and scales of its own in some modules."""
     torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
     more, targets = MODELS[family]
-    sizes = SIZES if family == "gpt2" else SIZES | {"intermediate_size": 48}
+    sizes = (SIZES if family == "gpt2" else SIZES | {"intermediate_size": 48}) | more
     torch.manual_seed(0)
-    plain = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(family, **sizes, **more)
-    )
+    plain = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **sizes))
     plain.save_pretrained(tmp_path / "model")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -54,7 +54,7 @@ def compiled(
     new = shape(heads, B, T, K, H)
     reading = AttentionParams(H**-0.5)
     if latent:
-        reading = AttentionParams(H**-0.5, expand=lambda rows: (rows, rows[..., :rank]), rank=rank)
+        reading = AttentionParams(H**-0.5, expand=lambda rows, _: (rows, rows[..., :rank]), rank=rank)
 
     def attend(cache: KVCache, batch: Batch, q: Any, k: Any, v: Any) -> Any:
         return Paged(batch, (None,))(cache, 0, q, k, v, reading)

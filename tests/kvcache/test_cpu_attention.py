@@ -241,6 +241,6 @@ def test_what_the_kernel_does_not_read():
     assert not supported(q.astype(jnp.float16), pages.k, pages.v, reading)
     assert not supported(q[..., :40], pages.k[..., :40], pages.v[..., :40], reading)
     assert not supported(q, pages.k, None, replace(reading, rank=48))
-    assert not supported(q, pages.k, pages.v, replace(reading, expand=lambda rows: (rows, rows)))
+    assert not supported(q, pages.k, pages.v, replace(reading, expand=lambda rows, _: (rows, rows)))
     codes = empty_pool((2, 9, 16, 64), SCHEMES["int8"], jax.devices("cpu")[0])
     assert not supported(q, codes, codes, reading)

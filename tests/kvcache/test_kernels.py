@@ -153,7 +153,7 @@ def test_keys_of_a_path_count_like_written_ones(H: int, rank: int | None, kept: 
 
 def test_what_the_kernels_do_not_read():
     q, pages, reading = on_device(Case((0,), (1,)))
-    assert not supported(q, pages.k, None, replace(reading, expand=lambda rows: (rows, rows)))
+    assert not supported(q, pages.k, None, replace(reading, expand=lambda rows, _: (rows, rows)))
     assert not supported(q[..., :40], pages.k[..., :40], pages.v[..., :40], reading)
     assert not supported(q.astype(jnp.bfloat16), pages.k, pages.v, reading)
     assert not supported(jax.ShapeDtypeStruct((1, 1, 80, 64), q.dtype), pages.k, pages.v, reading)

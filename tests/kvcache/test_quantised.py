@@ -147,7 +147,7 @@ def test_attention_reads_what_was_kept(name: str, window: int | None):
 @pytest.mark.parametrize("name", NAMES)
 def test_latent_rows_are_made_of_what_was_kept(name: str):
     q, rows = random(1, 40, 4, 48), random(1, 40, 1, 48, seed=1)
-    reading = AttentionParams(48**-0.5, expand=lambda rows: (rows, rows[..., :32]))
+    reading = AttentionParams(48**-0.5, expand=lambda rows, _: (rows, rows[..., :32]))
     pool = pool_of(name, 1, P, W, 48)
 
     @jax.jit

@@ -1,6 +1,7 @@
 """Weights beside which rows have low-rank terms of their own."""
 
 from dataclasses import replace
+from itertools import product as product_of
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +9,19 @@ import numpy as np
 import pytest
 from cases.weights import product, random
 
-from duetto.model.config import GroupedQuery, LayerKind
+from duetto.model.config import LayerKind
 from duetto.model.layers import einsum
 from duetto.model.weights.adapted import NO_ADAPTER, Adapted, adaptable, per_token
 from duetto.model.weights.quant import quantised
 from duetto.model.weights.transposed import transpose
 
-from cases.models import LATENT, RANDOM, TINY  # isort: skip
+from cases.models import EXPERTS, LATENT, RANDOM, TINY  # isort: skip
 
-EQUATIONS = {"btd,dnh->btnh": ((2, 3, 16), (16, 4, 6), 1), "btnh,nhd->btd": ((2, 3, 4, 4), (4, 4, 24), 2)}
+EQUATIONS = {
+    "btd,dnh->btnh": ((2, 3, 16), (16, 4, 6), 1),
+    "btnh,nhd->btd": ((2, 3, 4, 4), (4, 4, 24), 2),
+    "btnh,rnh->btnr": ((2, 3, 4, 6), (16, 4, 6), 1),  # by outputs: latent attention's keys
+}
 FORMS = {
     "array": lambda w, inputs: w,
     "transposed": transpose,
@@ -34,8 +39,10 @@ def made(equation, form, dtype=jnp.float32, places=3, rank=4):
     return x, base, Adapted(base, a, b), whole
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize(
+    ("equation", "form"),
+    [pair for pair in product_of(EQUATIONS, FORMS) if pair != ("btnh,rnh->btnr", "transposed")],
+)
 def test_each_row_has_its_own_term_or_the_bits_of_the_weight(equation, form):
     x, base, weight, whole = made(equation, form)
     run = jax.jit(lambda x, w, owner: einsum(equation, x, replace(w, owner=owner)))
@@ -94,6 +101,8 @@ def test_what_may_have_an_adapter():
     assert {path.rpartition(".")[0] for path in mixed} == {
         f"layers.{i}.{part}" for i in range(3) for part in ("attention", "ffn") if (i, part) != (2, "ffn")
     }
-    latent = replace(TINY, layers=(LayerKind(LATENT, TINY.layers[0].ffn),))
-    assert sorted(adaptable(latent)) == ["layers.0.ffn.down", "layers.0.ffn.gate", "layers.0.ffn.up"]
-    assert isinstance(TINY.layers[0].keys, GroupedQuery)
+    latent = replace(TINY, layers=(LayerKind(LATENT, EXPERTS),))
+    attention = {f"layers.0.attention.{x}" for x in ("q_down", "q_up", "kv_down", "k_up", "v_up", "o")}
+    shared = {f"layers.0.ffn.shared.{x}" for x in ("gate", "up", "down")}
+    assert set(adaptable(latent)) == attention | shared
+    assert set(adaptable(latent, has_mesh=True)) == attention

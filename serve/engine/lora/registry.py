@@ -75,7 +75,9 @@ def registry_of(options: EngineOptions, family: Family, config: ModelConfig, dty
     Raises CheckpointError."""
     if not options.enable_lora:
         return None
-    registry = Registry(Reader(family, config, dtype, options.max_lora_rank))
+    registry = Registry(
+        Reader(family, config, dtype, options.max_lora_rank, options.tensor_parallel_size > 1)
+    )
     with telling(options.use_tqdm_on_load):
         for request in over(modules_of(options.lora_modules), "reading adapters"):
             registry.load(request)

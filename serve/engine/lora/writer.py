@@ -22,15 +22,10 @@ def with_room(params: Decoder, config: ModelConfig, sizes: AdapterSizes) -> Deco
     """Return parameters, or ShapeDtypeStructs, with places for adapters beside them.
 
     All places hold the same random numbers, so that the comparison of shapes before serving covers adapters
-    too. Raises ValueError for a model without a weight that may have an adapter.
+    too.
     """
-    found = adaptable(config)
-    if not found:
-        raise ValueError(
-            "enable_lora is not allowed: the model has no weight that may have an adapter; projections of "
-            "attention over heads and of dense feed-forward layers may"
-        )
     rng, dtype, own = np.random.default_rng(0), params.embed.dtype, params.embed.sharding
+    found = adaptable(config, isinstance(own, NamedSharding) and own.mesh.size > 1)
 
     def where(spec: Spec) -> Any:
         if not isinstance(own, NamedSharding):
@@ -48,7 +43,7 @@ def with_room(params: Decoder, config: ModelConfig, sizes: AdapterSizes) -> Deco
 
     stacks = {}
     for path, weight in found.items():
-        a, b = sizes.specs(weight, path)
+        a, b = sizes.specs(weight)
         stacks[path] = drawn(a, len(a.shape) - 2), drawn(b, 0)
     return adapted(params, stacks)
 

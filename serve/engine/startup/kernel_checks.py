@@ -204,7 +204,7 @@ def attention_cases(mixer: GroupedQuery | Latent, sizes: Sizes, dtype: Any) -> I
         yield KernelCase(attention.kernel_of(T, reading), what, reason, inputs, run, reference)
 
 
-def first_numbers(rank: int, rows: Array) -> tuple[Array, Array]:
+def first_numbers(rank: int, rows: Array, _: Array) -> tuple[Array, Array]:
     return rows, rows[..., :rank]
 
 

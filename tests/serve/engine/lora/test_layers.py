@@ -1,0 +1,114 @@
+"""Adapters beside every kind of layer: latent attention, recurrent layers, shared experts."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.adapters import merged
+from cases.invariance import BASE, bits, prompts
+from cases.models import EXPERTS, RANDOM, TINY
+from cases.oracle import Model, continue_plainly
+from cases.weights import drawn
+
+from duetto import LLM, SamplingParams
+from duetto.checkpoints.adapters.adapter import Adapter, Reader, digest
+from duetto.lora.request import LoRARequest
+from duetto.model.attention import causal
+from duetto.model.config import Dense, LayerKind
+from duetto.model.latent import MANY
+from duetto.model.recurrent.kinds import Mamba, ShortConv
+from duetto.model.transformer import decoder_spec, forward, unembed
+from duetto.model.tree import is_spec
+from duetto.model.weights.adapted import (
+    AdapterSizes,
+    adaptable,
+    adapted,
+    inputs_of,
+    stacks_of,
+    with_owners,
+)
+from duetto.serve.engine.lora.writer import with_room
+
+CONFIGS = {
+    "latent": RANDOM["latent"],
+    "recurrent": RANDOM["recurrent"],
+    "shared": replace(TINY, layers=(LayerKind(TINY.layers[0].mixer, replace(EXPERTS, shared_gate=True)),)),
+    "convolution and mamba": replace(
+        TINY, layers=(LayerKind(ShortConv(2, 24), Dense(96)), LayerKind(Mamba(2, 4, 6, 5), Dense(96)))
+    ),
+}
+RANK = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprobs=1)
+
+
+def model_of(name: str) -> Model:
+    spec = jax.tree.map(
+        lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(CONFIGS[name]), is_leaf=is_spec
+    )
+    return Model(name, CONFIGS[name], drawn(spec))
+
+
+def adapter_of(model: Model, name: str) -> Adapter:
+    """A random adapter that changes every weight that one may change, drawn by its name."""
+    rng, terms = np.random.default_rng(ord(name)), {}
+    for path, spec in adaptable(model.config).items():
+        n = inputs_of(spec)
+        shapes = (*spec.shape[:n], RANK), (RANK, *spec.shape[n:])
+        terms[path] = tuple(0.2 * rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    return Adapter(name, RANK, terms, digest(terms))
+
+
+def with_terms(model: Model, adapter: Adapter) -> Model:
+    """The model with one adapter beside its weights, for a batch of one row."""
+    room = with_room(model.params, model.config, AdapterSizes(1, RANK))
+    stacks: dict[str, Any] = {path: (a[..., None, :], b[None]) for path, (a, b) in adapter.terms.items()}
+    return replace(model, params=with_owners(adapted(room, jax.device_put(stacks)), np.zeros(1, np.int32)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_request_has_its_own_adapters_tokens(monkeypatch, name):
+    """In chunks, in batches, with pages found: those of a pass without a cache, and alone the same bits."""
+    model = model_of(name)
+    monkeypatch.setattr(Reader, "read", lambda _, folder, name: adapter_of(model, name))
+    texts = [prompts(300)[i] for i in (1, 3, 5, 5)]
+    whose = [LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"), None, LoRARequest("a", 1, "/a")]
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    with LLM.from_params(model.config, model.params, **BASE | lora) as llm:
+        alone = []
+        for text, own in zip(texts, whose, strict=True):
+            llm.engine.tables.forget()
+            alone += [bits(o) for o in llm.generate(text, GREEDY, use_tqdm=False, lora_request=own)]
+        for _ in range(2):
+            outputs = llm.generate(texts, GREEDY, use_tqdm=False, lora_request=whose)
+            assert [bits(o) for o in outputs] == alone
+        assert [o.num_cached_tokens for o in outputs][2:] == [128, 128]
+    for text, own, found in zip(texts, whose, alone, strict=True):
+        oracle = model if own is None else with_terms(model, adapter_of(model, own.lora_name))
+        assert [token for token, *_ in found] == continue_plainly(oracle, text, GREEDY)
+    assert alone[2] != alone[3]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_terms_equal_weights_that_they_are_merged_into(name):
+    """For many tokens and for few, which latent attention computes in another way; each term counts."""
+    model = model_of(name)
+    adapter, config = adapter_of(model, "a"), model.config
+    tokens = np.array([prompts(300)[3]], np.int32)
+
+    @partial(jax.jit, static_argnums=2)
+    def scores(params: Any, tokens: Any, count: int) -> jax.Array:
+        at = jnp.arange(count, dtype=jnp.int32)[None]
+        return unembed(params, config, forward(params, config, tokens[:, :count], at, causal)[0])
+
+    whole = with_terms(model, adapter).params
+    for count in (MANY - 1, MANY + 5):
+        found, wanted = (scores(params, tokens, count) for params in (whole, merged(model.params, adapter)))
+        np.testing.assert_allclose(found, wanted, atol=2e-3 * float(jnp.abs(wanted).max()))
+    for path in adapter.terms:
+        a, b = stacks_of(whole)[path]
+        less = with_owners(adapted(whole, stacks_of(whole) | {path: (a, 0 * b)}), np.zeros(1, np.int32))
+        assert (scores(less, tokens, count) != found).any(), path
