@@ -35,6 +35,8 @@ class AssumedPrefixIndex:
         self._names: OrderedDict[bytes, None] = OrderedDict()
 
     def hits(self, names: Sequence[bytes]) -> int:
+        if not names or names[0] not in self._names:  # nearly all replicas of a large fleet
+            return 0
         return sum(1 for _ in takewhile(self._names.__contains__, names))
 
     def sent(self, names: Sequence[bytes]) -> None:
