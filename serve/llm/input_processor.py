@@ -14,6 +14,7 @@ from ...model.pooling import Pooler, Pooling, PoolingParams
 from ...neutral import PROMPT
 from ...refusals import shown
 from ...sampling.checks import ALL
+from ...sampling.custom import LogitsProcessor
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ...sampling.state import check_choice
 from ..engine.core.request import Request, ScoreLog
@@ -23,6 +24,8 @@ from ..options.engine import EngineOptions
 from ..text.grammar.constraint import Constraint
 from ..text.grammar.gauge import CompileLimits
 from ..text.grammar.grammars import Grammars
+from ..text.openai.dialect import Dialect
+from ..text.openai.tasks import constrained
 from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from ..text.tokenizer.chat import Message, effort_variables, rendered_ids
 from ..text.tokenizer.detokenizer import Detokenizer
@@ -48,6 +51,7 @@ class InputProcessor:
     adapters: Registry | None = None  # those that requests may name
     width: int = 0  # of the model's hidden states
     pooling: str | None = None  # the one that the model's authors recommend for embeddings
+    processors: tuple[LogitsProcessor, ...] = ()  # that the step has
 
     def __post_init__(self):
         self._arrivals = itertools.count()
@@ -188,18 +192,30 @@ class InputProcessor:
     def conversations(
         self,
         messages: list[Message] | list[list[Message]],
+        params: Any,
         content_format: str,
         variables: Mapping[str, Any] | None,
         effort: str | None,
         **options: Any,
-    ) -> list[Prompt]:
-        """Render one conversation or several as prompts; options and variables of the template are those of
-        `chat.render_for`. Raises ValueError for an unknown effort of reasoning."""
+    ) -> tuple[list[Prompt], Any]:
+        """Render one conversation or several as prompts, and return them with their sampling parameters;
+        options and variables of the template are those of `chat.render_for`. Raises ValueError for an unknown
+        effort of reasoning. An answer that is continued has no reasoning before it."""
         check_all(chat_template_content_format=content_format)
         own = effort_variables(effort) | dict(variables or {})
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         each: Any = messages if several else [messages]
-        return [self.conversation(one, **options, **own) for one in each]
+        prompts: list[Prompt] = [self.conversation(one, **options, **own) for one in each]
+        is_continued = options.get("continue_final_message", False)
+        return prompts, params if is_continued else self._after_reasoning(prompts, params)
+
+    def _after_reasoning(self, prompts: Sequence[Any], params: Any) -> Any:
+        """Return the sampling parameters of conversations: their grammars begin after the reasoning."""
+        each = one_each("sampling_params", params, len(prompts))
+        if self.tokenizer is None or not any(own.structured_outputs for own in each):
+            return params
+        ids, own = [prompt["prompt_token_ids"] for prompt in prompts], Dialect(self.tokenizer)
+        return [constrained(p, own, tokens) for p, tokens in zip(each, ids, strict=True)]
 
     def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
         if self.tokenizer is None:
@@ -254,8 +270,9 @@ class InputProcessor:
         """Refuse, before the request is queued, what the device's rows would refuse."""
         params.check_vocabulary(self.vocab_size)
         params.check_logprobs(self.options.max_logprobs, self.vocab_size)
-        knobs_row(params, seed=0, stop_ids=self.stop_ids(params), prompt_len=0, bad_words=words)
-        check_choice(params, self.vocab_size, self.stop_ids(params), words)
+        stops, own = self.stop_ids(params), self.processors
+        knobs_row(params, seed=0, stop_ids=stops, prompt_len=0, bad_words=words, processors=own)
+        check_choice(params, self.vocab_size, stops, words)
 
     def _seed(self, params: SamplingParams) -> int:
         """Return the request's own seed, or one made of the engine's seed and a counter of requests without

@@ -15,7 +15,7 @@ from ....sampling.params import SamplingParams
 from ..tokenizer.chat import EFFORTS, ChatTemplateError, apply_chat, check_messages, effort_variables
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.tool import Toolbox
-from .bodies import ChatFields, CompletionFields, FormatFields, ToolFields, names
+from .bodies import ChatFields, CompletionFields, FormatFields, ProcessorFields, ToolFields, names
 from .dialect import Dialect
 from .errors import RequestError, flag, require
 from .fields import toolbox_of, with_structured
@@ -25,8 +25,9 @@ MAX_CHOICES = 128  # completions of one request: OpenAI's limit
 MAX_STRINGS = 1024  # stop strings or bad words: each is searched at every token
 
 SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("flag", True))
-CHAT = names(ChatFields) | names(ToolFields) | names(FormatFields)
-COMPLETION = names(CompletionFields) | names(FormatFields)
+EITHER = names(FormatFields) | names(ProcessorFields)
+CHAT = names(ChatFields) | names(ToolFields) | EITHER
+COMPLETION = names(CompletionFields) | EITHER
 # Results of these have no place in OpenAI's answers.
 PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
 BODY = SAMPLING - PLAIN_ONLY
@@ -117,14 +118,24 @@ def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> Sampl
     if task.form != "chat":
         return params
     keeps = dialect.keeps_special
-    if params.structured_outputs is not None:
-        shape = dialect.after_reasoning(params.structured_outputs, prompt_ids)
-        params = replace(params, structured_outputs=shape)
+    params = constrained(params, dialect, prompt_ids)
     if toolbox is not None and toolbox.tools:
         keeps = dialect.calls_special or keeps
         if toolbox.is_forced:
             params = replace(params, structured_outputs=dialect.constraints(toolbox, prompt_ids))
     return replace(params, skip_special_tokens=False) if keeps else params
+
+
+def constrained(params: SamplingParams, dialect: Dialect, prompt_ids: Sequence[int]) -> SamplingParams:
+    """Return parameters whose grammar, if any, begins after the reasoning; the text keeps its marks. Raises
+    ValueError for a constraint that is no grammar."""
+    if params.structured_outputs is None:
+        return params
+    shape = dialect.after_reasoning(params.structured_outputs, prompt_ids)
+    if shape is params.structured_outputs:
+        return params
+    skips = params.skip_special_tokens and not dialect.keeps_special
+    return replace(params, structured_outputs=shape, skip_special_tokens=skips)
 
 
 def with_effect(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:
@@ -145,7 +156,8 @@ def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]
     something."""
     fields = with_effect(with_structured(body), BODY, others)
     refuse_unknown(fields, BODY, others)
-    return fields
+    extra = body.get("vllm_xargs")
+    return fields if extra is None else {"extra_args": extra} | fields
 
 
 def refuse_unknown(

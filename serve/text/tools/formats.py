@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ....checkpoints.dialects import CALLS, Calls, calls_of
-from .call_forms import JsonCall, NamedJsonCall, TaggedCall
+from .call_forms import PYTHON, JsonCall, NamedJsonCall, PythonCall, TaggedCall
 from .tool_parser import ToolFormat
 
 QWEN = TaggedCall(
@@ -23,9 +23,25 @@ DEEPSEEK_V3 = NamedJsonCall(
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", ("\n```json\n",), "\n```<｜tool▁call▁end｜>"
 )
 DEEPSEEK_V31 = NamedJsonCall("<｜tool▁call▁begin｜>", ("<｜tool▁sep｜>",), "<｜tool▁call▁end｜>")
+HARMONY = NamedJsonCall(
+    between=(
+        " <|constrain|>json<|message|>",
+        "json<|message|>",
+        "<|message|>",
+        "<|channel|>commentary json<|message|>",
+        "<|channel|>commentary <|constrain|>json<|message|>",
+        "<|channel|>commentary<|message|>",
+    ),
+    prefix="functions.",
+)
 MISTRAL = NamedJsonCall(between=("[ARGS]", ""), id_mark="[CALL_ID]")
 
 FORMATS = {
+    "openai": ToolFormat(
+        (HARMONY,),
+        also=("<|start|>assistant<|channel|>commentary to=", "<|start|>assistant to="),
+        is_single=True,
+    ),
     "kimi_k2": ToolFormat((KIMI,), between=""),
     "cohere_command": ToolFormat(
         (JsonCall("tool_name", "parameters", "tool_call_id"),), "[\n    ", "\n]", between=",\n    "
@@ -38,6 +54,8 @@ FORMATS = {
     "minimax_m2": ToolFormat((MINIMAX,), "\n", "\n", between="\n"),
     "seed_oss": ToolFormat((SEED,), "\n", "\n"),
     "hunyuan_a13b": ToolFormat((JsonCall(),), "[", "]", between=", "),
+    "lfm2": ToolFormat((PythonCall(PYTHON),), "[", "]", between=", "),
+    "olmo3": ToolFormat((PythonCall(),), between="\n"),
     "glm45": ToolFormat((GLM,)),
     "qwen3_coder": ToolFormat((QWEN,), "\n", "\n"),
     "hermes": ToolFormat((JsonCall(),), "\n", "\n"),
