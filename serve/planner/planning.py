@@ -18,6 +18,7 @@ from ...model.tree import abstract
 from ...model.weights.compress import form_spec
 from ...model.weights.prepared import prepared
 from ..engine.lora.writer import roomy
+from ..engine.startup.cpu_kernels import build_kernels
 from ..engine.startup.dtype import check_cache, compute_dtype
 from ..engine.startup.folder import DEMO, read_shapes
 from ..engine.startup.mesh import check_experts, layout_of, on_one, places, put
@@ -93,6 +94,7 @@ def plan_job(
     options.check_stages(options.stations)
     target = on_devices(target, layout_of(options).size)
     params = abstract_params(config, chosen, target, weights, layout_on(options, target))
+    build_kernels(options, device_of(target).platform)
     if options.cpu_kernels:
         options = with_kernels_of(options, prepared(params, options.batch_invariant_matmul, True))
     sizes = choose_sizes(PairConfig(config), options, params, target.memory)

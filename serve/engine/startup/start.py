@@ -40,6 +40,7 @@ from ..lora.writer import roomy
 from ..speculation.beside import check_states, read_beside
 from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
+from .cpu_kernels import build_kernels
 from .dtype import check_cache
 from .kernel_checks import KernelChecks, check_kernels, refused_by
 from .mesh import check_experts, layout_of, spread
@@ -75,6 +76,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     options = options.on(memory_limit(device))
     options.require_unstored("these are parameters")
     check_cache(options, device)
+    build_kernels(options, device.platform)
     params = spread(config, params, layout_of(options))
     params = in_form(params, options.quantization, params.embed.dtype)
     check_experts(params)
