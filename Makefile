@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test test-full repetitions durations coverage bench docs notebooks lint format clean
+.PHONY: demo kernels test test-full repetitions durations coverage bench docs notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	@out=$$(mktemp -d)/answers.jsonl && set -x && \
@@ -20,6 +20,10 @@ DEVICES := XLA_FLAGS=--xla_force_host_platform_device_count=4
 test: $(VENV)/test.stamp
 	$(PYTEST) --ignore tests/devices
 	$(DEVICES) $(PYTEST) tests/devices
+
+# The CPU kernels, whose tests skip until they are built: needs a compiler of C++.
+kernels: $(VENV)/test.stamp
+	$(BIN)/python -m duetto.cpu_kernels.build
 
 # Those and their repetitions: each family with each layout, each model with each tier.
 test-full: test repetitions

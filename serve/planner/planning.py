@@ -18,6 +18,7 @@ from ...model.tree import abstract
 from ...model.weights.compress import form_spec
 from ...model.weights.prepared import prepared
 from ..engine.lora.writer import roomy
+from ..engine.startup.cpu_kernels import build_kernels
 from ..engine.startup.dtype import check_cache, compute_dtype
 from ..engine.startup.folder import DEMO, read_shapes
 from ..engine.startup.mesh import check_experts, layout_of, on_one, places, put
@@ -25,7 +26,7 @@ from ..engine.startup.origin import Origin, stored_form
 from ..engine.startup.stages import with_head
 from ..options.engine import EngineOptions
 from ..runtime.compiled.compile import StepArguments, arguments_like, lower
-from ..runtime.compiled.shapes import Shape, Sizes, can_share, table, with_kernels_of
+from ..runtime.compiled.shapes import Shape, Sizes, can_share, shared_row, table, with_kernels_of
 from ..runtime.compiled.sizing import choose_sizes
 from ..runtime.pipeline.lowering import StageLowering
 from ..runtime.pipeline.route import route
@@ -60,8 +61,9 @@ class EnginePlan:
 
     @property
     def shapes(self) -> list[Shape]:
-        platform = self.target.devices[0].platform
-        return table(self.options, self.sizes, can_share(self.config.layers), platform)
+        platform, layers = self.target.devices[0].platform, self.config.layers
+        row = shared_row(self.options, layers, self.sizes.kv_cache_dtype, jnp.dtype(self.dtype))
+        return table(self.options, self.sizes, can_share(layers), platform, row)
 
 
 def plan_job(
@@ -93,6 +95,7 @@ def plan_job(
     options.check_stages(options.stations)
     target = on_devices(target, layout_of(options).size)
     params = abstract_params(config, chosen, target, weights, layout_on(options, target))
+    build_kernels(options, device_of(target).platform)
     if options.cpu_kernels:
         options = with_kernels_of(options, prepared(params, options.batch_invariant_matmul, True))
     sizes = choose_sizes(PairConfig(config), options, params, target.memory)

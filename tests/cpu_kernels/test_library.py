@@ -1,18 +1,24 @@
 """The library of CPU kernels where it was not built, and the engine's words for it."""
 
+from collections.abc import Iterator
+
 import pytest
 from conftest import Model
 
 from duetto import LLM
 from duetto.cpu_kernels import build, library
-from duetto.model.weights import prepared
+from duetto.serve.engine.startup.cpu_kernels import build_kernels
+from duetto.serve.options.engine import EngineOptions
 
 
 @pytest.fixture
-def absent(monkeypatch: pytest.MonkeyPatch, tmp_path) -> library.KernelLibrary:
-    found = library.library(tmp_path / "kernels.so")
-    monkeypatch.setattr(prepared, "library", lambda: found)
-    return found
+def absent(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[library.KernelLibrary]:
+    """None beside the sources, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "LIBRARY", "none.so")
+    build.cached.cache_clear()
+    yield library.library()
+    build.cached.cache_clear()
 
 
 def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
@@ -24,10 +30,43 @@ def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_engine_refuses_kernels_that_are_not_there(absent, tiny: Model):
-    assert not absent.isas
-    with pytest.raises(ValueError, match="cpu_kernels=True is not allowed: .*was not built.*builds it"):
+def test_an_engine_refuses_kernels_that_cannot_be_built(absent, tiny: Model, monkeypatch, capfd):
+    assert not absent.isas and "was not built" in absent.refusal
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setattr(build, "is_supported", lambda: True)
+    with pytest.raises(ValueError, match="cpu_kernels=True is not allowed: /no/such/compiler cannot be run"):
         LLM.from_params(tiny.config, tiny.params, cpu_kernels=True)
+    assert "duetto: compiling the CPU kernels, once" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("absent")
+def test_an_engine_builds_kernels_into_the_cache_once(monkeypatch, tmp_path):
+    made = []
+    monkeypatch.setattr(build, "build", lambda target: (made.append(target), target.touch()))
+    for _ in range(2):
+        build_kernels(EngineOptions(cpu_kernels=True), "cpu")
+    build_kernels(EngineOptions(cpu_kernels=False), "cpu")
+    build_kernels(EngineOptions(cpu_kernels=True), "gpu")
+    assert made == [build.library_file()] and tmp_path in made[0].parents
+
+
+@pytest.mark.usefixtures("absent")
+def test_a_cache_that_others_can_write_to_is_not_used(tmp_path):
+    (tmp_path / "duetto" / "cpu_kernels").mkdir(parents=True)
+    build.cached().touch()
+    build.cached().chmod(0o777)
+    assert "can write to it" in library.library().refusal
+    build.cached().parent.chmod(0o777)
+    with pytest.raises(build.BuildError, match="can write to it"):
+        build.build_cached()
+
+
+@pytest.mark.usefixtures("absent")
+def test_another_source_is_another_library(monkeypatch, tmp_path):
+    before = build.cached()
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
+    build.cached.cache_clear()
+    assert build.cached() != before
 
 
 def test_a_library_that_cannot_be_loaded_says_why(tmp_path):

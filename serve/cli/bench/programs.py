@@ -29,6 +29,7 @@ from ....model.tree import init
 from ....model.weights.compress import form_spec
 from ....model.weights.prepared import laid_out
 from ....sampling.params import SamplingParams
+from ...engine.startup.cpu_kernels import build_kernels
 from ...engine.startup.dtype import compute_dtype
 from ...engine.startup.folder import read_folder
 from ...engine.startup.mesh import layout_of, places, spread
@@ -93,6 +94,7 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
                 f"{name} {getattr(options, name)} is not allowed: bench runs one program on its own rows"
             )
     device = default_device()
+    build_kernels(options, device.platform)
     if not args.shape:
         origin = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
         options = origin.settled(options, download_dir=args.download_dir)

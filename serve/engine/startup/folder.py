@@ -25,6 +25,7 @@ from ...host import progress
 from ...host.devices import default_device, memory_limit
 from ...options.engine import EngineOptions
 from ...runtime.multihost.rendezvous import agree_on
+from .cpu_kernels import build_kernels
 from .dtype import check_cache, dtype_name, shared_dtype
 from .mesh import layout_of, places
 from .stages import with_head
@@ -51,6 +52,7 @@ def load_folder(
     device = default_device() if mesh is None else mesh.devices.flat[0]
     options.on(memory_limit(device)).check_stages(options.stations)
     check_cache(options, device)
+    build_kernels(options, device.platform)
     config = read_config(path)
     where = places(config, layout_of(options), mesh) or device
     is_random = options.load_format == "dummy"

@@ -27,7 +27,16 @@ from ...options.checks import round_up
 from ...options.engine import EngineOptions
 from ...runtime.compiled import executable_cache, jaxcache
 from ...runtime.compiled.compile import Programs
-from ...runtime.compiled.shapes import Canonical, Shape, Sizes, can_share, least_row, table, with_kernels_of
+from ...runtime.compiled.shapes import (
+    Canonical,
+    Shape,
+    Sizes,
+    can_share,
+    least_row,
+    shared_row,
+    table,
+    with_kernels_of,
+)
 from ...runtime.compiled.sizing import choose_sizes
 from ...runtime.equal_bits.classes import ShapeClasses, choose_classes, record, step_seconds
 from ...runtime.equal_bits.warmup import Warmup, WarmupGoal, first_shapes
@@ -41,6 +50,7 @@ from ..lora.writer import roomy
 from ..speculation.beside import check_states, read_beside
 from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
+from .cpu_kernels import build_kernels
 from .dtype import check_cache
 from .kernel_checks import KernelChecks, check_kernels, refused_by
 from .mesh import check_experts, layout_of, spread
@@ -76,6 +86,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     options = options.on(memory_limit(device))
     options.require_unstored("these are parameters")
     check_cache(options, device)
+    build_kernels(options, device.platform)
     params = spread(config, params, layout_of(options))
     params = in_form(params, options.quantization, params.embed.dtype)
     check_experts(params)
@@ -93,7 +104,8 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     sizes = choose_sizes(pair, options, everything, memory_limit(device))
     own = processors_of(options.logits_processors, config.vocab_size, sizes.max_model_len)
     sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0, processors=own)
-    shapes = table(options, sizes, can_share(pair.layers), device.platform)
+    row = shared_row(options, pair.layers, sizes.kv_cache_dtype, params.embed.dtype)
+    shapes = table(options, sizes, can_share(pair.layers), device.platform, row)
     canonical = Canonical.on(device.platform, options, sizes)
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes

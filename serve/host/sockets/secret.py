@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from ..blob_store import owned
+from ....user_folders import owned
 from .link import Link
 
 SECONDS = 10.0  # for each message of a handshake

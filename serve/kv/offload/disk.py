@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ...host.blob_store import FILES, BlobFormat, BlobStore, DamagedBlobError, Files, refusal
+from ....user_folders import refusal
+from ...host.blob_store import FILES, BlobFormat, BlobStore, DamagedBlobError, Files
 from ...host.streams import warn
 from .tier import Content, Counts, Key
 

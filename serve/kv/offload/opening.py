@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ...host.blob_store import cache_home
+from ....user_folders import cache_home
 from ...options.checks import GIB
 from ...options.engine import EngineOptions
 from ...runtime.compiled.sizing import host_memory

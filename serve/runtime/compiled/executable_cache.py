@@ -28,8 +28,9 @@ import jax
 import msgspec
 from jax.experimental import serialize_executable
 
+from ....user_folders import refusal
 from ...host import progress
-from ...host.blob_store import BlobFormat, BlobStore, DamagedBlobError, refusal
+from ...host.blob_store import BlobFormat, BlobStore, DamagedBlobError
 from ...host.devices import processor
 from ...host.streams import warn
 from ..steps.phases import Phases

@@ -16,7 +16,8 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from ...host.blob_store import cache_home, open_file, owned
+from ....user_folders import cache_home, owned
+from ...host.blob_store import open_file
 from ...host.streams import warn
 from . import executable_cache
 

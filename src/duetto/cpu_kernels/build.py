@@ -1,28 +1,35 @@
 """Compiles the kernels: one library, with code for each instruction set.
 
-Run `python -m duetto.cpu_kernels.build` once, and again for another jaxlib, whose headers say how XLA calls.
+An engine builds it at its first use, into the user's cache. `python -m duetto.cpu_kernels.build` builds it
+beside the sources, for wheels and images; again for another jaxlib, whose headers say how XLA calls.
 """
 
+import hashlib
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
+
+from ..user_folders import cache_home, refusal
 
 HERE = Path(__file__).parent
 LIBRARY = "kernels.so"
 # Of the bits, of the layout of packed weights and of the calls. A change of any needs another: the names of
 # handlers have it, in the library and for XLA.
-VERSION = 1
+VERSION = 2
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": (*AVX512, "-mavx512bf16")}
-KERNELS = ("products.cc", "attention.cc")  # compiled for each instruction set
-HANDLERS = ("products_ffi.cc", "attention_ffi.cc")
+KERNELS = ("products.cc", "attention.cc", "norm.cc")  # compiled for each instruction set
+HANDLERS = ("products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc")
 FLAGS = (
     f"-DVERSION={VERSION}", "-std=c++17", "-O3", "-ffp-contract=off", "-g0", "-fPIC", "-Wall", "-Wno-psabi"
 )  # fmt: skip
@@ -49,6 +56,35 @@ def headers() -> Path | None:
     return folder if (folder / "xla" / "ffi" / "api" / "ffi.h").exists() else None
 
 
+def library_file() -> Path:
+    """The library that a process loads: that beside the sources, else that in the user's cache. Raises
+    RuntimeError for a user without a home."""
+    beside = HERE / LIBRARY
+    return beside if beside.exists() else cached()
+
+
+@cache
+def cached() -> Path:
+    """The library in the user's cache, named by what it is built from, and for which systems."""
+    found = hashlib.sha256(repr((FLAGS, ISAS, platform.machine(), platform.libc_ver())).encode())
+    include = headers()
+    api = [] if include is None else (include / "xla" / "ffi" / "api").glob("*.h")
+    for file in sorted([*HERE.glob("*.cc"), *HERE.glob("*.h"), *api]):
+        found.update(file.read_bytes())
+    return cache_home("cpu_kernels") / f"{found.hexdigest()[:16]}.so"
+
+
+def build_cached() -> None:
+    """Compile the library into the user's cache. Raises BuildError."""
+    try:
+        target = cached()
+    except RuntimeError as error:
+        raise BuildError(f"{error}, so the user has no cache") from error
+    if reason := refusal(target.parent):
+        raise BuildError(f"{target.parent} cannot hold it: {reason}")
+    build(target)
+
+
 def build(target: Path = HERE / LIBRARY, include: Path | None = None) -> None:
     """Compile the library to `target`. Raises BuildError."""
     include = include or headers()
@@ -57,25 +93,28 @@ def build(target: Path = HERE / LIBRARY, include: Path | None = None) -> None:
     if include is None:
         raise BuildError("jaxlib, whose headers are needed, is not installed")
     with tempfile.TemporaryDirectory() as folder:
-        objects = compiled_kernels(Path(folder))
-        for name in HANDLERS:
-            objects.append(f"{folder}/{name}.o")
-            run([*FLAGS, "-isystem", str(include), "-c", str(HERE / name), "-o", objects[-1]])
+        headers_too = ["-isystem", str(include)]
+        handlers = {f"{folder}/{name}.o": [*headers_too, str(HERE / name)] for name in HANDLERS}
+        objects = compiled(handlers | kernels(Path(folder)))
         made = f"{folder}/{LIBRARY}"
         run(["-shared", "-s", "-pthread", *objects, "-o", made])
         target.parent.mkdir(parents=True, exist_ok=True)
         place(Path(made), target)
 
 
-def compiled_kernels(folder: Path, flags: Sequence[str] = ()) -> list[str]:
-    """Compile each source for each instruction set; returns the object files. Raises BuildError."""
-    objects = []
-    for name in KERNELS:
-        for isa, own in ISAS.items():
-            objects.append(str(folder / f"{name}-{isa}.o"))
-            command = [*FLAGS, *own, *flags, f"-DISA={isa}", "-fvisibility=hidden", "-c", str(HERE / name)]
-            run([*command, "-o", objects[-1]])
-    return objects
+def kernels(folder: Path, flags: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return the compiler's arguments for each source and each instruction set, by the object file."""
+    return {
+        f"{folder}/{name}-{isa}.o": [*own, *flags, f"-DISA={isa}", "-fvisibility=hidden", str(HERE / name)]
+        for name, (isa, own) in product(KERNELS, ISAS.items())
+    }
+
+
+def compiled(objects: Mapping[str, Sequence[str]]) -> list[str]:
+    """Compile object files, one on each core; returns their names. Raises BuildError."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda item: run([*FLAGS, *item[1], "-c", "-o", item[0]]), objects.items()))
+    return [*objects]
 
 
 def run(arguments: Sequence[str]) -> None:

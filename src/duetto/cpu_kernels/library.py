@@ -9,9 +9,10 @@ from pathlib import Path
 
 import jax
 
-from .build import HERE, ISAS, LIBRARY, VERSION
+from ..user_folders import owned
+from .build import HERE, ISAS, VERSION, library_file
 
-HANDLERS = ("product", "attention")
+HANDLERS = ("product", "attention", "norm")
 BUILD = "python -m duetto.cpu_kernels.build"
 
 
@@ -31,17 +32,27 @@ class KernelLibrary:
         return self.isas[0]
 
 
-@cache
-def library(path: Path = HERE / LIBRARY) -> KernelLibrary:
+def library(path: Path | None = None) -> KernelLibrary:
     """Load the kernels and register them with XLA."""
+    try:
+        path = path or library_file()
+    except RuntimeError as error:
+        return KernelLibrary((), f"the library of CPU kernels is not there: {error}")
     if not path.exists():
         how = f"{BUILD} builds it where there is a compiler of C++"
         return KernelLibrary((), f"the library of CPU kernels was not built; {how}")
+    if path.parent != HERE and not owned(path.stat()):
+        return KernelLibrary((), f"others own {path}, or can write to it")
+    return loaded(path)
+
+
+@cache
+def loaded(path: Path) -> KernelLibrary:
     try:
-        loaded = ctypes.CDLL(str(path))
-        isas = tuple(isa for isa in reversed(ISAS) if getattr(loaded, exported(f"supports_{isa}"))())
+        found = ctypes.CDLL(str(path))
+        isas = tuple(isa for isa in reversed(ISAS) if getattr(found, exported(f"supports_{isa}"))())
         for isa in isas:
-            register(loaded, isa, path)
+            register(found, isa, path)
     except AttributeError as error:
         return KernelLibrary(
             (), f"the library of CPU kernels is of another version: {BUILD} builds it again ({error})"
@@ -64,9 +75,10 @@ def exported(name: str) -> str:
     return f"duetto_{name}_{VERSION}"
 
 
-def target(handler: str, isa: str, path: Path = HERE / LIBRARY) -> str:
+def target(handler: str, isa: str, path: Path | None = None) -> str:
     """The name of a handler's kernels for XLA. Keys of programs, pages and audit logs have it."""
-    return f"{exported(f'{handler}_{isa}')}_{digest(path)}"
+    path = path or library_file()
+    return f"{exported(f'{handler}_{isa}')}_{digest(path) if path.exists() else ''}"
 
 
 def isa_of(target: str) -> str:
@@ -78,4 +90,4 @@ def isa_of(target: str) -> str:
 @cache
 def digest(path: Path) -> str:
     """The first digits of the hash of a library as it was at the first call: compilers give other bits."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if path.exists() else ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

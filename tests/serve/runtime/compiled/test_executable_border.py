@@ -13,9 +13,10 @@ import pytest
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from duetto.serve.host.blob_store import BlobStore, DamagedBlobError, owned
+from duetto.serve.host.blob_store import BlobStore, DamagedBlobError
 from duetto.serve.host.streams import warn
 from duetto.serve.runtime.compiled import executable_cache, jaxcache
+from duetto.user_folders import owned
 
 NAMES = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
 KEY = "a" * 64
