@@ -1,6 +1,6 @@
 """The limits of each sampling parameter by itself, and the error messages for anything else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,13 @@ MAX_REPETITION = 1e3  # and its inverse: float32 logits stay finite
 
 
 def plain(value: Any) -> Any:
-    """numpy scalars and arrays, sets and ranges as Python's own numbers and lists."""
+    """numpy scalars and arrays, sets and ranges as Python's own numbers and lists, also in a mapping."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, (list, tuple, set, frozenset, range)):
         return [plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {key: plain(v) for key, v in value.items()}
     return value
 
 
@@ -89,6 +91,8 @@ def checked(name: str, value: Any, kind: Any) -> Any:
         return None  # as in vLLM
     ok, allowed = LIMITS.get(name, (lambda _: True, ""))
     require(ok(found), name, value, allowed)
+    if name == "extra_args":
+        return found or None
     for token, bias in found.items() if isinstance(found, dict) else ():
         require(abs(bias) <= MAX_BIAS, f"logit_bias[{token}]", bias, f"finite, at most {MAX_BIAS:g}")
     return found

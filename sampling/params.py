@@ -20,6 +20,7 @@ from ..model.tree import pytree
 from ..neutral import NEUTRAL, check_neutral
 from ..refusals import unknown
 from .checks import ALL, MAX_INT32, MAX_LOGPROBS, MAX_N, MAX_TEMPERATURE, checked, converted, require
+from .custom import LogitsProcessor, Value, knobs_of
 from .structured import StructuredOutputsParams
 
 T = TypeVar("T")
@@ -104,6 +105,9 @@ class SamplingParams:
     bad_words: Sequence[str] | None = knob(None, "strings that are never generated")
     logit_bias: Mapping[int, float] | None = knob(None, "values added to the logits of token ids")
     allowed_token_ids: Sequence[int] | None = knob(None, "only these token ids may be generated")
+    extra_args: Mapping[str, Value] | None = knob(
+        None, "numbers for the engine's logits processors, by the names of their knobs"
+    )
     include_stop_str_in_output: bool = knob(False, "keep the stop string that ended the text")
     skip_special_tokens: bool = knob(True, "omit special tokens from the text")
     spaces_between_special_tokens: bool = knob(True, "only true is supported")
@@ -143,7 +147,7 @@ class SamplingParams:
     def clone(self) -> "SamplingParams":
         """A copy of its own, checked as a whole."""
         own = copy(self)
-        own.logit_bias = self.logit_bias
+        own.logit_bias, own.extra_args = self.logit_bias, self.extra_args
         check_together(own)
         return own
 
@@ -243,6 +247,7 @@ class KnobInputs(NamedTuple):
     stop_ids: Sequence[int]  # the model's end ids (unless ignored) and the request's own
     prompt_len: int  # position of the first generated token
     bad_words: Sequence[Sequence[int]]  # tokenized; those of one token act through `dense_bias`
+    processors: Sequence[LogitsProcessor]
 
 
 def row(dtype: Any, value: Callable[[KnobInputs], Any]) -> Any:
@@ -276,6 +281,8 @@ class Knobs:
     stop_ids: Any = row(np.int32, lambda a: stop_row(a.stop_ids))  # [MAX_STOP_IDS], padded with NO_TOKEN
     # [MAX_BAD_WORDS,MAX_BAD_WORD_LENGTH], padded with NO_TOKEN on the left
     bad_words: Any = row(np.int32, lambda a: bad_word_rows(a.bad_words))
+    # ProcessorKnobs of each logits processor
+    custom: Any = field(metadata={"value": lambda a: knobs_of(a.processors, a.params.extra_args or {})})
 
 
 def knobs_row(
@@ -285,9 +292,10 @@ def knobs_row(
     stop_ids: Sequence[int],
     prompt_len: int,
     bad_words: Sequence[Sequence[int]] = (),
+    processors: Sequence[LogitsProcessor] = (),
 ) -> Knobs:
     """The device's row of one request, in numpy. Raises ValueError above the limits of this file."""
-    given = KnobInputs(params, seed, stop_ids, prompt_len, bad_words)
+    given = KnobInputs(params, seed, stop_ids, prompt_len, bad_words, processors)
     return Knobs(**{knob.name: knob.metadata["value"](given) for knob in fields(Knobs)})
 
 

@@ -3,7 +3,8 @@
 Each is an exact identity on the rows that do not use it. `PIPELINE`, at the end, has them in their order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Num
 from ..model.gpus import compiles_for_gpus
 from ..model.layers import apart, first_of_each
 from ..model.tree import pytree
+from .custom import History, LogitsProcessor
 from .noise import gumbel
 from .params import NO_TOKEN, Knobs
 from .search import by_digits, by_halves, fixed_point
@@ -29,6 +31,25 @@ class SamplingRows:
     live: Any  # bool [B]
     slot: Any  # int32 [B]
     state: SamplingState
+
+
+# ---------------------------------------------------------------- functions of users
+
+LARGEST = 1e24  # logit that a user's function returns: masks are deeper
+
+
+def processed(x: Float[Array, "B V"], rows: SamplingRows, i: int) -> Float[Array, "B V"]:
+    """What function i returns for each row, within LARGEST; NaN masks a token as -inf does."""
+    kept, slot, state = rows.state.kept, rows.slot, rows.state
+    history = History(
+        kept.tokens[slot],
+        kept.length[slot],
+        kept.prompt_len[slot],
+        state.output_counts[slot],
+        state.in_prompt[slot],
+    )
+    found = jax.vmap(state.processors[i].call)(x, history, rows.knobs.custom[i].values)
+    return jnp.clip(jnp.where(jnp.isnan(found), -LARGEST, found), -LARGEST, LARGEST)
 
 
 # ---------------------------------------------------------------- offsets: biases and masks
@@ -166,9 +187,10 @@ def perturbed(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]
 
 Wants = Callable[[SamplingRows], Bool[Array, " B"]]  # which rows use a parameter
 Change = Callable[[Float[Array, "B V"], SamplingRows], Float[Array, "B V"]]  # what it does to logits
-Group = Literal["offset", "edit", "narrowing", "draw"]
+Group = Literal["custom", "offset", "edit", "narrowing", "draw"]
+Stage = tuple[Group, Wants, Change]
 
-PIPELINE: dict[str, tuple[Group, Wants, Change]] = {  # the token is the argmax of what comes out
+PIPELINE: dict[str, Stage] = {  # behind users' functions; the token is the argmax of what comes out
     "bias": ("offset", has_bias, biased),  # logit_bias, allowed_token_ids, bad words of one token
     "bans": ("offset", has_bans, without_bans),  # other bad words, min_tokens
     "grammar": ("offset", is_constrained, within_grammar),
@@ -183,3 +205,11 @@ PIPELINE: dict[str, tuple[Group, Wants, Change]] = {  # the token is the argmax 
 
 def stages(group: Group) -> tuple[str, ...]:
     return tuple(name for name, (own, _, _) in PIPELINE.items() if own == group)
+
+
+def stages_of(processors: Sequence[LogitsProcessor]) -> dict[str, Stage]:
+    """Return the stages of users' functions: each changes the rows that asked for it."""
+    return {
+        f"custom {i}": ("custom", lambda rows, i=i: rows.knobs.custom[i].asked, partial(processed, i=i))
+        for i in range(len(processors))
+    }

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..model.tree import pytree
 from .checks import MAX_LOGPROBS
 from .params import NO_LOGPROBS, NO_TOKEN
-from .processors import PIPELINE, Change, SamplingRows, perturbed, stages, tempered
+from .processors import PIPELINE, Change, SamplingRows, Stage, perturbed, stages, stages_of, tempered
 from .search import argmax, argmax_here, largest, pairwise_sum, whole
 from .state import SamplingState
 
@@ -62,7 +62,12 @@ def sample(
     logits, rows = logits.astype(jnp.float32), rows_of(position, slot, live, state)
     wanted = who_wants(rows)
     token = jax.lax.cond(
-        jnp.any(either(wanted, (*EDITS, "draw"))), choose, lambda x, *_: argmax(x), logits, rows, wanted
+        jnp.any(either(wanted, (*edits(state), "draw"))),
+        choose,
+        lambda x, *_: argmax(x),
+        logits,
+        rows,
+        wanted,
     )
     return scored(logits, token, live & (rows.knobs.logprobs != NO_LOGPROBS), state.n_top)
 
@@ -75,7 +80,17 @@ def rows_of(
 
 def who_wants(rows: SamplingRows) -> Wanted:
     """Decided once: each branch would compute it anew."""
-    return {name: rows.live & wants(rows) for name, (_, wants, _) in PIPELINE.items()}
+    return {name: rows.live & wants(rows) for name, (_, wants, _) in pipeline(rows.state).items()}
+
+
+def pipeline(state: SamplingState) -> dict[str, Stage]:
+    """Users' functions see the model's logits; biases, bans, grammars and penalties hold for what they
+    return."""
+    return stages_of(state.processors) | PIPELINE
+
+
+def edits(state: SamplingState) -> tuple[str, ...]:
+    return (*stages_of(state.processors), *EDITS)
 
 
 def either(wanted: Wanted, names: Iterable[str]) -> Bool[Array, " B"]:
@@ -97,10 +112,11 @@ def edited(x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Float[
     """Logits after what holds for greedy rows too."""
 
     def edit(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
+        x = in_turn(x, rows, wanted, stages_of(rows.state.processors))
         x = only(either(wanted, OFFSETS), partial(offset, wanted=wanted), x, rows)
         return in_turn(x, rows, wanted, stages("edit"))
 
-    return where_any(either(wanted, EDITS), edit, x, rows)
+    return where_any(either(wanted, edits(rows.state)), edit, x, rows)
 
 
 def offset(x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Float[Array, "B V"]:
@@ -120,7 +136,7 @@ def in_turn(
     x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted, names: Iterable[str]
 ) -> Float[Array, "B V"]:
     for name in names:
-        x = only(wanted[name], PIPELINE[name][2], x, rows)
+        x = only(wanted[name], pipeline(rows.state)[name][2], x, rows)
     return x
 
 

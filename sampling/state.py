@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 from ..model.layers import apart
 from ..model.tree import pytree, static
 from .checks import MAX_LOGPROBS
+from .custom import LogitsProcessor, are_asked
 from .params import MAX_BAD_WORD_LENGTH, NO_TOKEN, Knobs, SamplingParams, knobs_row
 
 # The logits of tokens that must not be drawn; finite, so that nothing becomes NaN. Where all tokens are
@@ -30,6 +31,15 @@ class Allowed:
 
 
 @pytree
+class KeptTokens:
+    """Each slot's tokens, prompt and output, for logits processors; NO_TOKEN behind them."""
+
+    tokens: Any  # int32 [C,S]
+    length: Any  # int32 [C]
+    prompt_len: Any  # int32 [C]
+
+
+@pytree
 class SamplingState:
     """Every request's knobs and history, donated through each step; dense rows are read where a knob says."""
 
@@ -39,7 +49,9 @@ class SamplingState:
     bias: Any  # float32 [C,V]
     recent: Any  # int32 [C,MAX_BAD_WORD_LENGTH-1], the last generated tokens, NO_TOKEN before the first
     allowed: Allowed
+    kept: Any = None  # KeptTokens; None without logits processors
     n_top: int = static(MAX_LOGPROBS)  # alternatives that are reported beside a token
+    processors: tuple[LogitsProcessor, ...] = static(())
 
 
 def words_of(V: int) -> int:
@@ -47,10 +59,19 @@ def words_of(V: int) -> int:
     return -(-V // 32)
 
 
-def empty_state(slots: int, V: int, n_top: int = MAX_LOGPROBS, positions: int = 1) -> SamplingState:
+def empty_state(
+    slots: int,
+    V: int,
+    n_top: int = MAX_LOGPROBS,
+    positions: int = 1,
+    processors: tuple[LogitsProcessor, ...] = (),
+    S: int = 0,
+) -> SamplingState:
     """All slots greedy and without history; the caller places it on a device. A step samples at most
-    `positions` tokens of a row whose grammar says what they may be."""
-    row = knobs_row(SamplingParams(temperature=0.0), seed=0, stop_ids=(), prompt_len=0)
+    `positions` tokens of a row whose grammar says what they may be. Of S tokens of a sequence logits
+    processors see all; 0 without these."""
+    greedy = SamplingParams(temperature=0.0)
+    row = knobs_row(greedy, seed=0, stop_ids=(), prompt_len=0, processors=processors)
     return SamplingState(
         knobs=jax.tree.map(lambda x: jnp.array(np.broadcast_to(x, (slots, *x.shape))), row),
         output_counts=jnp.zeros((slots, V), jnp.int32),
@@ -60,7 +81,15 @@ def empty_state(slots: int, V: int, n_top: int = MAX_LOGPROBS, positions: int = 
         allowed=Allowed(
             masks=jnp.zeros((slots, positions, words_of(V)), jnp.uint32), first=jnp.zeros(slots, jnp.int32)
         ),
+        kept=empty_tokens(slots, S) if S else None,
         n_top=n_top,
+        processors=processors,
+    )
+
+
+def empty_tokens(slots: int, S: int) -> KeptTokens:
+    return KeptTokens(
+        jnp.full((slots, S), NO_TOKEN, jnp.int32), jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
     )
 
 
@@ -93,6 +122,22 @@ def load_history(
         in_prompt=state.in_prompt.at[slot].set(in_prompt),
         bias=state.bias.at[slot].set(bias),
         recent=state.recent.at[slot].set(recent),
+        kept=state.kept and with_tokens(state.kept, slot, tokens, prompt_len, total_len),
+    )
+
+
+def with_tokens(
+    kept: KeptTokens,
+    slot: Int[Array, ""],
+    tokens: Int[Array, " S"],
+    prompt_len: Int[Array, ""],
+    total_len: Int[Array, ""],
+) -> KeptTokens:
+    own = jnp.where(jnp.arange(tokens.shape[0], dtype=jnp.int32) < total_len, tokens, NO_TOKEN)
+    return KeptTokens(
+        kept.tokens.at[slot].set(own),
+        kept.length.at[slot].set(total_len),
+        kept.prompt_len.at[slot].set(prompt_len),
     )
 
 
@@ -110,10 +155,11 @@ def load_masks(
     )
 
 
-def needs_history(params: SamplingParams) -> bool:
+def needs_history(params: SamplingParams, processors: Sequence[LogitsProcessor] = ()) -> bool:
     """True if a request's admission needs `load_history`; the other requests' dense rows are never read."""
     penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-    return bool(penalties or params.bad_words or params.logit_bias or params.allowed_token_ids)
+    asked = are_asked(processors, params.extra_args or {})
+    return bool(penalties or params.bad_words or params.logit_bias or params.allowed_token_ids or asked)
 
 
 def dense_bias(
@@ -167,6 +213,19 @@ def commit(
         state,
         output_counts=state.output_counts.at[row, token].add(1, mode="drop", unique_indices=True),
         recent=state.recent.at[row].set(recent, mode="drop", unique_indices=True),
+        kept=state.kept and one_longer(state.kept, slot, row, token),
+    )
+
+
+def one_longer(
+    kept: KeptTokens, slot: Int[Array, " B"], row: Int[Array, " B"], token: Int[Array, " B"]
+) -> KeptTokens:
+    """The tokens with one more in each row; a row beyond the last slot is ignored."""
+    length = kept.length[slot]
+    return replace(
+        kept,
+        tokens=kept.tokens.at[row, length].set(token, mode="drop", unique_indices=True),
+        length=kept.length.at[row].set(length + 1, mode="drop", unique_indices=True),
     )
 
 

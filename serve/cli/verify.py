@@ -27,6 +27,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--lora-modules", nargs="+", metavar="NAME=FOLDER", help="adapters that requests of the log used"
     )
     parser.add_argument(
+        "--logits-processors",
+        nargs="+",
+        default=(),
+        metavar="MODULE:FUNCTION",
+        help="logits processors that the log's engine had",
+    )
+    parser.add_argument(
         "--head",
         metavar="HASH",
         help="hash of a line, known from another source: fail if the log does not have it",
@@ -87,7 +94,7 @@ def arguments(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     return {
         "dtype": start.facts.get("dtype", "auto") if args.dtype == "auto" else args.dtype,
         "compilation_cache": kept,
-        **{name: vars(args)[name] for name in names},
+        **{name: vars(args)[name] for name in (*names, "logits_processors")},
         **own,
     }
 

@@ -14,6 +14,7 @@ from ...model.pooling import Pooler, Pooling, PoolingParams
 from ...neutral import PROMPT
 from ...refusals import shown
 from ...sampling.checks import ALL
+from ...sampling.custom import LogitsProcessor
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ...sampling.state import check_choice
 from ..engine.core.request import Request, ScoreLog
@@ -48,6 +49,7 @@ class InputProcessor:
     adapters: Registry | None = None  # those that requests may name
     width: int = 0  # of the model's hidden states
     pooling: str | None = None  # the one that the model's authors recommend for embeddings
+    processors: tuple[LogitsProcessor, ...] = ()  # that the step has
 
     def __post_init__(self):
         self._arrivals = itertools.count()
@@ -254,8 +256,9 @@ class InputProcessor:
         """Refuse, before the request is queued, what the device's rows would refuse."""
         params.check_vocabulary(self.vocab_size)
         params.check_logprobs(self.options.max_logprobs, self.vocab_size)
-        knobs_row(params, seed=0, stop_ids=self.stop_ids(params), prompt_len=0, bad_words=words)
-        check_choice(params, self.vocab_size, self.stop_ids(params), words)
+        stops, own = self.stop_ids(params), self.processors
+        knobs_row(params, seed=0, stop_ids=stops, prompt_len=0, bad_words=words, processors=own)
+        check_choice(params, self.vocab_size, stops, words)
 
     def _seed(self, params: SamplingParams) -> int:
         """Return the request's own seed, or one made of the engine's seed and a counter of requests without

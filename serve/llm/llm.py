@@ -113,7 +113,7 @@ class LLM:
         self.defaults = ending(model.defaults, model.tokenizer)
         self.session, self._closing = disaggregated.started(model.config, model.params, model.options)
         self.session.log = opened(self.engine, model.options, model.tokenizer, model.folder)
-        self.input_processor = model.processor(self.engine.sizes.max_model_len, self.defaults)
+        self.input_processor = model.processor(self.engine.sizes, self.defaults)
 
     def generate(
         self,

@@ -24,6 +24,7 @@ from ..host.progress import telling
 from ..options.engine import EngineOptions
 from ..options.keywords import engine_options
 from ..runtime.compiled.jaxcache import keep_compiled
+from ..runtime.compiled.shapes import Sizes
 from ..runtime.multihost.rendezvous import join
 from ..text.tokenizer.tokenizer import Tokenizer
 from .input_processor import InputProcessor
@@ -42,10 +43,10 @@ class LoadedModel:
     folder: str | None = None  # it was read from
     family: Family = FAMILIES["llama"]
 
-    def processor(self, max_model_len: int, defaults: GenerationDefaults) -> InputProcessor:
+    def processor(self, sizes: Sizes, defaults: GenerationDefaults) -> InputProcessor:
         return InputProcessor(
             self.config.vocab_size,
-            max_model_len,
+            sizes.max_model_len,
             self.options,
             self.tokenizer,
             defaults.eos_token_ids,
@@ -53,6 +54,7 @@ class LoadedModel:
             registry_of(self.options, self.family, self.config, self.params.embed.dtype),
             self.config.hidden_size,
             defaults.pooling,
+            sizes.processors,
         )
 
 

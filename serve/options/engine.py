@@ -162,6 +162,12 @@ class EngineOptions:
     split_special_tokens: bool = knob(
         False, "read special tokens in the text of messages, but not those of the template, as plain text"
     )
+    logits_processors: Sequence[Any] = knob(
+        (),
+        "functions (logits, history, knobs) -> logits that are compiled into the step, or their names; "
+        "requests give them numbers in extra_args",
+        several="MODULE:FUNCTION",
+    )
     max_logprobs: int = knob(
         20, "maximum log-probabilities of a token, -1: all; a higher limit costs memory and time a step"
     )

@@ -79,8 +79,6 @@ def reading(hint: Any) -> dict[str, Any]:
     wrap = or_none if type(None) in get_args(hint) else lambda kind: kind
     if Mapping in origins or any(map(is_dataclass, origins)):
         return {"type": wrap(json_object), "metavar": "JSON"}
-    if list in origins:
-        return {"type": wrap(json_or_text), "metavar": "JSON"}
     if tuple in origins:
         return {"type": wrap(numbers), "metavar": "INT,INT,..."}
     if Sequence in origins:

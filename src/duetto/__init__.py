@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .compat.llm_engine import LLMEngine
     from .inputs import PromptType, TextPrompt, TokensPrompt
     from .model.pooling import PoolingParams
+    from .sampling.custom import logits_processor
     from .sampling.params import BeamSearchParams, SamplingParams
     from .serve.llm.llm import LLM
     from .serve.llm.tasks.likelihood import LogLikelihood
@@ -23,11 +24,13 @@ __all__ = [
     "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Delta",
     "EmbeddingRequestOutput", "EngineArgs", "LLMEngine", "LogLikelihood", "Logprob", "PoolingParams",
     "PromptType", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt",
+    "logits_processor",
 ]  # fmt: skip
 
 HOMES = {
     **dict.fromkeys(("BeamSearchParams", "SamplingParams"), ".sampling.params"),
     "LLM": ".serve.llm.llm",
+    "logits_processor": ".sampling.custom",
     "PoolingParams": ".model.pooling",
     "LogLikelihood": ".serve.llm.tasks.likelihood",
     **dict.fromkeys(

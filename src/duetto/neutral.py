@@ -25,7 +25,6 @@ NEUTRAL: dict[str, Table] = {
         "logprobs_mode": ("raw_logprobs",),
         "model_weights": ("",),
         "cpu_offload_gb": (0, 0.0),
-        "logits_processors": ([], ()),
         "worker_extension_cls": ("",),
         **dict.fromkeys(("device", "lora_dtype", "worker_cls"), ("auto",)),
         **dict.fromkeys(("prefill_context_parallel_size", "decode_context_parallel_size"), (1,)),
@@ -46,7 +45,6 @@ NEUTRAL: dict[str, Table] = {
     # vLLM's sampling parameters
     "sampling": {
         "logits_processors": (None, []),
-        "extra_args": (None, {}),
         "logprob_token_ids": (None, []),
         "prompt_logprob_start": (None, 0),
         "stream_interval": (None, 1),

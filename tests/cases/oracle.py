@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,6 +18,7 @@ from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, forward, unembed
+from duetto.sampling.custom import LogitsProcessor, processors_of
 from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import commit, dense_bias, empty_state, needs_history
@@ -38,17 +40,21 @@ class Model:
     kv_cache_dtype: str = "auto"
 
 
-def continue_plainly(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
+def continue_plainly(
+    model: Model, prompt: list[int], params: SamplingParams, processors: Sequence[Callable] = ()
+) -> list[int]:
     """The tokens after a prompt; found on disk where the same sources have computed them before."""
+    own = processors_of(processors, model.config.vocab_size, width_of(prompt, params))
+    asked = (prompt, params, *own)
     key = executable_cache.combined(
-        [weights_hash(model)], sources(), prompt, params, executable_cache.environment(jax.devices()[0])[1:]
+        [weights_hash(model)], sources(), *asked, executable_cache.environment(jax.devices()[0])[1:]
     )
     blobs = BlobStore(KEPT, executable_cache.PROGRAMS, 1 << 32) if key and KEPT.is_dir() else None
     if key and blobs:
         with suppress(OSError):  # most often there is none
             if content := blobs.read(key):
                 return json.loads(content)
-    tokens = computed(model, prompt, params)
+    tokens = computed(model, prompt, params, own)
     if key and blobs:
         blobs.write(key, json.dumps(tokens).encode())
     return tokens
@@ -74,16 +80,23 @@ def weights_hash(model: Model) -> str:
     return HASHES[id(model.params)][1] + model.kv_cache_dtype
 
 
-def computed(model: Model, prompt: list[int], params: SamplingParams) -> list[int]:
+def width_of(prompt: list[int], params: SamplingParams) -> int:
+    """Tokens of a pass, whose time is the square of it."""
+    return 256 if len(prompt) + (params.max_tokens or 16) <= 256 else 512
+
+
+def computed(
+    model: Model, prompt: list[int], params: SamplingParams, own: tuple[LogitsProcessor, ...] = ()
+) -> list[int]:
     """The same by the model, in one program."""
-    V, wanted = model.config.vocab_size, params.max_tokens or 16
-    width = 256 if len(prompt) + wanted <= 256 else 512  # the time of a pass is the square of it
+    V, wanted, width = model.config.vocab_size, params.max_tokens or 16, width_of(prompt, params)
+    given = {"seed": fold_seed(params.seed or 0), "stop_ids": (), "prompt_len": len(prompt)}
     state = admit_jit(
-        empty_state(1, V),
+        empty_state(1, V, processors=own, S=width if own else 0),
         np.int32(0),
-        knobs_row(params, seed=fold_seed(params.seed or 0), stop_ids=(), prompt_len=len(prompt)),
+        knobs_row(params, **given, processors=own),
     )
-    if needs_history(params):
+    if needs_history(params, own):
         padded = np.resize(np.array(prompt, np.int32), width)
         lengths = np.int32(len(prompt)), np.int32(len(prompt))
         state = load_jit(state, np.int32(0), padded, *lengths, dense_bias(params, V))

@@ -32,12 +32,13 @@ def seated(programs: StepPrograms, slots: Any, request: Request) -> Any:
         stop_ids=request.stop_ids,
         prompt_len=prompt_len,
         bad_words=request.bad_words,
+        processors=programs.sizes.processors,
     )
     known, end, place = np.int32(len(request.tokens)), np.int32(request.reach), np.int32(request.place)
     scored = np.int32(request.unscored if request.scored else NEVER)
     new = Seat(known, end, scored, knobs, place)
     slots = programs.seat(slots, slot, new)
-    if not needs_history(request.params):
+    if not needs_history(request.params, programs.sizes.processors):
         return slots
     tokens = np.zeros(programs.sizes.max_model_len, np.int32)
     tokens[: len(request.tokens)] = request.tokens

@@ -16,6 +16,7 @@ from ....model.transformer import Decoder
 from ....model.tree import not_finite, paths
 from ....model.weights.compress import in_form
 from ....model.weights.prepared import prepared
+from ....sampling.custom import processors_of
 from ...host import progress
 from ...host.devices import memory_limit
 from ...host.process import keep_freed
@@ -90,7 +91,8 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     pair, everything = PairConfig(config, beside.config), beside.join(params)
     check_states(pair, options.speculation, count)
     sizes = choose_sizes(pair, options, everything, memory_limit(device))
-    sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0)
+    own = processors_of(options.logits_processors, config.vocab_size, sizes.max_model_len)
+    sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0, processors=own)
     shapes = table(options, sizes, can_share(pair.layers), device.platform)
     canonical = Canonical.on(device.platform, options, sizes)
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ....checkpoints import orbax
 from ....checkpoints.hub import resolve_draft
+from ....sampling.custom import sources_of
 from ...host.devices import default_device
 from ...llm.audit.facts import machine
 from ...options.engine import EngineOptions
@@ -22,7 +23,7 @@ ELSEWHERE = (
     "seed", "audit_log", "use_tqdm_on_load", "lora_modules", "max_prefill_delay", "background_compilation",
     "speculative_config", "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address",
     "kv_transport", "kv_transfer_timeout", "node_rank", "master_addr", "master_port",
-    "distributed_timeout_seconds", "cluster_key_file",
+    "distributed_timeout_seconds", "cluster_key_file", "logits_processors",
 )  # fmt: skip
 # Journals and reports have options under the names of their first version: a rename ends no job.
 WRITTEN = {name: former for former, name in FORMER.items()}
@@ -41,6 +42,7 @@ def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: Engine
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         **speculation(options),
         **adapters(options),
+        **processors(options),
     }
 
 
@@ -62,6 +64,12 @@ def adapters(options: EngineOptions) -> dict[str, str]:
         f"adapter {request.lora_name}": contents(Path(request.lora_path))
         for request in modules_of(options.lora_modules)
     }
+
+
+def processors(options: EngineOptions) -> dict[str, str]:
+    """Return the names of logits processors in their order, with the hashes of their files."""
+    found = sources_of(options.logits_processors)
+    return {"logits_processors": ", ".join(found)} if found else {}
 
 
 def speculation(options: EngineOptions) -> dict[str, str]:

@@ -166,8 +166,9 @@ class Prover:
         """Raise ValueError for parameters that no row of the engine can have."""
         V = self.llm.config.vocab_size
         params.check_vocabulary(V)
-        stops, words = entry.stop_ids, entry.bad_words
-        knobs_row(params, seed=entry.seed, stop_ids=stops, prompt_len=len(entry.prompt), bad_words=words)
+        stops, words, own = entry.stop_ids, entry.bad_words, self.llm.engine.sizes.processors
+        given = {"bad_words": words, "processors": own}
+        knobs_row(params, seed=entry.seed, stop_ids=stops, prompt_len=len(entry.prompt), **given)
         check_choice(params, V, stops, words)
 
 

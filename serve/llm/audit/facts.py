@@ -46,6 +46,7 @@ def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
         "cpu_kernels": str(target_in(engine.params)),
         "shapes": ", ".join(map(str, canonical)),
         **({} if products is None else {"products": products}),
+        **({"logits_processors": repr(engine.sizes.processors)} if engine.sizes.processors else {}),
     }
 
 

@@ -61,7 +61,8 @@ def like(tree: Any) -> Any:
 
 def fresh_slots(config: PairConfig, sizes: Sizes, dtype: Any) -> Slots:
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
-    return empty_slots(sizes.seats, config.target.vocab_size, hidden, sizes.n_top, sizes.positions)
+    V, S = config.target.vocab_size, sizes.max_model_len if sizes.processors else 0
+    return empty_slots(sizes.seats, V, hidden, sizes.n_top, sizes.positions, sizes.processors, S)
 
 
 def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArguments:

@@ -9,6 +9,7 @@ from ....model.config import LayerKind
 from ....model.pair import Params
 from ....model.weights.packed import kernels_in
 from ....sampling.checks import MAX_LOGPROBS
+from ....sampling.custom import LogitsProcessor
 from ...options.checks import SMALLEST_CHUNK, round_up
 from ...options.engine import EngineOptions
 
@@ -93,6 +94,7 @@ class Sizes:
     kv_cache_dtype: str = "auto"  # as in the options
     shards: int = 1
     stride: int = 1  # pages behind which a recurrent layer's state is kept
+    processors: tuple[LogitsProcessor, ...] = ()
 
     @property
     def seats(self) -> int:

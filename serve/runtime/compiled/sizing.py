@@ -148,7 +148,8 @@ def moved_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
 
 def slot_bytes(config: PairConfig, options: EngineOptions) -> int:
     V, positions = config.target.vocab_size, options.guesses + 1
-    return nbytes(jax.eval_shape(lambda: empty_slots(options.shard_seats, V, positions=positions)))
+    S = (options.max_model_len or config.target.max_position) if options.logits_processors else 0
+    return nbytes(jax.eval_shape(lambda: empty_slots(options.shard_seats, V, positions=positions, S=S)))
 
 
 def check_slots(config: PairConfig, options: EngineOptions, memory: int | None) -> None:

@@ -120,7 +120,8 @@ class Probe:
     def _seated(self) -> Any:
         """Return slots with requests that do not end."""
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
-        knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0)
+        own = self.programs.sizes.processors
+        knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0, processors=own)
         slots, places = self.programs.fresh_slots(), places_in(self.programs.like.params)
         for slot in range(self.capacity):
             own = np.int32(slot % places if places else NO_ADAPTER)  # all of them hold the same

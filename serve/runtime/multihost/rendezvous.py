@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ....checkpoints import orbax
+from ....sampling.custom import sources_of
 from ...host.devices import default_device, is_started, processor
 from ...host.sockets.handshake import Handshake, HandshakeRejected, greet, meet
 from ...host.sockets.link import Link
@@ -114,6 +115,7 @@ def initialize(options: EngineOptions) -> None:
 def own_facts(options: EngineOptions) -> dict[str, str]:
     """Return what must be equal in all processes, because their programs depend on it, by name."""
     flags = {name: value for name, value in asdict(options).items() if name not in OWN}
+    flags["logits_processors"] = sources_of(options.logits_processors)
     settings = {name: jax.config.values.get(name) for name in SETTINGS}
     versions = {name: version(name) for name in ("jax", "jaxlib")}
     alike = versions | {"duetto": executable_cache.source()[:16]}

@@ -26,6 +26,7 @@ from ....model.tree import pytree
 from ....model.weights.adapted import NO_ADAPTER, with_owners
 from ....sampling.accept import NONE_KEPT, DraftTokens, Rule, coupled
 from ....sampling.checks import MAX_LOGPROBS
+from ....sampling.custom import LogitsProcessor
 from ....sampling.params import NO_TOKEN, Knobs
 from ....sampling.sample import Sampled, Scores, sample
 from ....sampling.state import SamplingState, admit, commit, empty_state, stops
@@ -85,9 +86,11 @@ def empty_slots(
     hidden: jax.ShapeDtypeStruct | None = None,
     n_top: int = MAX_LOGPROBS,
     positions: int = 1,
+    processors: tuple[LogitsProcessor, ...] = (),
+    S: int = 0,
 ) -> Slots:
-    """Return `capacity` unused slots; `hidden` is the shape of a last hidden state, if one is kept; `n_top`
-    and `positions` as in `empty_state`."""
+    """Return `capacity` unused slots; `hidden` is the shape of a last hidden state, if one is kept; the
+    others as in `empty_state`."""
 
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)
@@ -99,7 +102,7 @@ def empty_slots(
         end=zeros(jnp.int32),
         scored=zeros(jnp.int32) + NEVER,
         adapter=zeros(jnp.int32) + NO_ADAPTER,
-        sampling=empty_state(capacity, V, n_top, positions),
+        sampling=empty_state(capacity, V, n_top, positions, processors, S),
         hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
     )
 

@@ -85,6 +85,7 @@ def test_engine_args_take_one_name_of_an_option():
         )
 
 
-def test_a_flag_of_a_list_is_json():
+def test_a_flag_of_several_values_takes_them_after_one_flag():
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
-    assert parser.parse_args(["--logits-processors", "[]"]).logits_processors == []
+    args = EngineArgs.from_cli_args(parser.parse_args(["--logits-processors", "a:f", "b:g"]))
+    assert engine_options({"logits_processors": args.logits_processors}).logits_processors == ["a:f", "b:g"]

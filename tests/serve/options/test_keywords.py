@@ -175,8 +175,8 @@ def test_neutral_sampling_parameters_are_accepted_and_no_others():
     params.extra_args = {}
     with pytest.raises(ValueError, match="truncate_prompt_tokens=5 is not supported: only None"):
         SamplingParams.from_dict({"truncate_prompt_tokens": 5})
-    with pytest.raises(ValueError, match="extra_args=.* is not supported"):
-        params.extra_args = {"a": 1}
+    with pytest.raises(ValueError, match="logits_processors=.* is not supported"):
+        params.logits_processors = [print]
 
 
 def test_from_optional_takes_none_for_a_default():

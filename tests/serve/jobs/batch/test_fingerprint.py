@@ -156,13 +156,18 @@ def test_the_page_lists_every_field(model, monkeypatch, tmp_path):
     monkeypatch.setattr(provenance, "version", lambda package: "1.0")
     (tmp_path / "draft").mkdir()
     own = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
-    options = EngineOptions(speculative_config=own, lora_modules=[f"NAME={model}"], enable_lora=True)
+    options = EngineOptions(
+        speculative_config=own,
+        lora_modules=[f"NAME={model}"],
+        enable_lora=True,
+        logits_processors=["cases.processors:ban"],
+    )
     found = {"input", *own_fingerprint(BatchOptions()), *fingerprint(model, model, "auto", options)}
     fields, left_out = documented()
     flags = {name for name in found if name.startswith("--")}
     assert fields == {"--dtype", "--speculative-config", "--NAME"} | (found - flags)
     hidden = {f"--{name.replace('_', '-')}" for name in ELSEWHERE}
-    known = {"--seed", "--lora-modules", "--speculative-config"}  # under other names
+    known = {"--seed", "--lora-modules", "--speculative-config", "--logits-processors"}  # under other names
     assert left_out == hidden - known and not left_out & flags
 
 

@@ -1,0 +1,85 @@
+"""Rows of the invariance suite for logits processors of users: a request gets the tokens of its own, whatever
+the rows beside it ask for, and one that asks for none has the bits of an engine without."""
+
+import pytest
+from cases.invariance import LENGTHS, bits, prompts
+from cases.oracle import continue_plainly
+from cases.processors import ASKED, EXTRA, PROCESSORS
+
+from duetto import LLM, SamplingParams
+from duetto.serve.llm.audit.facts import facts_of
+
+TIGHT = {  # so few pages that requests are preempted
+    "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 32, "decode_steps": 1,
+}  # fmt: skip
+GUESSES = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}}
+pytestmark = [pytest.mark.parametrize("model", ["tiny", "recurrent"], indirect=True, scope="session")]
+
+
+@pytest.fixture(scope="module")
+def llm(serve):
+    with serve(logits_processors=PROCESSORS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm, model):
+    """Each request served alone by an engine without pages."""
+    found = []
+    for prompt, params in zip(prompts(model.config.vocab_size), ASKED, strict=True):
+        llm.engine.tables.forget()
+        found += [bits(o) for o in llm.generate(prompt, params, use_tqdm=False)]
+    return found
+
+
+def test_alone_equals_the_oracle_and_the_engine_without_processors(model, alone, expected):
+    for i, prompt in enumerate(prompts(model.config.vocab_size)):
+        found = [token for token, *_ in alone[i]]
+        assert found == continue_plainly(model, prompt, ASKED[i], PROCESSORS)
+        assert (alone[i] == expected[i]) == (EXTRA[i] is None)
+    assert not {token for token, *_ in alone[0][:6]} & set(EXTRA[0]["banned"])
+    assert 11 in [token for token, *_ in alone[3][:6]], "the reasoning was closed"
+
+
+def test_batched_and_prefix_hits_equal_alone(model, llm, alone):
+    texts, compiled = prompts(model.config.vocab_size), llm.report()["compilations"]
+    llm.engine.tables.forget()
+    for found in [[0] * 7, [(n - 1) // 64 * 64 for n in LENGTHS]]:
+        outputs = llm.generate(texts, ASKED, use_tqdm=False)
+        assert [bits(o) for o in outputs] == alone
+        assert [o.num_cached_tokens for o in outputs] == found
+    assert llm.report()["compilations"] == compiled
+
+
+@pytest.mark.parametrize("more", [{}, GUESSES], ids=["chunks", "guesses"])
+def test_preemption_chunks_and_guesses_change_no_bit(model, serve, alone, more):
+    texts = prompts(model.config.vocab_size)
+    with serve(**TIGHT, **more, logits_processors=PROCESSORS) as llm:
+        for _ in range(2):
+            assert [bits(o) for o in llm.generate(texts, ASKED, use_tqdm=False)] == alone
+        report = llm.report()
+    assert report["preemptions"] > 0 and (not more or report["speculation"]["drafted"] > 0)
+
+
+def test_a_default_of_the_engine_is_every_requests(model, serve, alone):
+    """An operator's processor: the requests state nothing."""
+    own = {"override_generation_config": {"extra_args": EXTRA[0], "temperature": 0.0, "max_tokens": 24}}
+    with serve(logits_processors=PROCESSORS, **own) as llm:
+        (output,) = llm.generate(prompts(model.config.vocab_size)[0], use_tqdm=False)
+        facts = facts_of(llm.engine, llm.options)
+    assert output.outputs[0].token_ids == [token for token, *_ in alone[0]]
+    assert "ban_at_first" in facts["logits_processors"]
+
+
+def test_unknown_numbers_are_refused_before_any_step(llm):
+    steps = llm.report()["steps"]
+    with pytest.raises(ValueError, match="unknown name 'ngram_sise', did you mean 'ngram_size'"):
+        llm.generate([1, 2], [SamplingParams(extra_args={"ngram_sise": 2})], use_tqdm=False)
+    assert llm.report()["steps"] == steps
+
+
+def test_an_impure_processor_does_not_start(model):
+    with pytest.raises(ValueError, match="is not pure"):
+        LLM.from_params(
+            model.config, model.params, max_model_len=64, logits_processors=[lambda x, *_: x + id(object())]
+        )
