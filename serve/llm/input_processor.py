@@ -24,6 +24,8 @@ from ..options.engine import EngineOptions
 from ..text.grammar.constraint import Constraint
 from ..text.grammar.gauge import CompileLimits
 from ..text.grammar.grammars import Grammars
+from ..text.openai.dialect import Dialect
+from ..text.openai.tasks import constrained
 from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from ..text.tokenizer.chat import Message, effort_variables, rendered_ids
 from ..text.tokenizer.detokenizer import Detokenizer
@@ -190,18 +192,30 @@ class InputProcessor:
     def conversations(
         self,
         messages: list[Message] | list[list[Message]],
+        params: Any,
         content_format: str,
         variables: Mapping[str, Any] | None,
         effort: str | None,
         **options: Any,
-    ) -> list[Prompt]:
-        """Render one conversation or several as prompts; options and variables of the template are those of
-        `chat.render_for`. Raises ValueError for an unknown effort of reasoning."""
+    ) -> tuple[list[Prompt], Any]:
+        """Render one conversation or several as prompts, and return them with their sampling parameters;
+        options and variables of the template are those of `chat.render_for`. Raises ValueError for an unknown
+        effort of reasoning. An answer that is continued has no reasoning before it."""
         check_all(chat_template_content_format=content_format)
         own = effort_variables(effort) | dict(variables or {})
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         each: Any = messages if several else [messages]
-        return [self.conversation(one, **options, **own) for one in each]
+        prompts = [self.conversation(one, **options, **own) for one in each]
+        is_continued = options.get("continue_final_message", False)
+        return prompts, params if is_continued else self._after_reasoning(prompts, params)
+
+    def _after_reasoning(self, prompts: Sequence[Any], params: Any) -> Any:
+        """Return the sampling parameters of conversations: their grammars begin after the reasoning."""
+        each = one_each("sampling_params", params, len(prompts))
+        if self.tokenizer is None or not any(own.structured_outputs for own in each):
+            return params
+        ids, own = [prompt["prompt_token_ids"] for prompt in prompts], Dialect(self.tokenizer)
+        return [constrained(p, own, tokens) for p, tokens in zip(each, ids, strict=True)]
 
     def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
         if self.tokenizer is None:

@@ -154,17 +154,16 @@ class LLM:
         **others: Any,
     ) -> list[RequestOutput]:
         """Generate replies to one conversation or several; the `prompt` of a result is the rendered text.
-        Structured outputs constrain the text from its first token; `reply` lets the model reason before.
+        A grammar begins after the reasoning, whose marks stay in the text; `reply` returns both apart.
         `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
         """
-        args = messages, chat_template_content_format, chat_template_kwargs, reasoning_effort
-        ends = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
+        params = self._settled(sampling_params)
+        args = messages, params, chat_template_content_format, chat_template_kwargs, reasoning_effort
+        ends = {"add_generation_prompt": add_generation_prompt}
+        ends |= {"continue_final_message": continue_final_message}
         options = ends | {"chat_template": chat_template, "tools": tools}
-        prompts = self.input_processor.conversations(*args, **options)
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, **others)
+        prompts, params = self.input_processor.conversations(*args, **options)
+        return self.generate(prompts, params, use_tqdm, lora_request=lora_request, **others)
 
     def chat_prompt(self, messages: list[Message], **options: Any) -> list[int]:
         """Return the token ids of a conversation; options are those of `chat.render_for`."""
@@ -324,14 +323,13 @@ class LLM:
     ) -> list[str]:
         """Queue conversations as `chat` takes them, for `wait_for_completion`; return their ids. `others` are
         arguments of `enqueue`."""
-        args = messages, chat_template_content_format, chat_template_kwargs, reasoning_effort
-        ends = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
+        params = self._settled(sampling_params)
+        args = messages, params, chat_template_content_format, chat_template_kwargs, reasoning_effort
+        ends = {"add_generation_prompt": add_generation_prompt}
+        ends |= {"continue_final_message": continue_final_message}
         options = ends | {"chat_template": chat_template, "tools": tools}
-        prompts = self.input_processor.conversations(*args, **options)
-        return self.enqueue(prompts, sampling_params, lora_request, priority, use_tqdm, **others)
+        prompts, params = self.input_processor.conversations(*args, **options)
+        return self.enqueue(prompts, params, lora_request, priority, use_tqdm, **others)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Tqdm = True) -> list[RequestOutput]:
         """Run all queued requests to their end; return the results in the order of their queueing."""

@@ -117,14 +117,24 @@ def params_for(task: Task, dialect: Dialect, prompt_ids: Sequence[int]) -> Sampl
     if task.form != "chat":
         return params
     keeps = dialect.keeps_special
-    if params.structured_outputs is not None:
-        shape = dialect.after_reasoning(params.structured_outputs, prompt_ids)
-        params = replace(params, structured_outputs=shape)
+    params = constrained(params, dialect, prompt_ids)
     if toolbox is not None and toolbox.tools:
         keeps = dialect.calls_special or keeps
         if toolbox.is_forced:
             params = replace(params, structured_outputs=dialect.constraints(toolbox, prompt_ids))
     return replace(params, skip_special_tokens=False) if keeps else params
+
+
+def constrained(params: SamplingParams, dialect: Dialect, prompt_ids: Sequence[int]) -> SamplingParams:
+    """Return parameters whose grammar, if any, begins after the reasoning; the text keeps its marks. Raises
+    ValueError for a constraint that is no grammar."""
+    if params.structured_outputs is None:
+        return params
+    shape = dialect.after_reasoning(params.structured_outputs, prompt_ids)
+    if shape is params.structured_outputs:
+        return params
+    skips = params.skip_special_tokens and not dialect.keeps_special
+    return replace(params, structured_outputs=shape, skip_special_tokens=skips)
 
 
 def with_effect(given: dict[str, Any], known: frozenset[str], others: frozenset[str]) -> dict[str, Any]:

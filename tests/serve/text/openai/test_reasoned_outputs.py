@@ -10,8 +10,11 @@ from cases.text.dialects import ASKED, TOKENS, template
 from cases.text.letters import letters
 from tokenizers import AddedToken
 
+from duetto import SamplingParams
 from duetto.checkpoints.dialects import REASONING, Marks
 from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.llm.input_processor import InputProcessor
+from duetto.serve.options.engine import EngineOptions
 from duetto.serve.text.grammar import compiled
 from duetto.serve.text.grammar.grammars import Grammars
 from duetto.serve.text.openai.dialect import Dialect
@@ -143,6 +146,27 @@ def test_a_chats_parameters_have_the_grammar_after_the_reasoning():
     assert accepts(words, params.structured_outputs, '<think>hm</think>\n\n{"x": 3}')
     plain = task_of_body("completion", None, {"prompt": "x", "guided_json": X}, {}, None)
     assert params_for(plain, Dialect(words), [1]) is plain.params
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_chat_of_the_library_has_the_grammar_after_the_reasoning(is_special):
+    pytest.importorskip("llguidance")
+    words = reasoning_model(REASONING[-2], is_special)
+    processor = InputProcessor(len(words), 100, EngineOptions(), words, (words.token_id("<eos>"),))
+    asked, plain = SamplingParams(structured_outputs={"choice": ["a"]}), SamplingParams()
+    both = [CHAT["messages"]] * 2
+    _, (own, other) = processor.conversations(both, [asked, plain], "auto", None, None)
+    assert other is plain and own.skip_special_tokens is not is_special
+    assert accepts(words, own.structured_outputs, "<think>b</think>\n\na")
+    assert not accepts(words, own.structured_outputs, "<think>b</think>b")
+    _, (same, _) = processor.conversations(both, asked, "auto", None, None)
+    assert same == own
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "x"}]
+    more = {"add_generation_prompt": False, "continue_final_message": True}
+    words.chat_template = "{{ messages[-1].content }}" + (words.chat_template or "")
+    assert processor.conversations(begun, asked, "auto", None, None, **more)[1] is asked
+    with pytest.raises(ValueError, match="2 prompts have 1 sampling_params"):
+        processor.conversations(both, [asked], "auto", None, None)
 
 
 @pytest.mark.parametrize("asked", ["choice", "regex"])
