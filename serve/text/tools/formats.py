@@ -23,9 +23,25 @@ DEEPSEEK_V3 = NamedJsonCall(
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", ("\n```json\n",), "\n```<｜tool▁call▁end｜>"
 )
 DEEPSEEK_V31 = NamedJsonCall("<｜tool▁call▁begin｜>", ("<｜tool▁sep｜>",), "<｜tool▁call▁end｜>")
+HARMONY = NamedJsonCall(
+    between=(
+        " <|constrain|>json<|message|>",
+        "json<|message|>",
+        "<|message|>",
+        "<|channel|>commentary json<|message|>",
+        "<|channel|>commentary <|constrain|>json<|message|>",
+        "<|channel|>commentary<|message|>",
+    ),
+    prefix="functions.",
+)
 MISTRAL = NamedJsonCall(between=("[ARGS]", ""), id_mark="[CALL_ID]")
 
 FORMATS = {
+    "openai": ToolFormat(
+        (HARMONY,),
+        also=("<|start|>assistant<|channel|>commentary to=", "<|start|>assistant to="),
+        is_single=True,
+    ),
     "kimi_k2": ToolFormat((KIMI,), between=""),
     "cohere_command": ToolFormat(
         (JsonCall("tool_name", "parameters", "tool_call_id"),), "[\n    ", "\n]", between=",\n    "

@@ -23,6 +23,8 @@ class ToolFormat:
     apart: text before the next mark, if each call has its own
     is_bare: a message may begin with calls without marks, and calls are written so
     has_short_ids: ids of calls have nine letters and digits
+    also: other marks that begin calls; the first is `begin` with text before it, and may be written too
+    is_single: a message has one call, which an end token of the model ends: its mark may be left out
 
     Text that is no call of a known tool stays text, marks included; white space around calls is dropped.
     """
@@ -34,6 +36,8 @@ class ToolFormat:
     apart: str = "\n"
     is_bare: bool = False
     has_short_ids: bool = False
+    also: tuple[str, ...] = ()
+    is_single: bool = False
     begin: str = ""
     end: str = ""
 
@@ -42,6 +46,10 @@ class ToolFormat:
         one = lark.one_of(self.forms[-1].written(tool, lark) for tool in tools)
         begin, end = ("", "") if self.is_bare else (self.begin, self.end)
         before, after = lark.text(begin + self.opens), lark.text(self.closes + end)
+        if self.also:
+            before = lark.one_of([lark.text(self.also[0] + self.opens), before])
+        if self.is_single:
+            return f"{before} {one} ({after})?"
         if not is_several:
             return f"{before} {one} {after}"
         if self.between is None:
@@ -56,7 +64,7 @@ class ToolFormat:
             yield from reader.skip_space()
             yield from reader.skip(self.begin)
             count = yield from self._section(reader, tools, most)
-        while count < most and (yield from text_before(reader, self.begin)):
+        while count < most and (yield from text_before(reader, (*self.also, self.begin))):
             count += yield from self._section(reader, tools, most - count)
         yield from rest(reader, count > 0)
 
@@ -104,11 +112,13 @@ class ToolFormat:
         return found
 
 
-def text_before(reader: TextReader, mark: str) -> Steps[bool]:
-    """Yield text up to a mark, and read the mark; return whether it comes. White space before it is held."""
+def text_before(reader: TextReader, marks: tuple[str, ...]) -> Steps[bool]:
+    """Yield text up to the first of some marks, and read it; return whether one comes. White space before it
+    is held."""
     while True:
-        found = reader.text.find(mark)
-        end = len(reader.text) - overlap(reader.text, (mark,)) if found < 0 else found
+        places = [(reader.text.find(mark), mark) for mark in marks if mark in reader.text]
+        found, mark = min(places, default=(-1, ""))
+        end = len(reader.text) - overlap(reader.text, marks) if found < 0 else found
         if kept := len(reader.text[:end].rstrip()):
             reader.at = kept
             yield TextDelta(reader.consume())

@@ -137,6 +137,24 @@ def test_special_tokens_are_marks_and_reasoning_comes_before_calls(begun):
     assert dialect.calls_special and dialect.keeps_special
 
 
+def test_a_call_of_gpt_oss_ends_with_the_token_that_ends_a_reply():
+    """Its mark is an end token of the model. Behind reasoning the call begins a message of its own."""
+    marks = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>")
+    own = letters(template("gpt_oss"), *(AddedToken(mark, special=True) for mark in marks))
+    dialect, end = Dialect(own), own.token_id("<|call|>")
+    grammars, prompt = Grammars(own, len(own), [end]), own.encode("<|start|>assistant")
+    asked = dialect.constraints(Toolbox(TOOLS, "required", "now"), prompt)
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    for before in ("", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"):
+        follower = grammars.constraint(asked, 0)
+        follower.follow(own.encode(before + call))
+        assert follower.failure is None and allowed(follower.masks()[0]) == [end]
+        parser = ToolParser(dialect.require_tool_format(), Toolbox(TOOLS).tools)
+        parts = ReplyParser("key", dialect.reasoning(prompt), parser).take(before + call, at_end=True)
+        assert whole_calls(parts)[0]["function"] == {"name": "now", "arguments": "{}"}
+        assert not text_of(parts, TextDelta) and text_of(parts, ReasoningDelta) == ("hm" if before else "")
+
+
 def test_schemas_of_arguments_are_closed_where_they_name_all():
     place = {"type": "object", "properties": {"x": {"type": "integer"}}}
     closed = {"additionalProperties": False}

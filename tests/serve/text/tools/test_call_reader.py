@@ -74,6 +74,7 @@ def call(name: str, arguments: str, id: str | None = None) -> list[Event]:
 HERMES = '<tool_call>\n{"name": "rain", "arguments": {"city": "O\\"}<"}}\n</tool_call>'
 IN_HERMES = call("rain", '{"city": "O\\"}<"}')
 NOW = call("now", "{}")
+HARMONY = "<|channel|>commentary to="
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now"
 BROKEN = '<tool_call>{"name": "now", "arguments": {"a": '
 
@@ -96,6 +97,11 @@ BROKEN = '<tool_call>{"name": "now", "arguments": {"a": '
         ("hunyuan_a13b", '<tool_calls>[{"name": "now"}, {"name": "now"}]</tool_calls>', NOW * 2),
         ("glm45", "<tool_call>now</tool_call>\n<tool_call>now\n</tool_call>", NOW * 2),
         ("qwen3_coder", "<tool_call><function=now></function></tool_call>", NOW),
+        ("openai", f"{HARMONY}functions.now <|constrain|>json<|message|>{{}}<|call|>", NOW),
+        ("openai", f"<|start|>assistant{HARMONY}functions.now json<|message|>{{}}", NOW),
+        ("openai", "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>", NOW),
+        ("openai", f"So.<|start|>assistant{HARMONY}functions.snow<|message|>{{}}",
+         [TextDelta(f"So.<|start|>assistant{HARMONY}functions.snow<|message|>{{}}")]),
     ],
 )  # fmt: skip
 def test_calls_by_notation(name, text, events):
@@ -163,11 +169,12 @@ def test_where_one_call_is_allowed_the_others_are_text():
 
 
 MARKS = sorted(
-    {mark for name in FORMATS for mark in (format_named(name).begin, format_named(name).end) if mark}
+    {mark for own in map(format_named, FORMATS) for mark in (own.begin, own.end, *own.also) if mark}
 )
 FRAGMENTS = [
     *MARKS, *"{}[]\":,;\\ \n<a", '"name": ', '"arguments": ', '{"name": "now", "arguments": {}}', "now",
-    "functions.now:0", "<function=typed>", "<parameter=text>", "</parameter>", "</function>", "<arg_key>",
+    "functions.now:0", "functions.now", "<|constrain|>json<|message|>",
+    "<function=typed>", "<parameter=text>", "</parameter>", "</function>", "<arg_key>",
     "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
     HERMES, "[ARGS]",
     "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", '<invoke name="typed">', '<parameter name="count">', "1",
@@ -191,7 +198,7 @@ def test_how_a_text_is_cut_makes_no_difference(name, parts, data):
 
 @pytest.mark.parametrize("family", [name for name, about in FAMILIES.items() if about.calls in FORMATS])
 def test_calls_are_found_in_what_templates_write(family):
-    """Two of them, whose arguments are as they were."""
+    """Two of them, or one where a message has one, whose arguments are as they were."""
     source, calls = template(family), [CALL, {**CALL, "id": "functions.rain:1"}]
     if FAMILIES[family].as_text:
         calls = [{**one, "function": SPELLED} for one in calls]
@@ -201,7 +208,8 @@ def test_calls_are_found_in_what_templates_write(family):
     assert notation is not None and calls_of(source).begin == notation.begin
     text = whole[whole.index(notation.begin) :].removesuffix(FAMILIES[family].ends)
     found: list[Any] = joined(ToolParser(notation, [RAIN]).take(text, at_end=True))
-    assert [type(event) for event in found] == [ToolCallStart, ToolCallArguments, ToolCallEnd] * 2
-    assert [json.loads(event.text) for event in found[1::3]] == [ARGUMENTS] * 2
+    count = 1 if notation.is_single else 2
+    assert [type(event) for event in found] == [ToolCallStart, ToolCallArguments, ToolCallEnd] * count
+    assert [json.loads(event.text) for event in found[1::3]] == [ARGUMENTS] * count
     ids = [event.id for event in found[::3]]
-    assert ids == (["functions.rain:0", "functions.rain:1"] if family == "kimi_k2" else [None, None])
+    assert ids == (["functions.rain:0", "functions.rain:1"] if family == "kimi_k2" else [None] * count)
