@@ -71,12 +71,16 @@ ATTRIBUTE = "logits_processor_knobs"
 
 @dataclass(frozen=True)
 class LogitsProcessor:
-    """A function as an engine runs it; equal ones compute the same."""
+    """A function as an engine runs it; equal ones compute the same. Pickled, as part of a stored program's
+    tree, it has no `call`."""
 
     name: str
     defaults: tuple[tuple[str, Any], ...]  # of its knobs; a sequence is a tuple
     digest: str  # of what it computes
     call: Callable[..., Float[Array, " V"]] = field(compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"call": None}
 
     def row(self, extra: Mapping[str, Value]) -> ProcessorKnobs:
         """Return a request's numbers, in numpy. Raises ValueError or TypeError for one that its knob cannot

@@ -1,6 +1,8 @@
 """Rows of the invariance suite for logits processors of users: a request gets the tokens of its own, whatever
 the rows beside it ask for, and one that asks for none has the bits of an engine without."""
 
+import itertools
+
 import pytest
 from cases.invariance import LENGTHS, bits, prompts
 from cases.oracle import continue_plainly
@@ -79,7 +81,8 @@ def test_unknown_numbers_are_refused_before_any_step(llm):
 
 
 def test_an_impure_processor_does_not_start(model):
+    counter = itertools.count()
     with pytest.raises(ValueError, match="is not pure"):
         LLM.from_params(
-            model.config, model.params, max_model_len=64, logits_processors=[lambda x, *_: x + id(object())]
+            model.config, model.params, max_model_len=64, logits_processors=[lambda x, *_: x + next(counter)]
         )

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,7 @@ def test_an_effect_inside_a_loop_is_found():
 
 
 @pytest.mark.parametrize("wrong", [None, "a", (), [1, 2.0], [[1]], {}])
+@pytest.mark.usefixtures("unchecked")
 def test_a_default_is_a_number_or_several_of_one_kind(wrong):
     own = logits_processor(x=wrong)(lambda logits, history, knobs: logits)
     with pytest.raises(TypeError, match="x=.* is no default of a knob"):
@@ -87,6 +89,7 @@ def test_processors_are_equal_where_they_compute_the_same():
     trees = [str(jax.tree.structure(empty_state(1, V, processors=p, S=S))) for p in (one, same, other)]
     assert trees[0] == trees[1] != trees[2], "kept programs are found by it"
     assert one != processors_of([boosting(1.0, 0.5)], V, S), "a default is part of it"
+    assert pickle.loads(pickle.dumps(one)) == one, "stored programs hold it"
 
 
 def test_the_trace_outlives_a_change_of_what_it_was_made_of():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ....lora.request import LoRARequest
+from ....sampling.custom import processors_of
 from ....sampling.params import SamplingParams
 from ...host.streams import tell
 from ...llm.input_processor import InputProcessor
@@ -76,8 +77,9 @@ class WorkerPool:
             self._facts = facts = backend.facts(self._handles[0].worker)
         except WorkerLost as gone:
             raise RuntimeError(f"no worker could be started: {gone}") from None
+        own = processors_of(options.logits_processors, facts.vocab_size, facts.max_model_len)
         self._processor = InputProcessor(
-            facts.vocab_size, facts.max_model_len, options, tokenizer, facts.eos_ids
+            facts.vocab_size, facts.max_model_len, options, tokenizer, facts.eos_ids, processors=own
         )
         self.lost = self._in_a_row = 0
 

@@ -60,6 +60,13 @@ class FormatFields:
 
 
 @dataclass(frozen=True)
+class ProcessorFields:
+    """vLLM's name of `extra_args`."""
+
+    vllm_xargs: Mapping[str, Any] | None = knob(None, "the same as extra_args")
+
+
+@dataclass(frozen=True)
 class ToolFields:
     """Tools that a reply may call."""
 

@@ -34,10 +34,11 @@ class Body:
     closed: bool = False
 
 
+EITHER = bodies.FormatFields, bodies.ProcessorFields
 FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     "chat": (
         "ChatBody",
-        (SamplingParams, bodies.ChatFields, bodies.ToolFields, bodies.FormatFields, bodies.StreamFields),
+        (SamplingParams, bodies.ChatFields, bodies.ToolFields, *EITHER, bodies.StreamFields),
         {"messages": [{"role": "user", "content": "sort a list"}], "max_tokens": 64, "stream": True},
     ),
     "completion": (
@@ -45,7 +46,7 @@ FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
         (
             SamplingParams,
             bodies.CompletionFields,
-            bodies.FormatFields,
+            *EITHER,
             bodies.StreamFields,
             bodies.EchoFields,
         ),
@@ -53,7 +54,7 @@ FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     ),
     "response": (
         "ResponseBody",
-        (SamplingParams, bodies.ResponseFields, bodies.ToolFields),
+        (SamplingParams, bodies.ResponseFields, bodies.ToolFields, bodies.ProcessorFields),
         {"input": "sort a list", "max_output_tokens": 64, "stream": True},
     ),
 }

@@ -15,7 +15,7 @@ from ....sampling.params import SamplingParams
 from ..tokenizer.chat import EFFORTS, ChatTemplateError, apply_chat, check_messages, effort_variables
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.tool import Toolbox
-from .bodies import ChatFields, CompletionFields, FormatFields, ToolFields, names
+from .bodies import ChatFields, CompletionFields, FormatFields, ProcessorFields, ToolFields, names
 from .dialect import Dialect
 from .errors import RequestError, flag, require
 from .fields import toolbox_of, with_structured
@@ -25,8 +25,9 @@ MAX_CHOICES = 128  # completions of one request: OpenAI's limit
 MAX_STRINGS = 1024  # stop strings or bad words: each is searched at every token
 
 SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("flag", True))
-CHAT = names(ChatFields) | names(ToolFields) | names(FormatFields)
-COMPLETION = names(CompletionFields) | names(FormatFields)
+EITHER = names(FormatFields) | names(ProcessorFields)
+CHAT = names(ChatFields) | names(ToolFields) | EITHER
+COMPLETION = names(CompletionFields) | EITHER
 # Results of these have no place in OpenAI's answers.
 PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
 BODY = SAMPLING - PLAIN_ONLY
@@ -155,7 +156,8 @@ def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]
     something."""
     fields = with_effect(with_structured(body), BODY, others)
     refuse_unknown(fields, BODY, others)
-    return fields
+    extra = body.get("vllm_xargs")
+    return fields if extra is None else {"extra_args": extra} | fields
 
 
 def refuse_unknown(

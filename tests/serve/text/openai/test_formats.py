@@ -136,3 +136,14 @@ def test_a_call_that_must_come_has_no_text_of_a_format():
     forced = CHAT | {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}
     with pytest.raises(RequestError, match="tool_choice"):
         task_of_body("chat", None, forced, {}, None)
+
+
+@pytest.mark.parametrize("name", ["extra_args", "vllm_xargs"])
+def test_numbers_for_logits_processors_have_two_names(name):
+    own = {name: {"ngram_size": 2, "banned": [1, 2]}}
+    chat = task_of_body("chat", None, CHAT | own, {}, None)
+    completion = task_of_body("completion", None, {"prompt": "x"} | own, {}, None)
+    response = task_of_response({"input": "x"} | own, {})
+    assert all(task.params.extra_args == own[name] for task in (chat, completion, response))
+    with pytest.raises(RequestError, match="extra_args"):
+        task_of_body("chat", None, CHAT | {name: {"a": "b"}}, {}, None)
