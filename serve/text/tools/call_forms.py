@@ -1,16 +1,17 @@
 """Forms of a tool call: an object of JSON, a name before an object of JSON, and parameters between tags."""
 
+import ast
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from .lark import Lark
 from .stream_reader import Steps, TextReader, ToolCallArguments, ToolCallEnd, ToolCallStart
-from .tool import Tool, choices, read, types_of
+from .tool import Tool, choices, read, refused, types_of
 
 ARGUMENTS = ("arguments", "parameters")
 NUMBERED = re.compile(r":\d+$")
@@ -259,3 +260,108 @@ class TaggedCall:
         else:
             value = lark.rule("/(?s:.*)/", f"[suffix={lark.quoted(ending)}]")
         return f"{opening} {value} {lark.text(self.space)}"
+
+
+@dataclass(frozen=True)
+class PythonCall:
+    """A call as Python or, with values of JSON, OLMo 3 writes it, as `f(x=1, y=[True, None])`; both are read.
+
+    words: values of JSON that are written as Python's
+    """
+
+    words: Mapping[str, str] = field(default_factory=dict)
+    opens: str = ""
+
+    def call(self, reader: TextReader, tools: Mapping[str, Tool]) -> Steps[bool]:
+        name = yield from reader.take_while(in_name)
+        if name not in tools or not (yield from reader.skip("(")):
+            return False
+        reader.consume()
+        yield ToolCallStart(name)
+        yield ToolCallArguments("{")
+        separator = ""
+        while (key := (yield from self._key(reader))) is not None:
+            text, is_whole = yield from literal(reader)
+            reader.consume()
+            value = as_json(text) if is_whole else text
+            yield ToolCallArguments(f"{separator}{quoted(key)}: {value}")
+            separator = ", "
+        yield ToolCallEnd()
+        return True
+
+    def _key(self, reader: TextReader) -> Steps[str | None]:
+        """Return the next argument's name. Without one the arguments end, unless the text ends before."""
+        yield from reader.skip_space()
+        if (yield from reader.skip(",")):
+            yield from reader.skip_space()
+        key = yield from reader.take_while(in_name)
+        yield from reader.skip_space()
+        if key and (yield from reader.skip("=")):
+            yield from reader.skip_space()
+            return key
+        is_closed = not key and (yield from reader.skip(")"))
+        if is_closed or (yield from reader.more()):
+            yield ToolCallArguments("}")
+        if not is_closed:
+            reader.at = 0
+        return None
+
+    def written(self, tool: Tool, lark: Lark) -> str:
+        """Return terms for a call: the arguments in their order, those that are required always."""
+        required, names = tool.arguments.get("required") or (), list(tool.properties)
+        items = [lark.rule(f"{lark.text(f'{name}=')} {self._value(tool, name, lark)}") for name in names]
+        tails, firsts = [""], list[str]()
+        for name, item in zip(reversed(names), reversed(items), strict=True):
+            next_one = f'", " {item}' if name in required else f'(", " {item})?'
+            tails.append(lark.rule(f"{next_one} {tails[-1]}"))
+        for i, name in enumerate(names):
+            firsts.append(f"{items[i]} {tails[len(names) - 1 - i]}")
+            if name in required:
+                break
+        else:
+            firsts.append('""')
+        return f'{lark.text(f"{tool.name}(")} {lark.one_of(firsts)} ")"'
+
+    def _value(self, tool: Tool, name: str, lark: Lark) -> str:
+        schema = tool.schema(name)
+        kinds = types_of(schema, tool.parameters)
+        if self.words and kinds <= {"boolean", "null"} and "enum" not in schema and "const" not in schema:
+            words = ["true", "false"] * ("boolean" in kinds) + ["null"] * ("null" in kinds)
+            return lark.one_of(lark.text(self.words[word]) for word in words)
+        return lark.json(tool.rooted(schema))
+
+
+PYTHON = {"true": "True", "false": "False", "null": "None"}
+
+
+def literal(reader: TextReader) -> Steps[tuple[str, bool]]:
+    """Read a literal of Python or JSON up to the comma or bracket behind it; return its text, and whether it
+    is whole."""
+    start, depth, quote, is_escaped = reader.at, 0, "", False
+    while character := (yield from reader.peek()):
+        if quote:
+            quote = "" if character == quote and not is_escaped else quote
+            is_escaped = character == "\\" and not is_escaped
+        elif character in "\"'":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}" and depth:
+            depth -= 1
+        elif character in ",)" and not depth:
+            return reader.text[start : reader.at].strip(), True
+        reader.at += 1
+    return reader.text[start:], False
+
+
+def as_json(text: str) -> str:
+    """Return a literal as JSON; text that is none as a string."""
+    try:
+        json.loads(text, parse_constant=refused)
+        return text
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return quoted(text)

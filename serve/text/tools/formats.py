@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ....checkpoints.dialects import CALLS, Calls, calls_of
-from .call_forms import JsonCall, NamedJsonCall, TaggedCall
+from .call_forms import PYTHON, JsonCall, NamedJsonCall, PythonCall, TaggedCall
 from .tool_parser import ToolFormat
 
 QWEN = TaggedCall(
@@ -54,6 +54,8 @@ FORMATS = {
     "minimax_m2": ToolFormat((MINIMAX,), "\n", "\n", between="\n"),
     "seed_oss": ToolFormat((SEED,), "\n", "\n"),
     "hunyuan_a13b": ToolFormat((JsonCall(),), "[", "]", between=", "),
+    "lfm2": ToolFormat((PythonCall(PYTHON),), "[", "]", between=", "),
+    "olmo3": ToolFormat((PythonCall(),), between="\n"),
     "glm45": ToolFormat((GLM,)),
     "qwen3_coder": ToolFormat((QWEN,), "\n", "\n"),
     "hermes": ToolFormat((JsonCall(),), "\n", "\n"),

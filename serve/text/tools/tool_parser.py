@@ -106,6 +106,8 @@ class ToolFormat:
         if self.end and (yield from reader.skip(self.end)):
             reader.consume()
             return False
+        if may_go_on and self.between == "\n" and not form.opens:  # a line of its own
+            return (yield from reader.more())
         start = reader.at
         found = may_go_on and bool(form.opens) and (yield from reader.skip(form.opens))
         reader.at = start if found else 0
