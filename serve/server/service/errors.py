@@ -18,6 +18,7 @@ TYPES = {
 LONGEST = 1000  # characters of a message
 UNREAD = (401, 403, 408, 413)  # answered before the body was read: the connection is closed
 LEFT = 499  # never sent: the client has disconnected
+UNKEPT = "; no response is kept: send the whole conversation as input"
 RETRY = "1"  # seconds after which a client may try again
 
 
@@ -62,7 +63,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
         case ClientLeft():
             return Response(status_code=LEFT)
         case HTTPException():  # Starlette's own: no such path, another method
-            error_body = f"{request.method} {request.url.path}: {error.detail}"
+            path = request.url.path
+            why = UNKEPT if path.startswith("/v1/responses/") else ""
+            error_body = f"{request.method} {path}: {error.detail}{why}"
             response = HttpError(error.status_code, error_body).response()
             response.headers.update(error.headers or {})
             return response

@@ -183,6 +183,9 @@ def test_responses_are_chats(client, llm):
     assert client.responses.create(**(asked | {"input": again})).output_text
     with pytest.raises(openai.BadRequestError, match="previous_response_id.*nothing is kept"):
         client.responses.create(previous_response_id=whole.id, **asked)
+    for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="no response is kept"):
+            call(whole.id)
 
 
 def test_embeddings_are_what_the_library_gives(client, llm):
