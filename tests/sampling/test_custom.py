@@ -1,8 +1,10 @@
 """Logits processors of users: what is refused, what a row's knobs are, and what a row without them keeps."""
 
 import functools
+import inspect
 import itertools
 import pickle
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -250,3 +252,8 @@ def test_row_sums_in_a_fixed_order_pass_the_probe():
     (own,) = processors_of([softmax], V, S)
     x = jnp.asarray(falling(3))
     assert abs(float(jnp.sum(jnp.exp(own.call(x, *inputs())))) - 1) < 1e-5
+
+
+def test_the_page_has_the_functions_of_the_example():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "python.md").read_text(encoding="utf-8")
+    assert all(inspect.getsource(function) in page for function in PROCESSORS)
