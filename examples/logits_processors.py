@@ -43,11 +43,11 @@ def thinking_budget(logits, history, knobs):
 def main() -> None:
     processors = [ban_at_first, no_repeated_ngram, thinking_budget]
     llm = LLM(*sys.argv[1:2], logits_processors=processors, max_model_len=256, max_num_seqs=4)
-    prompt, greedy = "def read_lines(path):\n", {"temperature": 0, "max_tokens": 24}
-    (plain,) = llm.generate(prompt, SamplingParams(**greedy), use_tqdm=False)
+    prompt = "def read_lines(path):\n"
+    (plain,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
     first = plain.outputs[0].token_ids[0]
     asked = [None, {"banned": [first], "banned_steps": 4}, {"ngram_size": 2}]
-    params = [SamplingParams(**greedy, extra_args=extra) for extra in asked]
+    params = [SamplingParams(temperature=0, max_tokens=24, extra_args=extra) for extra in asked]
     for extra, output in zip(asked, llm.generate([prompt] * 3, params, use_tqdm=False), strict=True):
         print(extra, repr(output.outputs[0].text))
     llm.close()

@@ -35,12 +35,14 @@ def alone(llm, model):
 
 
 def test_alone_equals_the_oracle_and_the_engine_without_processors(model, alone, expected):
-    for i, prompt in enumerate(prompts(model.config.vocab_size)):
-        found = [token for token, *_ in alone[i]]
-        assert found == continue_plainly(model, prompt, ASKED[i], PROCESSORS)
-        assert (alone[i] == expected[i]) == (EXTRA[i] is None)
-    assert not {token for token, *_ in alone[0][:6]} & set(EXTRA[0]["banned"])
-    assert 11 in [token for token, *_ in alone[3][:6]], "the reasoning was closed"
+    texts, found = prompts(model.config.vocab_size), [[token for token, *_ in own] for own in alone]
+    for prompt, params, tokens in zip(texts, ASKED, found, strict=True):
+        assert tokens == continue_plainly(model, prompt, params, PROCESSORS)
+    others = {i for i in range(len(texts)) if alone[i] != expected[i]}
+    assert {0, 3} <= others <= {i for i, extra in enumerate(EXTRA) if extra}
+    assert 12 in found[0][:3] and 11 in found[3][:6], "the reasoning was closed"
+    assert len({*texts[2], *found[2]}) == len({*texts[2]}) + 24, "no token came twice"
+    assert not {*found[6][:12]} & {*range(2, 14)}, "no banned token came"
 
 
 def test_batched_and_prefix_hits_equal_alone(model, llm, alone):
@@ -60,7 +62,8 @@ def test_preemption_chunks_and_guesses_change_no_bit(model, serve, alone, more):
         for _ in range(2):
             assert [bits(o) for o in llm.generate(texts, ASKED, use_tqdm=False)] == alone
         report = llm.report()
-    assert report["preemptions"] > 0 and (not more or report["speculation"]["drafted"] > 0)
+    assert report["preemptions"] > 0 or model.name == "recurrent"
+    assert not more or report["speculation"]["drafted"] > 0
 
 
 def test_a_default_of_the_engine_is_every_requests(model, serve, alone):
@@ -70,7 +73,7 @@ def test_a_default_of_the_engine_is_every_requests(model, serve, alone):
         (output,) = llm.generate(prompts(model.config.vocab_size)[0], use_tqdm=False)
         facts = facts_of(llm.engine, llm.options)
     assert output.outputs[0].token_ids == [token for token, *_ in alone[0]]
-    assert "ban_at_first" in facts["logits_processors"]
+    assert "thinking_budget" in facts["logits_processors"]
 
 
 def test_unknown_numbers_are_refused_before_any_step(llm):

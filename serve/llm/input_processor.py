@@ -205,7 +205,7 @@ class InputProcessor:
         own = effort_variables(effort) | dict(variables or {})
         several = isinstance(messages, list) and messages and isinstance(messages[0], list)
         each: Any = messages if several else [messages]
-        prompts = [self.conversation(one, **options, **own) for one in each]
+        prompts: list[Prompt] = [self.conversation(one, **options, **own) for one in each]
         is_continued = options.get("continue_final_message", False)
         return prompts, params if is_continued else self._after_reasoning(prompts, params)
 
