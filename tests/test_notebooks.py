@@ -1,7 +1,11 @@
 """The notebooks are stored with outputs of their own sources, run from the first cell to the last, and open
 in Colab."""
 
+import importlib.util
+import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = ["01-quickstart", "02-what-a-step-costs", "03-speculation", "04-pipelines", "05-planning"]
 COLAB = "https://colab.research.google.com/github/duetto-ai/duetto/blob/main/notebooks"
 MOST_BYTES = 300_000
+DRIVERS = {None: "", "580.65.06": ",cuda", "550.54.15": ",cuda12", "unknown": ",cuda12"}
 
 
 def read(name: str):
@@ -44,6 +49,18 @@ def test_notebook_is_stored_with_the_outputs_of_its_sources(name):
         output.output_type != "error" and output.get("name") != "stderr" for output in outputs
     )
     assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
+
+
+@pytest.mark.parametrize("driver, extra", list(DRIVERS.items()))
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_first_cell_installs_jax_for_the_driver(name, driver, extra, monkeypatch):
+    source = code_cells(read(name))[0].source.replace("%pip install --quiet ", "asked = f")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda _: driver)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=f"{driver}\n"))
+    cell: dict[str, Any] = {}
+    exec(source, cell)  # noqa: S102 - as Colab does
+    assert cell["asked"].startswith(f"duetto[notebook{extra}] @ git+")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Jupyter's own
