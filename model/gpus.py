@@ -74,12 +74,12 @@ class Gpu:
 class Kernel(NamedTuple):
     """A kernel by the name that reports show.
 
-    backend: what compiles it: Triton, Mosaic GPU as jax ships it, or a host's compiler.
+    backend: what compiles it: Triton, or Mosaic GPU as jax ships it.
     replaced_by: the way of the reference, for messages.
     """
 
     name: str
-    backend: Literal["triton", "mosaic", "cpu"]
+    backend: Literal["triton", "mosaic"]
     replaced_by: str
 
 
@@ -101,9 +101,9 @@ def gpu_of(device: Any) -> Gpu | None:
     return Gpu(name, (int(found[1]), int(found[2]))) if found else None
 
 
-def may_use(kernel: Kernel, memory: int = 0, kept: Iterable[Any] = ()) -> bool:
+def may_use(kernel: Kernel) -> bool:
     """True if programs may use a kernel where they are compiled for; see `refusal`."""
-    return refusal(kernel, memory, kept) is None
+    return refusal(kernel) is None
 
 
 def refusal(kernel: Kernel, memory: int = 0, kept: Iterable[Any] = ()) -> str | None:
@@ -114,10 +114,6 @@ def refusal(kernel: Kernel, memory: int = 0, kept: Iterable[Any] = ()) -> str | 
     """
     if kernel.name in REFUSED.get():
         return "it did not pass its check on this device"
-    return None if kernel.backend == "cpu" else refusal_of_gpu(kernel, memory, kept)
-
-
-def refusal_of_gpu(kernel: Kernel, memory: int, kept: Iterable[Any]) -> str | None:
     device = gpu()
     if device is None or not compiles_for_gpus():
         return "no compiler for an NVIDIA GPU is here"

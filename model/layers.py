@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from .config import NormKind
 from .tree import Spec, pytree
-from .weights.grouped import can_multiply, grouped_product
+from .weights.grouped import expert_kernel
 
 
 @pytree
@@ -106,9 +106,10 @@ def ragged_product(
         return w.ragged(rows, sizes, owner)
     precision = jax.lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
     plainly = partial(jax.lax.ragged_dot, precision=precision)
-    if rows.dtype != w.dtype or not can_multiply(w.dtype, w.shape):
+    kernel = expert_kernel(w.dtype, w.shape) if rows.dtype == w.dtype else None
+    if kernel is None:
         return plainly(rows, w, sizes)
-    return jax.lax.platform_dependent(rows, w, sizes, cuda=grouped_product, default=plainly)
+    return jax.lax.platform_dependent(rows, w, sizes, cuda=kernel, default=plainly)
 
 
 def rms_norm(x: Float[Array, "*rows D"], gain: Float[Array, " D"], kind: NormKind) -> Float[Array, "*rows D"]:

@@ -1,8 +1,8 @@
 """Mixtures of experts: a router in float32, and only the chosen experts' products (Shazeer et al., arXiv
 1701.06538).
 
-Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`, a Hopper GPU with the
-kernel of `model/weights/grouped.py`; elsewhere, where XLA (of jax 0.10) computes all experts for
+Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`, an NVIDIA GPU with a
+kernel that `model/weights/grouped.py` chooses; elsewhere, where XLA (of jax 0.10) computes all experts for
 `ragged_dot`, we go through tiles of rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A
 token's bits depend on neither its neighbours nor their number: all tiles of a step have one size, and a row
 of a product knows nothing of the others.
@@ -20,7 +20,7 @@ from ..ffn import FFN, activate, feed_forward, ffn_spec
 from ..layers import Norm, Weight, apart, biased, einsum, norm_spec, ragged_product
 from ..sharding import on_several_devices
 from ..tree import Spec, is_spec, pytree, static
-from ..weights.grouped import can_multiply
+from ..weights.grouped import expert_kernel
 
 
 @pytree
@@ -139,7 +139,7 @@ def has_kernel(f: FFN, dtype: Any) -> bool:
     weights = f.gate, f.up, f.down
     shapes = [shape for w in weights for shape in (w.factors if isinstance(w, Weight) else (w.shape,))]
     alike = all(isinstance(w, Weight) or w.dtype == dtype for w in weights)
-    return alike and can_multiply(dtype, *shapes) and not on_several_devices(weights)
+    return alike and expert_kernel(dtype, *shapes) is not None and not on_several_devices(weights)
 
 
 def route(

@@ -1,15 +1,16 @@
-"""Products of consecutive rows with one expert's matrix each, on NVIDIA GPUs of the Hopper generation: the
-kernel that jax ships (Pallas, Mosaic GPU backend), which reads the experts' weights where they lie.
+"""Products of consecutive rows with one expert's matrix each, on NVIDIA GPUs.
 
-It multiplies blocks of ROWS rows with one expert's matrix and keeps the rows that are that expert's: two
+They are our own kernel's (`expert_tiles.py`). Where it is refused, a GPU of the Hopper generation has the one
+that jax ships (Pallas, Mosaic GPU backend), which reads all experts' weights, those without rows included. It
+multiplies blocks of ROWS rows with one expert's matrix and keeps the rows that are that expert's: two
 experts that share a block multiply it one after the other. Blocks have one size and a row's sum runs over
-K in order, so its bits depend neither on the rows beside it nor on how many an expert has. All experts'
-weights are read, those without rows included.
+K in order, so its bits depend neither on the rows beside it nor on how many an expert has.
 
 The module is there in jax 0.10 to 0.12; where it is not, and on other devices, `experts.py` goes another
-way. `ragged_product` alone uses what is here.
+way. `expert_kernel` chooses.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..gpus import Kernel, may_use, shipped
+from .expert_tiles import can_tile, tiled_product
 
 ROWS = 64  # of a block: those of the tensor cores' instruction
 INNER = 64  # of K in a step of a block's sum
@@ -25,14 +27,20 @@ STAGES = 4  # steps that are loaded ahead
 GROUPED = Kernel("expert_product", "mosaic", "each tile of rows copies an expert")
 
 
+def expert_kernel(dtype: Any, *shapes: tuple[int, ...]) -> Callable[..., Any] | None:
+    """The kernel for rows of this dtype and experts' matrices [E,D,F] of these shapes, or None."""
+    if can_tile(dtype, *shapes):
+        return tiled_product
+    return grouped_product if can_multiply(dtype, *shapes) else None
+
+
 def kernel() -> Any:
-    """The module of the kernel, or None where there is none."""
+    """The module of jax's kernel, or None where there is none."""
     return shipped("ragged_dot_mgpu")
 
 
 def can_multiply(dtype: Any, *shapes: tuple[int, ...]) -> bool:
-    """True if the kernel multiplies rows with experts' matrices [E,D,F] of these shapes and this dtype, on
-    one device."""
+    """True if jax's kernel multiplies rows with experts' matrices [E,D,F] of these shapes and this dtype."""
     return (
         kernel() is not None
         and may_use(GROUPED)

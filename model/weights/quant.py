@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Num, UInt8
 from ..gpus import may_use
 from ..layers import einsum, ragged_product
 from ..sharding import axes_of, in_shards, on_several_devices
-from . import nibbles
+from . import expert_tiles, nibbles
 
 Scheme = Literal["int8", "int4", "fp8", "fp4"]
 # numbers along the packed axis that share a four-bit scale: the largest that divides
@@ -115,6 +115,17 @@ class Quantised:
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
     ) -> Float[Array, "rows F"]:
         """Products of consecutive rows with one expert's weights each."""
+        own = expert_tiles.ExpertMatrices(self.values, self.scales, self.zeros)
+        if not expert_tiles.can_widen(own, self.scheme, self.shape, self.packed, rows.dtype):
+            return ragged_by_widening(rows, self, sizes, owner)
+        return jax.lax.platform_dependent(
+            rows, self, sizes, owner, cuda=ragged_by_kernel, default=ragged_by_widening
+        )
+
+    def ragged_by_widening(
+        self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
+    ) -> Float[Array, "rows F"]:
+        """The same with arrays, the codes where a scale is an output's."""
         if self.scales.shape[1] > 1:
             return ragged_product(rows, self.widened(rows.dtype), sizes, owner)
         product = ragged_product(rows, self.codes().astype(rows.dtype), sizes, owner)
@@ -158,6 +169,24 @@ def by_kernel(x: Float[Array, "..."], w: Quantised, inputs: int, dtype: Any) -> 
     parts = (None if part is None else part.reshape(-1, columns) for part in (w.values, w.scales, w.zeros))
     product = nibbles.multiply(x.reshape(-1, inner), nibbles.NibbleCodes(*parts), dtype)
     return product.reshape(*x.shape[: x.ndim - inputs], *w.shape[inputs:])
+
+
+def ragged_by_widening(
+    rows: Float[Array, "rows D"], w: Quantised, sizes: Int[Array, " E"], owner: Int[Array, " rows"]
+) -> Float[Array, "rows F"]:
+    return w.ragged_by_widening(rows, sizes, owner)
+
+
+def ragged_by_kernel(
+    rows: Float[Array, "rows D"],
+    w: Quantised,
+    sizes: Int[Array, " E"],
+    owner: Int[Array, " rows"] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "rows F"]:
+    """The same by a GPU's kernel; experts' numbers stay codes."""
+    own = expert_tiles.ExpertMatrices(w.values, w.scales, w.zeros)
+    return expert_tiles.multiply(rows, own, sizes, w.scheme, interpret)
 
 
 def leading(equation: str) -> int:

@@ -1,4 +1,4 @@
-"""Experts' products on Hopper GPUs: the order of rows, what the kernel is given, and, interpreted, what it
+"""Experts' products on GPUs: the order of rows, what the kernels are given, and, interpreted, what jax's
 returns."""
 
 from collections.abc import Iterator
@@ -18,11 +18,13 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from duetto.model.config import Experts
 from duetto.model.experts import MoE, by_ragged_products, by_tiles, experts_spec, has_kernel, sorted_by_expert
 from duetto.model.ffn import FFN
-from duetto.model.gpus import KERNELS
+from duetto.model.gpus import KERNELS, without
 from duetto.model.layers import Weight
 from duetto.model.tree import init
 from duetto.model.weights import grouped
 from duetto.model.weights.compress import compressed
+from duetto.model.weights.expert_tiles import EXPERTS, tiled_product
+from duetto.model.weights.grouped import expert_kernel, grouped_product
 
 PLAIN = Experts(5, 2, 64)
 BIASED = Experts(5, 3, 128, "clamped_silu", bias=True, clamp=7.0)
@@ -110,9 +112,9 @@ def test_bits_of_a_row_depend_on_its_expert_alone(interpreted: None):
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """jax is taken to have the kernel, and a GPU for it."""
+    """jax is taken to have its kernel, and a GPU for it, which may not use ours."""
     monkeypatch.setattr(grouped, "kernel", lambda: grouped)
-    with traced_for("h200"):
+    with traced_for("h200"), without([EXPERTS.name]):
         yield
 
 
@@ -163,6 +165,16 @@ def test_the_kernel_takes_weights_on_one_device(there: None):
         ("NVIDIA GeForce RTX 4090", False),
     ],
 )
-def test_the_kernel_is_for_hoppers(there: None, kind: str, possible: bool):
+def test_jaxs_kernel_is_for_hoppers(there: None, kind: str, possible: bool):
     with traced_for(kind):
         assert has_kernel(matrices(64, 64), jnp.bfloat16) == possible
+
+
+def test_jaxs_kernel_stands_in_for_ours(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grouped, "kernel", lambda: grouped)
+    for kind, other in (("h200", grouped_product), ("a100", None)):
+        with traced_for(kind):
+            assert expert_kernel(jnp.bfloat16, (2, 64, 64)) is tiled_product
+            with without([EXPERTS.name]):
+                assert expert_kernel(jnp.bfloat16, (2, 64, 64)) is other
+    assert expert_kernel(jnp.bfloat16, (2, 64, 64)) is None  # no GPU

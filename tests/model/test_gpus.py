@@ -13,13 +13,14 @@ from duetto.kvcache.kernels.attention import DECODE, LATENT, PREFILL
 from duetto.kvcache.kernels.memory import STEP, steps_in_place
 from duetto.kvcache.quantised import empty_pool, kept_as
 from duetto.model.attention import AttentionParams
-from duetto.model.gpus import Gpu, Kernel, gpu, gpu_of, may_use, refusal, without
+from duetto.model.gpus import Gpu, gpu, gpu_of, may_use, refusal, without
+from duetto.model.weights.expert_tiles import EXPERTS
 from duetto.model.weights.fixed import FIXED
 from duetto.model.weights.grouped import GROUPED
 from duetto.model.weights.nibbles import NIBBLES
 from duetto.serve.planner.roofline.targets import CHIPS
 
-TRITON = {DECODE, PREFILL, LATENT, STEP, NIBBLES}
+TRITON = {DECODE, PREFILL, LATENT, STEP, NIBBLES, EXPERTS}
 MOSAIC = {FIXED, GROUPED}
 ALLOWED = {
     "t4": set(), "l4": TRITON, "a100": TRITON, "b200": TRITON, "rtx4090": TRITON, "rtx5090": TRITON,
@@ -91,9 +92,8 @@ def test_e4m3_is_read_where_it_can_be_converted():
 
 def test_a_refused_kernel_is_refused_in_its_block_only():
     with traced_for("h200"):
-        with without([DECODE.name, "cpu_attention"]):
+        with without([DECODE.name]):
             assert not may_use(DECODE) and may_use(PREFILL)
-            assert not may_use(Kernel("cpu_attention", "cpu", ""))
             pool = jnp.zeros((2, 4, 64, 64))
             assert steps_in_place(pool)
             with without([STEP.name]):
@@ -101,8 +101,7 @@ def test_a_refused_kernel_is_refused_in_its_block_only():
         assert may_use(DECODE)
 
 
-def test_a_kernel_of_the_host_asks_for_no_gpu():
-    assert may_use(Kernel("cpu_attention", "cpu", ""))
+def test_without_a_gpu_there_are_none():
     assert refusal(DECODE) == "no compiler for an NVIDIA GPU is here"
 
 

@@ -6,11 +6,12 @@ stored beside the programs; `duetto doctor` checks anew.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from threading import Thread
 from typing import Any, NamedTuple
 
 import jax
@@ -23,16 +24,17 @@ from ....kvcache.kernels.tiles import LayerPages
 from ....kvcache.pages import Batch, read_keys, running_softmax
 from ....kvcache.quantised import empty_pool, encoded, kept_as
 from ....model.attention import AttentionParams
-from ....model.config import Experts, GroupedQuery, Latent, ModelConfig
+from ....model.config import GroupedQuery, Latent, ModelConfig
+from ....model.experts import MoE
 from ....model.gpus import Kernel, gpu, refusal
-from ....model.layers import einsum
+from ....model.layers import Weight, einsum
 from ....model.recurrent.kinds import DeltaNet, Mamba
 from ....model.recurrent.linear import Terms, step
 from ....model.transformer import Decoder
-from ....model.weights import fixed, grouped, nibbles
+from ....model.weights import expert_tiles, fixed, grouped, nibbles
 from ....model.weights.adapted import unadapted
 from ....model.weights.compress import CONTRACTED
-from ....model.weights.quant import Quantised, by_kernel
+from ....model.weights.quant import Quantised, by_kernel, ragged_by_kernel
 from ...host import progress
 from ...host.streams import warn
 from ...runtime.compiled import executable_cache
@@ -41,6 +43,7 @@ from ...runtime.compiled.shapes import Sizes
 MOST_OFF = {2: 2.0**-6, 4: 1e-4}  # of the largest number, by bytes of a number
 BEFORE, CHUNK = (150, 7), 96  # tokens in the cache of two rows, and of each in a prefill
 EXPERTS = 4  # that a product of experts is checked with, at most
+LIMIT = 300.0  # seconds in which a kernel is compiled and has run
 
 
 class KernelCase(NamedTuple):
@@ -81,7 +84,11 @@ class KernelCheck:
 
     @property
     def raised(self) -> bool:
-        return self.ran and self.difference is None
+        return self.ran and self.difference is None and not self.hung
+
+    @property
+    def hung(self) -> bool:
+        return self.difference is None and self.seconds >= LIMIT
 
 
 KernelChecks = Mapping[str, KernelCheck]
@@ -89,7 +96,11 @@ KernelChecks = Mapping[str, KernelCheck]
 
 def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, anew: bool = False) -> KernelChecks:
     """Return what is known of each kernel that an engine would use, by kernel and sizes, checked now if no
-    start has done it, or `anew`. One line says each that is refused."""
+    start has done it, or `anew`. One line says each that is refused.
+
+    Raises RuntimeError for one that does not end, since its device may never be free again; the next start
+    does without it.
+    """
     every = list(kernel_cases(config, params, sizes))
     if not every:
         return {}
@@ -98,14 +109,15 @@ def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, anew: bool
     key = executable_cache.combined([], "kernels", *facts)
     found = {} if anew else executable_cache.read(key, dict[str, KernelCheck]) or {}
     if missing := [case for case in every if case.name not in found]:
-        with (
-            progress.stage("checking kernels", len(missing), progress.PATIENCE) as done,
-            ThreadPoolExecutor(executable_cache.cores() or 1) as pool,  # they mostly compile
-        ):
-            made = pool.map(lambda case: done(checked(case, device)), missing)
-            found |= {case.name: check for case, check in zip(missing, made, strict=True)}
+        with progress.stage("checking kernels", len(missing), progress.PATIENCE) as done:
+            for case, check in zip(missing, all_checked(missing, device), strict=True):
+                found[case.name] = done(check)
+                if check.hung:
+                    break
         # what raised is checked again by the next start, which may have more memory
         executable_cache.write(key, {name: check for name, check in found.items() if not check.raised})
+        if hung := [case.name for case in missing if case.name in found and found[case.name].hung]:
+            raise RuntimeError(f"{hung[0]} did not end within {LIMIT:g} s: start again, without it")
     replaced = {case.kernel.name: case.kernel.replaced_by for case in every}
     for name, check in found.items():
         if check.reason:
@@ -117,6 +129,25 @@ def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, anew: bool
 def refused_by(found: KernelChecks) -> set[str]:
     """Return the kernels that did not pass; rules refuse others wherever they are chosen."""
     return {check.kernel for check in found.values() if check.reason and check.ran}
+
+
+def all_checked(cases: list[KernelCase], device: Any) -> Iterator[KernelCheck]:
+    """Yield the checks of cases in their order. Threads run them, as they mostly compile, and outlive one
+    that does not end within LIMIT, behind which nothing is checked."""
+    futures: list[Future[KernelCheck]] = [Future() for _ in cases]
+    every = iter(zip(futures, cases, strict=True))
+
+    def work(every: Iterable[tuple[Future[KernelCheck], KernelCase]]) -> None:
+        for future, case in every:
+            future.set_result(checked(case, device))
+
+    for _ in range(min(executable_cache.cores() or 1, len(cases))):
+        Thread(target=work, args=(every,), name="kernel check", daemon=True).start()
+    for future, case in zip(futures, cases, strict=True):
+        try:
+            yield future.result(LIMIT)
+        except TimeoutError:
+            yield KernelCheck(case.kernel.name, f"did not end within {LIMIT:g} s", None, LIMIT)
 
 
 def checked(case: KernelCase, device: Any = None) -> KernelCheck:
@@ -169,9 +200,7 @@ def kernel_cases(config: ModelConfig, params: Decoder, sizes: Sizes) -> Iterator
             yield from attention_cases(mixer, sizes, dtype)
         elif isinstance(mixer, DeltaNet | Mamba):
             yield from memory_cases(mixer)
-    for ffn in dict.fromkeys(kind.ffn for kind in config.layers):
-        if isinstance(ffn, Experts):
-            yield from expert_cases(config.hidden_size, ffn, dtype)
+    yield from expert_cases(params, dtype)
     yield from weight_cases(params, dtype)
 
 
@@ -271,21 +300,78 @@ def step_apart(pool: Array, place: memory.StatePages, x: Terms) -> Array:
     return jnp.concatenate([new.reshape(-1), out.reshape(-1)])
 
 
-def expert_cases(D: int, c: Experts, dtype: Any) -> Iterator[KernelCase]:
-    """Both products of a layer's experts, one of which has no rows."""
-    kernel, counts = grouped.GROUPED, [3, 0, 5, 2][: min(c.count, EXPERTS)]
-    for inner, columns in ((D, c.size), (c.size, D)) if dtype.itemsize == 2 else ():
-        shape = len(counts), inner, columns
+def expert_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
+    """The products of the experts, or the parts of them, that a device has, each kernel and size once."""
+    cases: dict[str, KernelCase] = {}
+    layers = jax.tree.leaves(unadapted(params), is_leaf=lambda x: isinstance(x, MoE))
+    experts = [layer.experts for layer in layers if isinstance(layer, MoE)]
+    for w in (w for f in experts for w in (f.gate, f.up, f.down)) if dtype.itemsize == 2 else ():
+        own = jax.tree.map(on_a_device, w)
+        if isinstance(own, Quantised) and (case := codes_case(own, dtype)) is not None:
+            found = [case]
+        else:
+            shapes = own.factors if isinstance(own, Weight) else (own.shape,)
+            found = [case for shape in shapes for case in matrix_cases(shape, dtype)]
+        cases |= {case.name: case for case in found if case.name not in cases}
+    yield from cases.values()
 
-        def inputs(shape: tuple[int, int, int] = shape) -> tuple[Any, ...]:
-            x = numbers(0, (sum(counts), shape[1]), dtype)
-            return x, numbers(1, shape, dtype), jnp.asarray(counts, jnp.int32)
 
-        reason = None
-        if not grouped.can_multiply(dtype, shape):
-            reason = refusal(kernel) or "it needs multiples of 64, and jax's module with absl"
-        what = f"{inner}x{columns}, {dtype}"
-        yield KernelCase(kernel, what, reason, inputs, grouped.grouped_product, jax.lax.ragged_dot)
+def on_a_device(x: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape that a device has of an array, or of its shape."""
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+
+def counts_of(E: int) -> list[int]:
+    """Rows of some of E experts, one of which has none."""
+    return [3, 0, 5, 2][: min(E, EXPERTS)]
+
+
+def matrix_cases(shape: tuple[int, ...], dtype: Any) -> Iterator[KernelCase]:
+    """Matrices [E,D,F] by our kernel, and by jax's where it could stand in."""
+    counts, what = counts_of(shape[0]), f"{shape[1]}x{shape[2]}, {dtype}"
+    few = len(counts), *shape[1:]
+
+    def inputs() -> tuple[Any, ...]:
+        x = numbers(0, (sum(counts), shape[1]), dtype)
+        return x, numbers(1, few, dtype), jnp.asarray(counts, jnp.int32)
+
+    def tiled(x: Array, w: Array, sizes: Array) -> Array:
+        return expert_tiles.multiply(x, expert_tiles.ExpertMatrices(w), sizes, interpret=on_cpu(x))
+
+    own, reason = expert_tiles.EXPERTS, None
+    if not expert_tiles.can_tile(dtype, few):
+        reason = refusal(own) or "it needs multiples of 64"
+    yield KernelCase(own, what, reason, inputs, tiled, jax.lax.ragged_dot)
+    if grouped.can_multiply(dtype, few):
+        yield KernelCase(grouped.GROUPED, what, None, inputs, grouped.grouped_product, jax.lax.ragged_dot)
+
+
+def codes_case(w: Quantised, dtype: Any) -> KernelCase | None:
+    """Random codes of experts of these sizes, or None where they are widened for the kernel of matrices."""
+    shape, counts = w.shape, counts_of(w.shape[0])
+    codes = expert_tiles.ExpertMatrices(w.values, w.scales, w.zeros)
+    if not expert_tiles.can_widen(codes, w.scheme, shape, w.packed, dtype):
+        return None
+
+    def inputs() -> tuple[Any, ...]:
+        E, (values, scales, zeros) = len(counts), codes
+        bits = jax.random.bits(jax.random.key(1), (E, *values.shape[1:]), jnp.uint8)
+        drawn = bits if values.dtype == bits.dtype else (numbers(1, bits.shape) * 32).astype(values.dtype)
+        ones = jnp.ones((E, *scales.shape[1:]), scales.dtype)
+        eights = None if zeros is None else jnp.full(ones.shape, nibbles.ZERO, zeros.dtype)
+        own = Quantised(drawn, ones, eights, w.scheme, w.packed)
+        return numbers(0, (sum(counts), shape[1]), dtype), own, jnp.asarray(counts, jnp.int32)
+
+    def run(x: Array, own: Quantised, sizes: Array) -> Array:
+        return ragged_by_kernel(x, own, sizes, interpret=on_cpu(x))
+
+    def reference(x: Array, own: Quantised, sizes: Array) -> Array:
+        return jax.lax.ragged_dot(x, own.widened(dtype), sizes)
+
+    scales = f"{'x'.join(map(str, w.scales.shape[1:]))} scales in {w.scales.dtype}"
+    what = f"{shape[1]}x{shape[2]}, {dtype}, {w.scheme}, {scales}{', zeros' if w.zeros is not None else ''}"
+    return KernelCase(expert_tiles.EXPERTS, what, None, inputs, run, reference)
 
 
 def weight_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:

@@ -31,7 +31,7 @@ from ...runtime.compiled.sizing import choose_sizes
 from ...runtime.equal_bits.classes import ShapeClasses, choose_classes, record, step_seconds
 from ...runtime.equal_bits.warmup import Warmup, WarmupGoal, first_shapes
 from ...runtime.multihost.programs import SharedPrograms
-from ...runtime.multihost.rendezvous import group, of_rank_0
+from ...runtime.multihost.rendezvous import group, in_any_rank
 from ...runtime.pipeline.programs import StagedPrograms
 from ..core.engine import Engine
 from ..core.guessing import Speculation
@@ -119,10 +119,10 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
 
 
 def refused_of(kernels: KernelChecks) -> tuple[str, ...]:
-    """Return the kernels that programs are traced without: in a group of processes those of rank 0."""
-    bad = refused_by(kernels)
-    names = sorted({check.kernel for check in kernels.values()})
-    return tuple(name for name in names if of_rank_0(lambda name=name: name in bad))
+    """Return the kernels that programs are traced without: those that any process of a group has refused."""
+    names, bad = sorted({check.kernel for check in kernels.values()}), refused_by(kernels)
+    flags = in_any_rank([name in bad for name in names])
+    return tuple(name for name, is_bad in zip(names, flags, strict=True) if is_bad)
 
 
 def limits_of(

@@ -177,7 +177,7 @@ class Walk:
 
     def custom_call(self, x: Instruction, operands: list[str]) -> int:
         """A kernel: it reads the live pages of a pool, and writes those of one that it gives back in place;
-        else its own estimate, or its operands and results, count."""
+        else its estimate (in its configuration, or a scope's name), or its operands and results, count."""
         live = {pool.bytes: pool.live for pool in self.pools}
         estimate = re.search(r'"?bytes_accessed"?:\s*"?(\d+)', x.rest)
         if estimate and not any(nbytes(kind) in live for kind in operands):

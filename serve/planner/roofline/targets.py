@@ -135,7 +135,7 @@ gpu_device_info {{
   cuda_compute_capability {{ {capability} }}
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
 }}
-platform_name: "CUDA"
+platform_name: "CUDA" device_description_str: "{kind}"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 }}
 """

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import wraps
@@ -217,6 +217,13 @@ def of_rank_0(choose: Callable[[], bool]) -> bool:
         return choose()
     own = np.asarray(found.rank == 0 and choose())
     return bool(multihost_utils.broadcast_one_to_all(own))
+
+
+def in_any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Return for each flag whether it is set in any process of a group; a collective operation."""
+    if group() is None or not flags:
+        return list(flags)
+    return multihost_utils.process_allgather(np.asarray(flags)).any(axis=0).tolist()
 
 
 def agree_on(folder: Path) -> None:

@@ -2,21 +2,25 @@
 
 from collections.abc import Iterator
 from functools import partial
+from threading import Event
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases.gpus import traced_for
+from jax.sharding import AbstractMesh
 
 from duetto import LLM
 from duetto.kvcache.kernels import attention
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.gpus import may_use
 from duetto.model.recurrent.kinds import DeltaNet, Mamba
+from duetto.model.sharding import rules_for, shardings
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import init
-from duetto.model.weights import nibbles
+from duetto.model.weights import grouped, nibbles
 from duetto.model.weights.compress import quantize_params
 from duetto.model.weights.fixed import fixed
 from duetto.serve.engine.startup import kernel_checks, start
@@ -30,6 +34,7 @@ from duetto.serve.engine.startup.kernel_checks import (
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Sizes
+from duetto.serve.runtime.multihost import rendezvous
 
 D, DENSE = 128, Dense(192)
 SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=(9,), page_size=16)
@@ -98,11 +103,45 @@ def test_products_of_four_bits_are_checked(hopper: None, monkeypatch: pytest.Mon
     assert {checked(case).reason for case in products} == {""}
 
 
-def test_products_that_only_a_gpu_can_run_are_named(hopper: None):
-    """Each tiling once, each pair of an expert's sizes; jax's module, or absl, may be missing here."""
+@pytest.mark.parametrize(
+    "form, sizes",
+    [
+        (None, ["128x192, bfloat16", "192x128, bfloat16"]),
+        ("int8", ["128x192, bfloat16, int8, 1x192 scales in float32",
+                  "192x128, bfloat16, int8, 1x128 scales in float32"]),
+        ("int4", ["128x192, bfloat16, int4, 4x192 scales in bfloat16",
+                  "192x128, bfloat16, int4, 6x128 scales in bfloat16"]),
+    ],
+)  # fmt: skip
+def test_products_of_experts_are_checked(hopper: None, form: Any, sizes: list[str]):
+    config, params = model(HEADS, Experts(8, 2, 192))
+    params = params if form is None else quantize_params(params, form)
+    cases = [case for case in kernel_cases(config, params, SIZES) if case.kernel.name == "expert_tiles"]
+    assert [case.name for case in cases] == [f"expert_tiles {size}" for size in sizes]
+    for case in cases:
+        found = checked(case)
+        assert found.reason == "" and found.difference is not None and found.difference < 5e-3
+
+
+def test_experts_are_checked_in_the_sizes_of_a_device(hopper: None):
+    """Half of each expert on one device, whole experts on another."""
+    config, params = model(HEADS, Experts(8, 2, 256))
+    mesh = AbstractMesh((2,), ("tensor",))
+    for experts, sizes in ((False, ["128x128"]), (True, ["128x256", "256x128"])):
+        where = shardings(decoder_spec(config), mesh, rules_for(mesh, experts))
+        shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, where)
+        names = [case.name for case in kernel_cases(config, shapes, SIZES)]
+        assert [name for name in names if name.startswith("expert_tiles")] == [
+            f"expert_tiles {size}, bfloat16" for size in sizes
+        ]
+
+
+def test_products_that_only_a_gpu_can_run_are_named(hopper: None, monkeypatch: pytest.MonkeyPatch):
+    """Each tiling once, each pair of an expert's sizes by jax's kernel, which may stand in for ours."""
+    monkeypatch.setattr(grouped, "kernel", lambda: grouped)
     config, params = model(HEADS, Experts(8, 2, 192))
     names = [case.name for case in kernel_cases(config, fixed(params), SIZES)]
-    assert [name for name in names if name.startswith("expert")] == [
+    assert [name for name in names if name.startswith("expert_product")] == [
         "expert_product 128x192, bfloat16",
         "expert_product 192x128, bfloat16",
     ]
@@ -165,6 +204,36 @@ def test_a_later_start_reads_what_was_found(hopper: None, monkeypatch: pytest.Mo
     monkeypatch.undo()
     monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
     assert refused_by(check_kernels(*given))  # what lied is kept
+
+
+def test_a_kernel_that_hangs_ends_the_start_and_is_not_tried_again(
+    hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+):
+    free, given = Event(), (*model(HEADS), SIZES)
+    monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(kernel_checks, "LIMIT", 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "attend_pages", lambda *_: free.wait())
+        with pytest.raises(RuntimeError, match="attention_decode .* did not end within 0.3 s: start again"):
+            check_kernels(*given)
+        free.set()
+    monkeypatch.setattr(kernel_checks, "LIMIT", 300.0)
+    found = check_kernels(*given)
+    assert refused_by(found) == {"attention_decode"} and len(found) == 2
+
+
+def test_what_any_process_has_refused_is_refused_in_all(monkeypatch: pytest.MonkeyPatch):
+    bad, good = KernelCheck("b", "it lies", 1.0, 2.0), KernelCheck("b", "", 0.0, 2.0)
+    found = {"a 1": KernelCheck("a", "", 0.0, 1.0), "b 1": good, "b 2": bad}
+    assert start.refused_of(found) == ("b",)
+    monkeypatch.setattr(rendezvous, "group", lambda: object())
+    others = np.array([[True, False]])
+    gather = partial(np.concatenate, axis=0)
+    monkeypatch.setattr(
+        rendezvous.multihost_utils, "process_allgather", lambda own: gather([own[None], others])
+    )
+    assert start.refused_of(found) == ("a", "b")
+    assert start.refused_of({}) == ()
 
 
 def test_a_reference_that_cannot_run_refuses_nothing(hopper: None, nowhere: None, monkeypatch: Any):

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from cases.targets import SIZES, WORDS, found_target
 
-from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind, ModelConfig
+from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
+from duetto.model.gpus import gpu_of
 from duetto.model.recurrent.kinds import DeltaNet
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_and_read, plan_job
@@ -18,6 +19,7 @@ from duetto.serve.runtime.compiled.shapes import Shape
 CLASSES = "t4", "a100", "l4", "h200", "b200", "rtx5090"
 TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
 DECODE, PREFILL = Shape("decode", 8, 1), Shape("prefill", 1, 128)
+DENSE, MIXTURE = Dense(1024), Experts(8, 2, 256)
 # mixer, shape, dtype, cache, and Triton kernels of a layer
 CELLS = {
     "heads of 64": (GroupedQuery(8, 2, 64), DECODE, "bfloat16", "auto", 2),
@@ -27,13 +29,17 @@ CELLS = {
     "latent of 128 heads": (Latent(128, 512, 128, 64, 128), DECODE, "bfloat16", "auto", 2),
     "delta rule": (DeltaNet(4, 8, 128, 128), DECODE, "bfloat16", "auto", 1),
 }
+# form of weights, and Triton kernels of a layer with heads of 64 and experts
+MIXTURES = {"experts": (None, 5), "experts in int8": ("int8", 5), "experts in int4": ("int4", 9)}
 
 
-def plan_of(name: str, mixer: Any, dtype: str, kept: str) -> EnginePlan:
-    target, layer = found_target(name), LayerKind(mixer, Dense(1024))
+def plan_of(
+    name: str, mixer: Any, dtype: str, kept: str, ffn: Any = DENSE, form: str | None = None
+) -> EnginePlan:
+    target, layer = found_target(name), LayerKind(mixer, ffn)
     config = ModelConfig(WORDS, 512, (layer,), 4096)
     sizes = replace(SIZES, max_num_seqs=8, pages=(513,) * len(config.windows), kv_cache_dtype=kept)
-    return EnginePlan("test", config, dtype, EngineOptions(), target, sizes, 512)
+    return EnginePlan("test", config, dtype, EngineOptions(quantization=form), target, sizes, 512)
 
 
 @pytest.mark.extras
@@ -45,6 +51,28 @@ def test_every_gpu_compiles_every_kind_of_layer(name: str, cell: str):
     plan = plan_of(name, mixer, dtype, kept)
     text = compile_and_read(plan, shape, abstract_arguments(plan))[0][0].as_text() or ""
     assert text.count(TRITON) == (0 if name == "t4" else kernels)
+
+
+@pytest.mark.extras
+@pytest.mark.as_served
+@pytest.mark.parametrize("cell", MIXTURES)
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_gpu_since_ampere_multiplies_experts_where_they_lie(name: str, cell: str):
+    form, kernels = MIXTURES[cell]
+    plan = plan_of(name, GroupedQuery(8, 2, 64), "bfloat16", "auto", MIXTURE, form)
+    text = compile_and_read(plan, DECODE, abstract_arguments(plan))[0][0].as_text() or ""
+    assert text.count(TRITON) == (0 if name == "t4" else kernels)
+
+
+@pytest.mark.extras
+@pytest.mark.as_served
+@pytest.mark.parametrize("name", ["2xa100", "2xh200"])
+def test_devices_of_a_mesh_are_the_gpu_that_is_described(name: str):
+    """Each has the kernels of its own GPU."""
+    plan = plan_of(name, GroupedQuery(8, 2, 64), "bfloat16", "auto", MIXTURE)
+    assert {gpu_of(device) for device in plan.target.devices} == {CHIPS[name[2:]].gpu}
+    text = compile_and_read(plan, DECODE, abstract_arguments(plan))[0][0].as_text() or ""
+    assert text.count(TRITON) == 5 and "mosaic_gpu" not in text
 
 
 @pytest.mark.extras
