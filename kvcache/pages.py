@@ -28,6 +28,7 @@ from .sparse_attention import Index, SelectedKeys, choose
 from .states import StatePool, empty_states, state_bytes
 
 BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
+POOLED = -2  # in place of the token behind a row of a batch: its hidden states are pooled
 ON_DEVICE = -1  # in place of a token of a batch: the device knows it, or guesses it
 FEW = 16  # queries of a row that share a key head
 # a running softmax's highest scores and totals, one of each query, and sums of values [K,B,queries,U]
@@ -68,7 +69,8 @@ class Batch:
     # int32 [B,M] for each window: the row's pages in order, any number where none is read
     page_tables: tuple[Any, ...]
     slot: Any  # int32 [B], which slot of the sampling state the row owns
-    # int32 [B], the prompt's token behind the row, negative where there is none; None where nothing is scored
+    # int32 [B], the prompt's token behind the row, negative where there is none or, POOLED, the prompt is
+    # embedded; None where nothing is scored
     after: Any = None
     # int32 [rows]: which of the B*T places hold a token, B*T where none; None where all are computed
     packed: Any = None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ....kvcache.pages import Batch
+from ....kvcache.pages import POOLED, Batch
 from ...options.engine import most_tokens
 from ...runtime.compiled.batches import fill
 from .request import Request
@@ -32,13 +32,15 @@ class ScheduledTokens:
     def write(self, batch: Batch, row: int, seats: int) -> None:
         """Fill in a row of a batch: the tokens that the host knows, then draft tokens; the rest of `count`
         is on the device. A prefill's row also has the prompt's token behind it, whose score its last hidden
-        state gives."""
+        state gives, or that its hidden states are pooled."""
         request, prompt = self.request, self.request.prompt
         assert request.slot is not None
         known = request.tokens[self.start : self.end]
         fill(batch, row, [*known, *self.guesses], self.start, request.pages, request.slot % seats)
         batch.count[row] = self.count
-        if batch.after is not None and self.end < len(prompt):
+        if batch.after is not None and request.pool is not None:
+            batch.after[row] = POOLED
+        elif batch.after is not None and self.end < len(prompt):
             batch.after[row] = prompt[self.end]
 
     @property

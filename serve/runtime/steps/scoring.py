@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from the hidden states of its prefill."""
+"""Log-probabilities of a prompt's tokens and embeddings, from the hidden states of its prefill."""
 
 from functools import partial
 from typing import Any
@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ....kvcache.pages import Batch, positions
+from ....kvcache.pages import POOLED, Batch, positions
 from ....model.config import ModelConfig
+from ....model.pooling import Pooled, pool
 from ....model.transformer import Decoder, unembed
 from ....sampling.checks import MAX_LOGPROBS
 from ....sampling.sample import Scores, no_scores, score
@@ -34,6 +35,13 @@ def prompt_scores(
     work = partial(score_prompt, params, config, hidden, following, wanted, n_top)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
     return jax.lax.cond(jnp.any(wanted), work, lambda: zeros)
+
+
+def prompt_pooled(batch: Batch, hidden: Float[Array, "B T D"]) -> Pooled:
+    """Pool the hidden states of a chunk's rows; zeros if no prompt is embedded."""
+    work = partial(pool, hidden, batch.count)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work))
+    return jax.lax.cond(jnp.any(batch.after == POOLED), work, lambda: zeros)
 
 
 def score_prompt(

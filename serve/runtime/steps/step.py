@@ -18,7 +18,7 @@ from ....kvcache.states import VerifyAttend, VerifyCache
 from ....model.attention import Attend
 from ....model.config import ModelConfig
 from ....model.layers import apart
-from ....model.pooling import Pooled, pool
+from ....model.pooling import Pooled
 from ....model.recurrent.kinds import STATE
 from ....model.sharding import in_any_shard
 from ....model.transformer import Decoder, forward, unembed
@@ -30,7 +30,7 @@ from ....sampling.params import NO_TOKEN, Knobs
 from ....sampling.sample import Sampled, Scores, sample
 from ....sampling.state import SamplingState, admit, commit, empty_state, stops
 from .places import at_least, place_of_row, row_of_place, rows_of_one
-from .scoring import NEVER, prompt_scores
+from .scoring import NEVER, prompt_pooled, prompt_scores
 
 FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
 
@@ -259,7 +259,7 @@ def sampled(
     prompt = pooled = None
     if batch.after is not None:
         prompt = prompt_scores(params, config, batch, hidden, slots.scored[batch.slot], slots.sampling.n_top)
-        pooled = pool(hidden, batch.count)
+        pooled = prompt_pooled(batch, hidden)
     slots, last = sample_last(params, config, slots, batch, hidden)
     return slots, Output(last, prompt, pooled)
 

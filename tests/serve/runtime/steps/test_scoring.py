@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 from conftest import random_model
 
+from duetto.kvcache.pages import POOLED, Batch
+from duetto.model.pooling import pool
 from duetto.model.transformer import decoder_spec
-from duetto.serve.runtime.steps.scoring import SCORE_BYTES, SCORE_TILES, score_prompt, score_tile
+from duetto.sampling.params import NO_TOKEN
+from duetto.serve.runtime.steps.scoring import (
+    SCORE_BYTES,
+    SCORE_TILES,
+    prompt_pooled,
+    score_prompt,
+    score_tile,
+)
 
 pytestmark = pytest.mark.as_served
 
@@ -31,6 +40,17 @@ def test_wanted_scores_alone_are_those_of_all(model):
         assert np.array_equal(np.asarray(x)[wanted], np.asarray(y)[wanted])
         assert np.array_equal(np.asarray(x)[wanted], np.asarray(z)[::-1][wanted])
         assert np.array_equal(np.asarray(x)[:1, :7], np.asarray(w))
+
+
+@pytest.mark.parametrize("after, is_pooled", [([NO_TOKEN, 5], False), ([NO_TOKEN, POOLED], True)])
+def test_hidden_states_are_pooled_where_a_prompt_is_embedded(after: list[int], is_pooled: bool):
+    hidden = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
+    rows, count = np.zeros(2, np.int32), np.array([4, 3], np.int32)
+    batch = Batch(np.zeros((2, 4), np.int32), rows, count, (), rows, np.array(after, np.int32))
+    found = jax.tree.leaves(jax.jit(prompt_pooled)(batch, hidden))
+    expected = jax.tree.leaves(jax.jit(pool)(hidden, count))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y if is_pooled else np.zeros_like(y))
 
 
 @pytest.mark.parametrize("V", [1000, 49152, 262144, 1 << 20])
