@@ -85,6 +85,8 @@ ROWS = {
     "sampling/test_accept_draws.py": r"test_draws_end_to_end\[[13]",
     "sampling/test_row_independence.py": r"test_neighbours.*\[12\]",
     "serve/runtime/compiled/test_executable_cache.py": r"test_(other_parameters|a_folder)",
+    # kernels that an interpreter runs for long
+    "model/test_fixed_interpreted.py": r"",
     # kills, and examples that run for long
     "serve/runtime/multihost/test_two_processes.py": r"test_(a_batch_whose|rank_0|what_the_ranks)",
     "serve/jobs/batch/test_batch_kill.py": r".*\[(15-143|20)\]",
