@@ -92,7 +92,7 @@ def tiles_of(sizes: Int[Array, " E"], rows: int, height: int) -> Tiles:
     tiles = (sizes + height - 1) // height
     ends, after = jnp.cumsum(jnp.stack([tiles, sizes]), axis=1)
     tile = jnp.arange(most, dtype=jnp.int32)
-    expert = jnp.sum(ends <= tile[:, None], axis=1, dtype=jnp.int32)
+    expert = jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32)
     own = jnp.minimum(expert, E - 1)
     first = (after - sizes)[own] + (tile - (ends - tiles)[own]) * height
     return Tiles(own, first, jnp.where(expert < E, jnp.minimum(after[own], first + height), 0))
@@ -161,7 +161,8 @@ def kernel(tiles: Tiles, x: Any, w: ExpertMatrices, out: Any, *, height: int, wi
     block, tile = pl.program_id(0), pl.program_id(1)
     expert, first, last = (part[tile] for part in tiles)
     rows, columns, taken = pl.ds(first, height), pl.ds(block * width, width), INNER // len(x)
-    has_groups = scheme not in (None, *FOUR_BITS) and w.scales.shape[1] > 1
+    has_eight_bits = scheme not in (None, *FOUR_BITS)
+    has_groups = has_eight_bits and w.scales.shape[1] > 1
 
     def step(i: Any, total: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
         codes = w.values[expert, pl.ds(i * taken, taken), columns]
@@ -180,7 +181,7 @@ def kernel(tiles: Tiles, x: Any, w: ExpertMatrices, out: Any, *, height: int, wi
     def _() -> None:
         steps, nothing = x[0].shape[1] // taken, jnp.zeros((height, width), jnp.float32)
         total = jax.lax.fori_loop(0, steps, step, nothing)
-        if not has_groups and scheme not in (None, *FOUR_BITS):
+        if has_eight_bits and not has_groups:
             total *= scale_of(w, expert, 0, block, width)
         row = (first + jnp.arange(height, dtype=jnp.int32))[:, None]  # interpreted, a range would be moved
         column = (block * width + jnp.arange(width, dtype=jnp.int32))[None]
@@ -211,8 +212,8 @@ def pair_of(
         return jnp.broadcast_to(own[:, None], (n, len(codes) // n, own.shape[1])).reshape(codes.shape)
 
     scales, zeros = spread(w.scales), None if w.zeros is None else spread(w.zeros)
-    is_exact = w.scales.dtype in (dtype, jnp.uint8) and dtype == jnp.bfloat16
-    wide = dtype if is_exact or w.scales.dtype == dtype else jnp.float32
+    are_powers = w.scales.dtype == jnp.uint8 and dtype == jnp.bfloat16
+    wide = dtype if are_powers or w.scales.dtype == dtype else jnp.float32
     halves = codes & jnp.uint8(15), codes >> jnp.uint8(4)
     numbers = (e2m1(half, dtype) if scheme == "fp4" else integers(half, zeros, dtype) for half in halves)
     return [(number.astype(wide) * scales.astype(wide)).astype(dtype) for number in numbers]
