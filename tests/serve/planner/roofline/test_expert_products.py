@@ -25,7 +25,7 @@ WIDE, NARROW = Shape("decode", 64, 1), Shape("decode", 8, 1)
 MOST = {
     ("h200", "30b-a3b", WIDE): (1.05, 192),
     ("h200", "30b-a3b", NARROW): (1.04, 32),
-    ("h200", "30b-a3b", Shape("prefill", 1, 512)): (1.11, 42),
+    ("h200", "30b-a3b", Shape("prefill", 1, 512)): (1.09, 42),
     ("a100", "30b-a3b", WIDE): (1.05, 192),
     ("a100", "30b-a3b", NARROW): (1.04, 32),
     ("l4", "30b-a3b", WIDE): (1.05, 192),
@@ -37,7 +37,7 @@ MOST = {
 MOST_OF_CODES = {
     ("h200", "30b-a3b", "int8"): 1.15,
     ("h200", "30b-a3b", "int4"): 1.15,
-    ("a100", "gpt-oss-20b", "int4"): 1.15,
+    ("a100", "gpt-oss-20b", "int4"): 1.16,
 }
 # Kernels of a layer, counted from its experts' first product to the next layer's.
 KERNELS = {"30b-a3b": 29, "gpt-oss-20b": 32}
