@@ -18,6 +18,7 @@ class FakeReplica:
         self.realm = "one"  # what its tokens follow from; empty: it does not name it
         self.dies_after: int | None = None
         self.hangs_after: int | None = None
+        self.garbage: list[bytes] = []  # each is sent once, in place of an answer
         self.asked: list[dict[str, Any]] = []
         self.headers: list[str] = []
         self.going = asyncio.Event()  # cleared: answers wait
@@ -64,6 +65,8 @@ class FakeReplica:
         body = json.loads(await reader.readexactly(length) or b"{}")
         self.asked.append(body)
         await self.going.wait()
+        if self.garbage:
+            return writer.write(self.garbage.pop())
         if body.get("resume", {}).get("realm", self.realm) != self.realm:
             told = '{"error": {"message": "other weights"}}'
             head = HEAD.format(409, "application/json") + f"content-length: {len(told)}\r\n\r\n"

@@ -14,6 +14,8 @@ import httptools
 
 PIECE = 1 << 16  # bytes that are read at a time
 CONNECT = 5.0  # seconds
+MOST_HEAD = 1 << 18  # bytes of an answer's headers
+MOST_ANSWER = 1 << 28  # bytes of an answer that is no stream, or of what a stream holds back
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -58,6 +60,7 @@ class HttpConnection:
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._has_head = self.is_whole = False
+        self._head_bytes = 0
         self.headers: Headers = []
 
     @classmethod
@@ -86,7 +89,9 @@ class HttpConnection:
         """Wait for the head of the answer, and return its status."""
         while not self._has_head:
             await self._read()
-        return self._parser.get_status_code()
+        if not 200 <= (status := self._parser.get_status_code()) < 600:
+            raise ConnectionLost(f"the answer has status {status}")
+        return status
 
     async def pieces(self) -> AsyncGenerator[bytes]:
         """Yield the body as it arrives."""
@@ -100,7 +105,12 @@ class HttpConnection:
                 await self._read()
 
     async def body(self) -> bytes:
-        return b"".join([piece async for piece in self.pieces()])
+        found = bytearray()
+        async for piece in self.pieces():
+            found += piece
+            if len(found) > MOST_ANSWER:
+                raise ConnectionLost(f"the answer has more than {MOST_ANSWER} bytes")
+        return bytes(found)
 
     async def _read(self) -> None:
         try:
@@ -109,7 +119,7 @@ class HttpConnection:
             if not data:
                 raise ConnectionLost("the answer has no end")
             self._parser.feed_data(data)
-        except (OSError, httptools.HttpParserError) as error:
+        except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise ConnectionLost(str(error)) from None
 
     def abort(self) -> None:
@@ -123,6 +133,9 @@ class HttpConnection:
     # ------------------------------------------------------------ callbacks of the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value)
+        if self._head_bytes > MOST_HEAD:
+            raise ConnectionLost(f"the answer's head has more than {MOST_HEAD} bytes")
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:

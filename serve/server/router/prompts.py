@@ -8,7 +8,7 @@ import msgspec
 from ....kvcache.page_hash import extend, root
 from ...kv.routing.placement import Prompt
 from ...text.openai.fields import of_response
-from ...text.tokenizer.chat import ChatTemplateError, apply_chat, check_messages
+from ...text.tokenizer.chat import TEMPLATE_OWN, ChatTemplateError, apply_chat, check_messages
 from ...text.tokenizer.tokenizer import Tokenizer
 
 LETTERS = 4  # bytes of text per token, about
@@ -55,6 +55,8 @@ class TokenNaming:
         if isinstance(given, str):
             return self.tokenizer.encode(given, most=MOST)
         variables = body.get("chat_template_kwargs") or {}
+        if TEMPLATE_OWN.intersection(variables):  # replicas reject these, and a template is a program
+            raise ChatTemplateError("chat_template_kwargs is not allowed")
         return apply_chat(self.tokenizer, check_messages(given), MOST, tools=tools, **variables)
 
 

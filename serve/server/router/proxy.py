@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from .prompts import Naming, charge
 from .queue import PrefillPool, RequestQueue
 from .resumable import PassThroughStream, ResumableStream, first_data
 
-LONG = 1 << 12  # bytes; prompts of longer bodies are named in another thread
+LONG = 1 << 12  # bytes; longer bodies are read, and their prompts named, in another thread
 GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 OTHER = 409  # status of a replica that would continue an answer with other tokens
 BUSY = (429, 502, 503)  # another replica may answer otherwise
@@ -118,7 +119,8 @@ class Proxy:
             try:
                 is_post = scope["method"] == "POST"
                 body = await read_body(Request(scope, receive), self.server) if is_post else b""
-                request, fields = self._read_request(scope, body)
+                reading = partial(self._read_request, scope, body)
+                request, fields = await asyncio.to_thread(reading) if len(body) > LONG else reading()
                 job = RoutedRequest(await self._named(request.path, fields, len(body)))
                 tokens = charge(scope["path"], fields, job.prompt)
                 place = self.line.place(scope.get("client_name", ""), tokens)

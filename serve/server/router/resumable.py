@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+from .http import MOST_ANSWER, ConnectionLost
+from .prompts import CHOICES
+
 TOKENS, REALM, COMMENT, END, DATA = b": tokens ", b": realm ", b":", b": end", b"data: "
 
 
@@ -60,7 +63,10 @@ class ResumableStream:
     def take(self, data: bytes) -> bytes:
         """Take a piece of an answer, and return what can be passed on."""
         *blocks, self._rest = (self._rest + data).split(b"\n\n")
-        return b"".join(self._passed(block) for block in blocks)
+        passed = b"".join(self._passed(block) for block in blocks)
+        if len(self._rest) + sum(map(len, self._held)) > MOST_ANSWER:
+            raise ConnectionLost(f"more than {MOST_ANSWER} bytes of a stream have no tokens")
+        return passed
 
     @property
     def held(self) -> bytes:
@@ -72,7 +78,7 @@ class ResumableStream:
             self._held.append(block + b"\n\n")
             return b""
         if block.startswith(TOKENS):
-            self._count(msgspec.json.decode(block[len(TOKENS) :], type=dict[int, list[int]]))
+            self._count(tokens_in(block))
         elif block.startswith(REALM):
             self.realm = block[len(REALM) :].decode("latin-1")
             return b""
@@ -88,6 +94,17 @@ class ResumableStream:
         for choice, ids in tokens.items():
             self._outputs += [[] for _ in range(choice + 1 - len(self._outputs))]
             self._outputs[choice] += ids
+
+
+def tokens_in(block: bytes) -> dict[int, list[int]]:
+    """Return the token ids of each choice in a comment. Raises ConnectionLost for no such comment."""
+    try:
+        found = msgspec.json.decode(block[len(TOKENS) :], type=dict[int, list[int]])
+    except msgspec.DecodeError as error:
+        raise ConnectionLost(f"tokens cannot be read: {error}") from None
+    if not all(0 <= choice < CHOICES for choice in found):
+        raise ConnectionLost(f"an answer has at most {CHOICES} choices")
+    return found
 
 
 def first_data(events: bytes) -> bytes:

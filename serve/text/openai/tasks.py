@@ -12,7 +12,14 @@ from ....model.pooling import PoolingParams
 from ....neutral import HARMLESS, NEUTRAL
 from ....refusals import among, nearest
 from ....sampling.params import SamplingParams
-from ..tokenizer.chat import EFFORTS, ChatTemplateError, apply_chat, check_messages, effort_variables
+from ..tokenizer.chat import (
+    EFFORTS,
+    TEMPLATE_OWN,
+    ChatTemplateError,
+    apply_chat,
+    check_messages,
+    effort_variables,
+)
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.tool import Toolbox
 from .bodies import ChatFields, CompletionFields, FormatFields, ProcessorFields, ToolFields, names
@@ -33,11 +40,6 @@ PLAIN_ONLY = frozenset({"prompt_logprobs", "detokenize"})
 BODY = SAMPLING - PLAIN_ONLY
 # Defaults of bodies, unless the model's authors recommend others.
 DEFAULTS: dict[Form, dict[str, Any]] = {"chat": {"max_tokens": None}, "completion": {"max_tokens": 16}}
-# Variables of a chat template that a request may not set.
-TEMPLATE_OWN = frozenset(
-    {"chat_template", "template", "tokenizer", "messages", "tools", "bos_token", "eos_token"}
-    | {"add_generation_prompt", "now"}
-)
 
 
 @dataclass(frozen=True)

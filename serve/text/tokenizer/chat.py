@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 SWITCHES = ("enable_thinking", "thinking")  # names of templates for a switch of reasoning
+# Variables of a chat template that a request may not set.
+TEMPLATE_OWN = frozenset(
+    {"chat_template", "template", "tokenizer", "messages", "tools", "bos_token", "eos_token"}
+    | {"add_generation_prompt", "now"}
+)
 MARK = "\ue000end of the text to continue\ue000"  # of private-use characters, which no template looks for
 
 
@@ -204,7 +209,7 @@ def _check_calls(where: str, calls: Any) -> list[Any]:
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 arguments = json.loads(function["arguments"] or "{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 name = f"{where}[{i}].function.arguments"
                 raise ChatTemplateError(f"{name} is not valid JSON: {error}") from error
             call = {**call, "function": {**function, "arguments": arguments}}

@@ -1,5 +1,6 @@
 """Incremental detokenization, and stop strings."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from .tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._stops = tuple(stop)
+        self._begun = [StopPrefix(one) for one in stop]
         self._include = include_stop_str_in_output
         self._stream = tokenizer.stream(prompt_ids, skip_special_tokens)
         self._pieces: list[str] = []
@@ -89,11 +91,12 @@ class Detokenizer:
         seen = final + self._stream.pending
         if below_min:
             self._floor = begin + len(seen)
-        elif match := first_match(seen, self._stops, self._floor - begin):
+        elif match := first_match(seen, self._stops, max(self._floor - begin, len(self._held))):
             start, end = match
             self.stop_hit = seen[start:end]
             return seen[given : end if self._include else start]
-        self._held = final[len(final) - overlap(final, self._stops) :]
+        longest = max(begun.push(new) for begun in self._begun)
+        self._held = final[len(final) - longest :]
         return final[given : len(final) - (0 if self._include else len(self._held))]
 
 
@@ -111,10 +114,31 @@ def first_match(text: str, stops: Sequence[str], floor: int) -> tuple[int, int] 
 
 def overlap(text: str, stops: Sequence[str]) -> int:
     """Return the length of the longest end of the text that is a proper beginning of a stop string."""
-    best = 0
-    for stop in stops:
-        for n in range(min(len(stop) - 1, len(text)), best, -1):
-            if text.endswith(stop[:n]):
-                best = n
-                break
-    return best
+    return max(StopPrefix(stop).push(text[max(0, len(text) - len(stop) + 1) :]) for stop in stops)
+
+
+class StopPrefix:
+    """Finds the longest end of a growing text that is a proper beginning of a stop string, in constant time
+    per character (Knuth, Morris and Pratt, 1977)."""
+
+    def __init__(self, stop: str):
+        self._stop, self._length = stop, 0
+        # Of the first n characters, the longest other end that begins the stop string; made as n grows.
+        self._borders = array("i", [0, 0])
+
+    def push(self, text: str) -> int:
+        """Take more text; return the length of that end."""
+        if not self._length and self._stop[0] not in text:
+            return 0
+        for letter in text:
+            self._length = self._behind(self._length, letter)
+            if self._length == len(self._borders):
+                self._borders.append(self._behind(self._borders[-1], letter))
+        return self._length if self._length < len(self._stop) else self._borders[-1]
+
+    def _behind(self, length: int, letter: str) -> int:
+        """Return the length of the end after a letter, from the one before it."""
+        stop = self._stop
+        while length and (length == len(stop) or stop[length] != letter):
+            length = self._borders[length]
+        return length + (stop[length] == letter)

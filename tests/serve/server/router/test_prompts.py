@@ -43,6 +43,16 @@ def test_equal_beginnings_have_equal_names():
     assert TextNaming(4)("/v1/chat/completions", {"messages": [{"role": 3}]}).tokens
 
 
+@pytest.mark.parametrize("name", ["chat_template", "now", "tokenizer"])
+def test_a_router_renders_no_template_of_a_client(name):
+    tokenizer = Tokenizer.from_folder(DEMO)
+    assert tokenizer is not None
+    body = {"messages": [{"role": "user", "content": "sort a list " * 9}]}
+    assert TokenNaming(tokenizer, 4)("/v1/chat/completions", body).names
+    variables = {"chat_template_kwargs": {name: "{{ messages }}"}}
+    assert TokenNaming(tokenizer, 4)("/v1/chat/completions", body | variables) == Prompt()
+
+
 WRONG = [
     ({}, "replica is missing"),
     ({"replica": ["x"]}, "replica 'x' is not allowed"),

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import httpx
@@ -108,6 +109,33 @@ def test_one_that_cannot_be_saved_ends_with_an_error(routing):
         assert reply.status_code == 502 and reply.json()["error"]["code"] == "replica_lost"
 
     routing(test, count=1)
+
+
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+GARBAGE = {
+    "bytes": b"\x00\xff" * 5000,
+    "status 999": b"HTTP/1.1 999 No\r\ncontent-length: 2\r\n\r\n{}",
+    "status 101": b"HTTP/1.1 101 No\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n{}",
+    "long head": b"HTTP/1.1 200 OK\r\n" + b"x-a: %s\r\n" % (b"a" * 4000) * 200 + b"content-length: 0\r\n\r\n",
+    "no tokens": STREAM + b"data: {}\n\n: tokens x\n\n",
+    "choice -1": STREAM + b'data: {}\n\n: tokens {"-1":[1]}\n\n',
+    "choice 10^12": STREAM + b'data: {}\n\n: tokens {"1000000000000":[1]}\n\n',
+    "endless event": STREAM + b"data: " + b"a" * (1 << 20),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_replica_that_answers_garbage_is_lost(routing, monkeypatch, garbage, is_stream):
+    monkeypatch.setattr("duetto.serve.server.router.resumable.MOST_ANSWER", 1 << 16)
+
+    async def test(router):
+        router.fakes[0].garbage = router.fakes[1].garbage = [garbage]
+        reply = await router.client.post("/v1/completions", json={"prompt": "x", "stream": is_stream})
+        assert reply.status_code == 200 and not router.fakes[0].garbage
+        assert said(reply.text) == WHOLE if is_stream else reply.json()["said"] == [*range(6)]
+
+    routing(test)
 
 
 def test_without_resume_streams_are_passed_on_as_they_are(routing):
@@ -251,6 +279,23 @@ def test_what_is_wrong_a_replica_says(routing, body):
         routing(test, count=1)
     except (ValueError, HttpError) as error:  # the fake cannot read it either
         raise AssertionError from error
+
+
+def test_a_long_body_is_read_in_another_thread(routing, monkeypatch):
+    readers = []
+
+    def reading(body):
+        readers.append(threading.current_thread())
+        return read(body)
+
+    monkeypatch.setattr("duetto.serve.server.router.proxy.read", reading)
+
+    async def test(router):
+        await router.words(prompt="short")
+        await router.words(prompt="long" * 4096)
+        assert [one is threading.current_thread() for one in readers] == [True, False]
+
+    routing(test, count=1)
 
 
 def test_a_router_needs_no_jax():

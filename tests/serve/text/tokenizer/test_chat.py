@@ -102,6 +102,10 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
             r"tool_calls\[0\].function.arguments is not valid JSON",
         ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]}],
+            r"tool_calls\[0\].function.arguments is not valid JSON: .*recursion",
+        ),
     ],
 )
 def test_malformed_messages_are_refused_with_their_place(messages, message):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from duetto.serve.text.tokenizer.detokenizer import Detokenizer, first_match, overlap
+from duetto.serve.text.tokenizer.detokenizer import Detokenizer, StopPrefix, first_match, overlap
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 TEXT = ["def hello(world):\n    return 'naïve café 🤗 — 東京'\n", "the cat sat on the mat. the end\n\n"] * 8
@@ -181,6 +181,24 @@ def test_the_stop_string_complete_first_wins_then_the_longest():
     assert first_match("abab", ["ab"], 2) == (2, 4)
     assert first_match("abab", ["ab"], 4) is None
     assert (overlap("xab", ["abc", "bd"]), overlap("abc", ["abc"]), overlap("aab", ["aabaa"])) == (2, 0, 3)
+
+
+def test_the_end_of_a_text_that_begins_a_stop_string_however_the_text_is_divided():
+    for word in map("".join, itertools.product("ab", repeat=6)):
+        for size, stop in itertools.product((1, 2, 6), ("a", "ab", "aab", "aabaa", "abab", "abaabaab")):
+            begun = StopPrefix(stop)
+            for i in range(0, len(word), size):
+                found, text = begun.push(word[i : i + size]), word[: i + size]
+                assert found == max(n for n in range(len(stop)) if text.endswith(stop[:n])), (text, stop)
+
+
+def test_many_long_stop_strings_cost_no_more_than_short_ones_per_token():
+    """Looking for each of their beginnings at each token would take half an hour."""
+    tokenizer = KINDS["byte-level"]
+    stops = [*("a" * 3 + "b" * 9000 + str(i) for i in range(200)), "a" * 9000]
+    stream, a = Detokenizer(tokenizer, stop=stops), tokenizer.encode("a")
+    assert "".join(stream.push(a) for _ in range(5000)) == ""
+    assert stream.finish() == "a" * 5000
 
 
 def test_text_after_a_prompt_keeps_its_space_and_a_text_of_its_own_does_not():
