@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 EXTRAS ?= dev
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo kernels test test-full repetitions durations coverage bench docs notebooks lint format clean
+.PHONY: demo kernels test test-full repetitions durations coverage bench docs packages notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	@out=$$(mktemp -d)/answers.jsonl && set -x && \
@@ -49,6 +49,10 @@ bench: $(VENV)/demo.stamp
 # The documentation as a site in build/site; signatures are laid out by ruff, which is looked for on the path.
 docs: $(VENV)/docs.stamp
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --strict
+
+# Builds the wheel and the source distribution, and tests each in an environment of its own, in another folder.
+packages: $(VENV)/test.stamp
+	.ci/packages $(BIN)/python
 
 # Runs the notebooks and stores them with their outputs.
 notebooks: $(VENV)/test.stamp

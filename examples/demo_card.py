@@ -165,7 +165,8 @@ def corpus_lines(corpus: Corpus) -> str:
 interpreter that trained the model: {len(corpus.train)} files, {size:,} bytes, without test suites, `idlelib`,
 `turtledemo`, `encodings` and `pydoc_data`. A file belongs to validation if the SHA-256 of its name says so
 (one in sixteen). The library is © Python Software Foundation and others, used under the PSF License Agreement
-Version 2 (https://docs.python.org/3/license.html); samples may repeat passages of it."""
+Version 2 (https://docs.python.org/3/license.html); samples may repeat passages of it.
+The weights that ship with duetto are licensed under Apache-2.0 (`LICENSE` beside this page)."""
 
 
 def run_line(recipe: Recipe) -> str:

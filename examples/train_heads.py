@@ -171,7 +171,7 @@ common, which is what rejection sampling accepts at temperature 1.
 `python examples/train_heads.py --target {target} --out {out} --seed {plan.seed}`
 
 {plan.steps} steps of {BATCH} x {CONTEXT + DEPTH} tokens ({tokens / 1e6:.1f} M) of Python's standard
-library, as in the model's own card, whose licence note holds here too. The model is
+library, as in the model's own card, whose licence notes hold here too (`LICENSE`). The model is
 frozen; the loss is the cross entropy with its probabilities.
 """
     (out / "README.md").write_text(card, encoding="utf-8")

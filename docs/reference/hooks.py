@@ -1,5 +1,7 @@
-"""What MkDocs is told beyond its configuration: the README is the first page, links that leave docs/ go to
-GitHub, and the help of the commands and the fields of records are put where a page asks for them."""
+"""What MkDocs is told beyond its configuration.
+
+The README is the first page. Links that leave docs/ go to GitHub. The help of commands and the fields of records are put where a page asks for them.
+"""
 
 import dataclasses
 import io
@@ -14,12 +16,13 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 ASKED = re.compile(r"<!-- (help|fields): ([\w.]+) -->\n")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text(encoding="utf-8")))
+    files.append(File.generated(config, "index.md", content=README.read_text(encoding="utf-8")))
     return files
 
 
@@ -38,7 +41,7 @@ def link(found: re.Match[str], at: Path, uri: str, repository: str) -> str:
     file = Path(os.path.normpath(at / target))
     if not file.exists():
         raise PluginError(f"{uri}: {target} does not exist")
-    own = "index.md" if file == ROOT / "README.md" else None
+    own = "index.md" if file == README else None
     if file.is_relative_to(ROOT / "docs"):
         own = file.relative_to(ROOT / "docs").as_posix()
     if own is None:

@@ -100,6 +100,8 @@ ROWS = {
     "test_notebooks.py": r"test_notebook_runs\[0[1234]",
     "test_vllm_scripts.py": r".*\[(spec_decode_ngram|quantization|logprobs|prefix_caching|neutral_options)",
     "test_benchmarks.py": r"test_prefixes",
+    # pages beyond the README and the first answer
+    "test_docs_blocks.py": r"test_python_runs.*\[docs/(?!quickstart)",
     # the type checker takes a minute of its own
     "test_lint.py": r".*\[pyright\]",
 }
