@@ -1,19 +1,20 @@
-"""The long description of the package: the README, with absolute links. Everything else is in pyproject.toml."""
+"""The package's long description: the README, with absolute links. All else is in pyproject.toml."""
 
 import re
 from pathlib import Path
-
-from setuptools import setup
 
 FILES = "https://github.com/duetto-ai/duetto/blob/main/"
 IMAGES = "https://raw.githubusercontent.com/duetto-ai/duetto/main/"
 
 
-def absolute(markdown: str) -> str:
-    """The text with links to files of the repository as a package index needs them."""
-    markdown = re.sub(r"(!\[[^]]*\]\()(?!https?://)", rf"\1{IMAGES}", markdown)
-    return re.sub(r"(\]\()(?!https?://|#)", rf"\1{FILES}", markdown)
+def long_description() -> str:
+    """The README with links to files of the repository as a package index needs them."""
+    text = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?://)", rf"\1{IMAGES}", text)
+    return re.sub(r"(\]\()(?!https?://|#)", rf"\1{FILES}", text)
 
 
-README = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
-setup(long_description=absolute(README), long_description_content_type="text/markdown")
+if __name__ == "__main__":
+    from setuptools import setup
+
+    setup(long_description=long_description(), long_description_content_type="text/markdown")

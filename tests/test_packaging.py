@@ -1,8 +1,8 @@
 """A release is whole: what its metadata, its long description and its source distribution must have."""
 
 import re
+import runpy
 import subprocess
-import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -15,16 +15,8 @@ from duetto.serve.options.server import ServerOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DESCRIPTION = runpy.run_path(str(ROOT / "setup.py"))["long_description"]()
 NOT_RELEASED = {".gitignore", "MANIFEST.in"}  # the first serves git alone; setuptools adds the second itself
-
-
-def long_description() -> str:
-    """What the package's metadata say, as setuptools computes it."""
-    done = subprocess.run(
-        [sys.executable, "setup.py", "-q", "--long-description"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return done.stdout
 
 
 def test_the_newest_section_of_the_changelog_is_the_version():
@@ -39,7 +31,7 @@ def test_the_versions_of_python_are_those_that_are_required():
 
 
 def test_every_link_of_the_long_description_is_absolute():
-    links = re.findall(r"\]\(([^)\s]+)\)", long_description())
+    links = re.findall(r"\]\(([^)\s]+)\)", DESCRIPTION)
     assert len(links) > 40 and [link for link in links if not link.startswith(("https://", "#"))] == []
     assert "https://raw.githubusercontent.com/duetto-ai/duetto/main/docs/images/request.svg" in links
 
@@ -53,7 +45,7 @@ def test_the_page_about_installing_has_all_extras():
 @pytest.mark.extras
 def test_the_long_description_renders_as_an_index_shows_it():
     markdown = pytest.importorskip("readme_renderer.markdown")
-    page = markdown.render(long_description())
+    page = markdown.render(DESCRIPTION)
     assert page and "<table>" in page and 'alt="quickstart"' in page
 
 
@@ -66,7 +58,8 @@ def test_the_source_distribution_has_every_file_of_the_repository():
     folders = {word[1] for word in words if word[0] == "graft"}
     packages = {"model", "kvcache", "sampling", "checkpoints", "serve", "src"}
     here = {line.split("/")[0] for line in listing.stdout.splitlines()}
-    assert here - NOT_RELEASED == files | folders | packages | {"pyproject.toml", "setup.py"}
+    assert here - DESCRIPTION = runpy.run_path(str(ROOT / "setup.py"))["long_description"]()
+NOT_RELEASED == files | folders | packages | {"pyproject.toml", "setup.py"}
 
 
 def test_shipped_weights_have_their_licence_beside_them():

@@ -1,6 +1,7 @@
 """What MkDocs is told beyond its configuration.
 
-The README is the first page. Links that leave docs/ go to GitHub. The help of commands and the fields of records are put where a page asks for them.
+The README is the first page. Links that leave docs/ go to GitHub. The help of commands and the fields of
+records are put where a page asks for them.
 """
 
 import dataclasses

@@ -41,7 +41,7 @@ class ExpertMatrices(NamedTuple):
     zeros: Any = None
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     """For each tile its expert and its range of rows, which is empty beyond the last."""
 
     expert: Int[Array, " tiles"]
@@ -86,7 +86,7 @@ def rows_of_tile(rows: int, experts: int) -> int:
     return next((n for n in ROWS if n * experts >= 2 * rows), ROWS[-1])
 
 
-def tiles_of(sizes: Int[Array, " E"], rows: int, height: int) -> Tiles:
+def tiles_of(sizes: Int[Array, " E"], rows: int, height: int) -> ExpertTiles:
     """Tiles of `height` rows of experts that own the next sizes[e] of all rows each."""
     E, most = len(sizes), rows // height + min(len(sizes), rows)
     tiles = (sizes + height - 1) // height
@@ -95,7 +95,7 @@ def tiles_of(sizes: Int[Array, " E"], rows: int, height: int) -> Tiles:
     expert = jnp.sum(ends[None] <= tile[:, None], axis=1, dtype=jnp.int32)
     own = jnp.minimum(expert, E - 1)
     first = (after - sizes)[own] + (tile - (ends - tiles)[own]) * height
-    return Tiles(own, first, jnp.where(expert < E, jnp.minimum(after[own], first + height), 0))
+    return ExpertTiles(own, first, jnp.where(expert < E, jnp.minimum(after[own], first + height), 0))
 
 
 def tiled_product(
@@ -156,7 +156,9 @@ def expected_bytes(rows: int, w: ExpertMatrices, dtype: Any) -> int:
     return round(weights * (1 - unused)) + rows * (D + F) * dtype.itemsize
 
 
-def kernel(tiles: Tiles, x: Any, w: ExpertMatrices, out: Any, *, height: int, width: int, scheme: str | None):
+def kernel(
+    tiles: ExpertTiles, x: Any, w: ExpertMatrices, out: Any, *, height: int, width: int, scheme: str | None
+):
     """Some columns of a tile's products; x is [rows D], or for codes in pairs its even and odd numbers."""
     block, tile = pl.program_id(0), pl.program_id(1)
     expert, first, last = (part[tile] for part in tiles)

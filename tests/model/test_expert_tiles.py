@@ -14,7 +14,7 @@ from duetto.model.weights.compress import encode
 from duetto.model.weights.expert_tiles import (
     ROWS,
     ExpertMatrices,
-    Tiles,
+    ExpertTiles,
     can_tile,
     can_widen,
     rows_of_tile,
@@ -113,7 +113,7 @@ def test_bits_of_a_row_depend_on_its_expert_alone(scheme: str | None):
 
 def test_tiles_are_of_one_expert_and_skip_those_without_rows():
     found = jax.jit(tiles_of, static_argnums=(1, 2))(np.asarray([17, 0, 33, 5, 0], np.int32), 60, 16)
-    assert isinstance(found, Tiles)
+    assert isinstance(found, ExpertTiles)
     real = [(int(e), int(a), int(b)) for e, a, b in zip(*found, strict=True) if a < b]
     assert real == [(0, 0, 16), (0, 16, 17), (2, 17, 33), (2, 33, 49), (2, 49, 50), (3, 50, 55)]
     assert len(found.expert) == 60 // 16 + 5
