@@ -14,10 +14,12 @@ import tempfile
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import NamedTuple
 
 from .streams import warn
 
@@ -67,6 +69,70 @@ def open_file(path: Path) -> BufferedReader:
     return open(path, "rb", opener=lambda path, flags: os.open(path, flags | nofollow))
 
 
+class FileEntry(NamedTuple):
+    """A file of a folder: time of its last modification by the wall clock, name and bytes."""
+
+    modified: float
+    name: str
+    size: int
+
+
+class Files:
+    """The operating system's files, as a blob store uses them. Methods raise OSError."""
+
+    def now(self) -> float:
+        """Return the wall clock, by which files are modified."""
+        return time.time()
+
+    def read(self, path: Path) -> bytes | None:
+        """Return a file's bytes; None if other users may have written it."""
+        with open_file(path) as file:
+            return file.read() if owned(os.fstat(file.fileno())) else None
+
+    def write(self, path: Path, head: bytes, content: bytes, partial: str, durable: bool) -> None:
+        """Write a file that is whole or not there. Its folder holds it under a name with the prefix `partial`
+        until then."""
+        make(path.parent)
+        handle, name = tempfile.mkstemp(prefix=partial, dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(head)
+                file.write(content)
+                file.flush()
+                if durable:
+                    os.fsync(file.fileno())
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def touch(self, path: Path) -> None:
+        """Set a file's time of modification to now."""
+        os.utime(path)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def modified(self, path: Path) -> int:
+        """Return the time of modification of a file or folder, in nanoseconds."""
+        return path.stat().st_mtime_ns
+
+    def folders(self, folder: Path, digits: int) -> list[str]:
+        """Return the names of `digits` characters in a folder."""
+        return [place.name for place in folder.glob("?" * digits)]
+
+    def scan(self, folder: Path) -> Iterator[FileEntry]:
+        """Yield the files of a folder, but not those that are gone at once."""
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    info = entry.stat(follow_symlinks=False)
+                    yield FileEntry(info.st_mtime, entry.name, info.st_size)
+
+
+FILES = Files()
+
+
 class DamagedBlobError(OSError):
     """A file that was not as it had been written; it is deleted."""
 
@@ -95,14 +161,16 @@ class BlobFormat:
 
 class BlobStore:
     """The blobs of one format in a folder, at most `limit` bytes of files. Files that any process has used in
-    the last `grace` seconds are not evicted.
+    the last `grace` seconds are not evicted. `files` holds them.
 
     `sizes` are the bytes of files by blob, least recently used first: those that this store has written or
     read, and those that `refresh` found.
     """
 
-    def __init__(self, folder: Path, format: BlobFormat, limit: float, grace: float = 0.0):
-        self.folder, self.format, self.limit, self.grace = folder, format, limit, grace
+    def __init__(
+        self, folder: Path, format: BlobFormat, limit: float, grace: float = 0.0, files: Files = FILES
+    ):
+        self.folder, self.format, self.limit, self.grace, self.files = folder, format, limit, grace, files
         self.nbytes, self.sizes = 0, OrderedDict[str, int]()
         self._changed: dict[str, int] = {}  # times of modification of subfolders at the last refresh
         self._lock = threading.Lock()
@@ -117,8 +185,7 @@ class BlobStore:
         """
         path, head = self.path(name), self.format.head
         try:
-            with open_file(path) as file:
-                found = file.read() if owned(os.fstat(file.fileno())) else None
+            found = self.files.read(path)
         except OSError as error:
             self._note(name, 0)
             if not isinstance(error, FileNotFoundError):
@@ -131,31 +198,19 @@ class BlobStore:
         if found[:head] != self.format.head_of(name, content):
             self._note(name, 0)
             with suppress(OSError):
-                path.unlink()
+                self.files.unlink(path)
             raise DamagedBlobError(path)
         with suppress(OSError):
-            os.utime(path)  # other processes evict by this time
+            self.files.touch(path)  # other processes evict by this time
         self._note(name, len(found))
         return content
 
     def write(self, name: str, content: bytes) -> None:
         """Store a content under a name, evicting others for it. The file is whole or not there, also after a
         kill. Raises OSError."""
-        size, path = self.format.head + len(content), self.path(name)
+        size, own = self.format.head + len(content), self.format
         self.make_room(size, name)
-        make(path.parent)
-        handle, partial = tempfile.mkstemp(prefix=self.format.partial, dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(self.format.head_of(name, content))
-                file.write(content)
-                file.flush()
-                if self.format.durable:
-                    os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        self.files.write(self.path(name), own.head_of(name, content), content, own.partial, own.durable)
         self._note(name, size)
 
     def make_room(self, size: int, replaced: str = "") -> None:
@@ -166,19 +221,19 @@ class BlobStore:
                 name = next(iter(self.sizes))
             path = self.path(name)
             with suppress(OSError):  # another process may evict too
-                if self.grace and path.stat().st_mtime > time.time() - self.grace:
+                if self.grace and self.files.modified(path) > 1e9 * (self.files.now() - self.grace):
                     return
-                path.unlink()
+                self.files.unlink(path)
             self._note(name, 0)
 
     def refresh(self) -> None:
         """Index the subfolders that have changed: files that are gone are forgotten, and new ones are added
         by the time of their last use."""
-        found: list[tuple[float, str, int]] = []
+        found: list[FileEntry] = []
         digits = self.format.digits
-        for folder in [place.name for place in self.folder.glob("?" * digits)] if digits else [""]:
+        for folder in self.files.folders(self.folder, digits) if digits else [""]:
             with suppress(OSError):  # another process may evict too
-                changed = (self.folder / folder).stat().st_mtime_ns
+                changed = self.files.modified(self.folder / folder)
                 if self._changed.get(folder) != changed:
                     with self._lock:  # before the scan: what is written meanwhile is not gone
                         known = {name for name in self.sizes if name.startswith(folder)}
@@ -191,20 +246,16 @@ class BlobStore:
             if name not in self.sizes:
                 self._note(name, size)
 
-    def _scan(self, folder: str) -> list[tuple[float, str, int]]:
+    def _scan(self, folder: str) -> list[FileEntry]:
         """Return the time of last use, the name and the bytes of each blob in a subfolder; delete partial
         files that killed processes have left."""
-        found = []
-        with os.scandir(self.folder / folder) as entries:
-            for entry in entries:
+        found, place, left_over = [], self.folder / folder, self.files.now() - ABANDONED
+        for entry in self.files.scan(place):
+            if self.format.files.fullmatch(entry.name) and entry.name.startswith(folder):
+                found.append(entry._replace(name=entry.name.removesuffix(self.format.suffix)))
+            elif entry.name.startswith(self.format.partial) and entry.modified < left_over:
                 with suppress(OSError):
-                    info, left_over = entry.stat(follow_symlinks=False), time.time() - ABANDONED
-                    if self.format.files.fullmatch(entry.name) and entry.name.startswith(folder):
-                        found.append(
-                            (info.st_mtime, entry.name.removesuffix(self.format.suffix), info.st_size)
-                        )
-                    elif entry.name.startswith(self.format.partial) and info.st_mtime < left_over:
-                        os.unlink(entry.path)
+                    self.files.unlink(place / entry.name)
         return found
 
     def _note(self, name: str, size: int) -> None:

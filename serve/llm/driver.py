@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -112,6 +112,7 @@ class Driver:
     reached.
     failed: called in the thread with an error of the engine, and the requests under way, which are dropped.
     paused: called in the thread if requests are under way and the engine may not step.
+    start: returns the thread that drives it.
 
     An idle driver is not kept alive by its thread, which ends with it.
     """
@@ -122,6 +123,7 @@ class Driver:
         deliver: Callable[[Sequence[StreamChunk]], Sequence[Any] | None] = put_each,
         failed: Callable[[Exception, Sequence[Any]], None] = fail_each,
         paused: Callable[[], None] = lambda: None,
+        start: "Callable[[weakref.ref[Driver], Orders], DrivingThread] | None" = None,
     ):
         self._session, self._deliver, self._failed, self._paused = session, deliver, failed, paused
         self._flows: dict[str, Any] = {}
@@ -129,9 +131,7 @@ class Driver:
         session.drivers.add(self)
         self._is_stopped, self.is_open = False, True
         weakref.finalize(self, self._orders.put, None)
-        target = (weakref.ref(self), self._orders)
-        self._thread = threading.Thread(target=drive, args=target, name="duetto-engine", daemon=True)
-        self._thread.start()
+        self._thread = (start or in_thread)(weakref.ref(self), self._orders)
 
     def call(self, work: Callable[[], Any]) -> None:
         """Run `work` in the thread before the next step; in this one if the driver has stopped."""
@@ -235,19 +235,36 @@ def chunk_of(flow: Any) -> StreamChunk:
         return StreamChunk(flow, [], True, error)
 
 
-def drive(alive: "weakref.ref[Driver]", orders: Orders) -> None:
-    """A driver's thread. After an error it waits for the next order."""
-    wait = True
-    while True:
-        driver = None  # an idle thread keeps no driver, and so no engine
-        try:
-            if not obey(orders, wait) or (driver := alive()) is None:
-                return
-            wait = not driver.advance()
-        except Exception as error:  # noqa: BLE001 - callers wait for answers, whatever it is
-            wait = True
-            if (driver := alive()) is not None:
-                driver.fail(error)
+class DrivingThread(Protocol):
+    """Thread that takes a driver's orders and steps."""
+
+    def join(self) -> None: ...
+
+
+def in_thread(alive: "weakref.ref[Driver]", orders: Orders) -> DrivingThread:
+    """Start a driver's thread."""
+
+    def drive() -> None:
+        is_busy: bool | None = False
+        while is_busy is not None:
+            is_busy = turn(alive, orders, wait=not is_busy)
+
+    thread = threading.Thread(target=drive, name="duetto-engine", daemon=True)
+    thread.start()
+    return thread
+
+
+def turn(alive: "weakref.ref[Driver]", orders: Orders, wait: bool) -> bool | None:
+    """Run a driver's orders, of which the first may have to come, and a step. Return whether there is more to
+    do, None at the end. Between turns a thread keeps no driver, and so no engine."""
+    try:
+        if not obey(orders, wait) or (driver := alive()) is None:
+            return None
+        return driver.advance()
+    except Exception as error:  # noqa: BLE001 - callers wait for answers, whatever it is
+        if (driver := alive()) is not None:
+            driver.fail(error)
+        return False
 
 
 class StreamHandle:

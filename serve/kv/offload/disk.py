@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ...host.blob_store import BlobFormat, BlobStore, DamagedBlobError, refusal
+from ...host.blob_store import FILES, BlobFormat, BlobStore, DamagedBlobError, Files, refusal
 from ...host.streams import warn
 from .tier import Content, Counts, Key
 
@@ -51,11 +51,13 @@ class DiskTier:
 
     lasts = True
 
-    def __init__(self, folder: Path, realm: bytes, most_bytes: float, name: str = "disk"):
+    def __init__(
+        self, folder: Path, realm: bytes, most_bytes: float, name: str = "disk", files: Files = FILES
+    ):
         """Raises ValueError for a folder that cannot be used."""
         require_own(folder)
         self.folder, self.realm, self.name, self.counts = folder, realm, name, Counts()
-        self.blobs = BlobStore(folder, PAGES, most_bytes)
+        self.blobs = BlobStore(folder, PAGES, most_bytes, files=files)
         self.refresh()
 
     @property

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from ...host.streams import warn
@@ -12,12 +13,26 @@ MOST = 1 << 28  # bytes that wait to be written, at most
 LINGER = 1.0  # seconds without work after which the thread ends
 
 
+def in_thread(work: Callable[[], None], name: str) -> None:
+    """Run work in a thread of its own."""
+    threading.Thread(target=work, name=name, daemon=True).start()
+
+
 class WriteBehindTier:
     """Queue before another tier. Pages are found in the queue until they are written. Beyond `most_bytes` new
-    pages are dropped, since a page that is in no tier can be computed again."""
+    pages are dropped, since a page that is in no tier can be computed again.
 
-    def __init__(self, tier: Tier, most_bytes: int = MOST):
-        self.tier, self.most_bytes = tier, most_bytes
+    start: runs the writer, which ends after `linger` seconds without work; called with its name too.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        most_bytes: int = MOST,
+        start: Callable[[Callable[[], None], str], None] = in_thread,
+        linger: float = LINGER,
+    ):
+        self.tier, self.most_bytes, self._start, self._linger = tier, most_bytes, start, linger
         self.name, self.lasts = tier.name, tier.lasts
         self.nbytes = self.left_out = 0
         self._waiting: OrderedDict[Key, Content] = OrderedDict()
@@ -42,7 +57,7 @@ class WriteBehindTier:
             self.nbytes += len(content)
             self._changed.notify_all()
             if not self._working:
-                threading.Thread(target=self._pass_on, name=f"duetto-{self.name}", daemon=True).start()
+                self._start(self._pass_on, f"duetto-{self.name}")
                 self._working = True  # not before: a thread that failed to start must not be waited for
 
     def fetch(self, key: Key) -> Content | None:
@@ -80,7 +95,7 @@ class WriteBehindTier:
 
     def _next(self) -> tuple[Key, Content] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting, LINGER)
+            self._changed.wait_for(lambda: self._waiting, self._linger)
             if self._waiting:
                 return next(iter(self._waiting.items()))
             self._working = False

@@ -51,16 +51,17 @@ class PageFetch:
     staged: int = 0  # pages of `parts` on the device
     places: dict[Key, int] = field(default_factory=dict)
     dropped: bool = False  # not wanted any more
+    now: Callable[[], float] = time.monotonic  # returns the time
 
     @property
     def is_late(self) -> bool:
         """True where pages have not arrived in time."""
-        return self._is_open and time.monotonic() > self.until
+        return self._is_open and self.now() > self.until
 
     @property
     def is_pending(self) -> bool:
         """True where pages may still arrive in time."""
-        return self._is_open and time.monotonic() <= self.until
+        return self._is_open and self.now() <= self.until
 
     @property
     def _is_open(self) -> bool:
@@ -98,7 +99,8 @@ class PageMover:
 
     `has` counts pages that are on their way to the tiers. Beyond OFFERED of them new pages are dropped, since
     a page that is in no tier can be computed again; beyond STAGED pages on the device, fetched pages wait in
-    the host's memory for their step. A `peer` among the tiers computes prompts for this engine.
+    the host's memory for their step. A `peer` among the tiers computes prompts for this engine. `clock`
+    returns seconds.
     """
 
     def __init__(
@@ -107,11 +109,13 @@ class PageMover:
         transfers: Transfers,
         reopen: Callable[[Any], TierChain],
         peer: RemoteKV | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        self.clock = clock
         self.tier, self.transfers, self.reopen, self.peer = tier, transfers, reopen, peer
         self._rates: deque[float] = deque(maxlen=FETCHES)  # seconds a byte, from the request to the arrival
         self._offered, self._staged = [0 for _ in transfers.windows], 0  # pages, with those that pad leaves
-        self._refreshed = time.monotonic()
+        self._refreshed = clock()
         self._coming: dict[Key, int] = {}  # offered, and not in the tier yet
         self._lock = threading.Lock()
         self._jobs = MoverQueue()
@@ -146,9 +150,9 @@ class PageMover:
         """Bring pages to the device; the request waits at most `patience` seconds. The fetch overtakes
         pages to be stored, unless it wants one of them."""
         done = threading.Event()
-        ticket.pending, ticket.until = done, time.monotonic() + patience
+        asked = self.clock()
+        ticket.pending, ticket.until, ticket.now = done, asked + patience, self.clock
         ticket.rounds += 1
-        asked = time.perf_counter()
         with self._lock:
             here = self._coming.keys().isdisjoint(keys)
         self._jobs.put(lambda: self._bring(keys, ticket, done, asked), awaited=here)
@@ -194,18 +198,23 @@ class PageMover:
                 job = self._refresh
             if job is None:
                 return
-            try:
-                job()
-                self._refresh()
-            except Exception as error:  # noqa: BLE001 - a page that does not arrive is computed again
-                warn(f"pages were not moved: {type(error).__name__}: {error}")
+            self.run(job)
             del job  # its leaves
+
+    def run(self, job: Job) -> None:
+        """Run a job, and look for pages of other processes. Errors are warnings: a page that does not arrive
+        is computed again."""
+        try:
+            job()
+            self._refresh()
+        except Exception as error:  # noqa: BLE001
+            warn(f"pages were not moved: {type(error).__name__}: {error}")
 
     def _refresh(self) -> None:
         """Look for pages of other processes, also where there is always a job."""
-        if time.monotonic() - self._refreshed > REFRESH:
+        if self.clock() - self._refreshed > REFRESH:
             self.tier.refresh()
-            self._refreshed = time.monotonic()
+            self._refreshed = self.clock()
 
     def _keep(self, keys: Sequence[Key], leaves: Leaves) -> None:
         try:
@@ -231,7 +240,7 @@ class PageMover:
                         size += self._bring_part(window, own[i : i + MOST], ticket)
         finally:
             if size:
-                self._rates.append((time.perf_counter() - asked) / size)
+                self._rates.append((self.clock() - asked) / size)
             done.set()
 
     def _bring_part(self, window: int, keys: Sequence[Key], ticket: PageFetch) -> int:

@@ -65,7 +65,7 @@ class Replica:
         self.is_up = self.is_ready = False  # until the first health check
         self.realm = ""  # of its answers; empty while unknown
         self.jobs: set[RoutedRequest] = set()
-        self.connections: set[ReplicaConnection] = set()
+        self.connections: dict[ReplicaConnection, None] = {}  # a set in order of time
         self.chosen = self.prompt_tokens = self.hit_tokens = self.lost = 0
         self._work = 0  # tokens of prefill of jobs whose answer has not begun
 

@@ -1,7 +1,6 @@
 """Health checks of the replicas."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from ...host.streams import tell, warn
@@ -23,7 +22,8 @@ class Health:
     def __init__(self, replicas: Sequence[Replica], line: RequestQueue, options: RouterOptions):
         self._line, self._options = line, options
         self._looks = [asyncio.create_task(self._watch(replica)) for replica in replicas]
-        self._since = time.monotonic()  # when a replica last was up
+        self._now = asyncio.get_running_loop().time
+        self._since = self._now()  # when a replica last was up
 
     async def _watch(self, replica: Replica) -> None:
         missed = 0
@@ -52,7 +52,7 @@ class Health:
         self._fail_if_alone()
 
     def _fail_if_alone(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         if any(one.is_up for one in self._line.replicas):
             self._since = now
         elif now - self._since > self._options.replica_timeout:

@@ -227,7 +227,7 @@ class Proxy:
         """Send the request to a replica and pass its answer on. Returns whether it answered. Raises
         ConnectionLost and RealmMismatch."""
         connection = await HttpConnection.to(ServerAddress.of(replica.address))
-        replica.connections.add(connection)
+        replica.connections[connection] = None
         try:
             with self.prefills.beside(job) if request.generates else nullcontext([]) as more:
                 connection.send(request.method, request.path, request.headers + more, request.sent)
@@ -244,7 +244,7 @@ class Proxy:
                 await self._pass_whole(connection, request, send)
             return True
         finally:
-            replica.connections.discard(connection)
+            replica.connections.pop(connection, None)
             connection.abort() if not connection.is_whole else await connection.close()
 
     def _others(self, job: RoutedRequest, replica: Replica) -> bool:

@@ -119,7 +119,8 @@ class Completions:
     async def _stream(self, call: ApiCall, request: CompletionRequest, id: str, send: Send) -> None:
         events = self._writer(call, request, id)
         seconds = None if request.resume is None else 0.0 if request.stream else SELDOM
-        tokens = TokenReporter(seconds, lambda: self.service.realm(call))
+        clock = asyncio.get_running_loop().time
+        tokens = TokenReporter(seconds, lambda: self.service.realm(call), clock)
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         headers += [(b"x-request-id", id.encode()), (b"x-accel-buffering", b"no")]
 

@@ -68,10 +68,16 @@ class ActiveStream:
 
 class Service:
     """Serves an LLM. Made in the event loop, and used only there. `defaults` are sampling parameters for
-    requests that give none. `ended` is set once the engine has failed, or once `drain` was called and all
+    requests that give none; `driver` makes the engine's. `ended` is set once the engine has failed, or once `drain` was called and all
     requests are done."""
 
-    def __init__(self, llm: LLM, options: ServerOptions, defaults: Mapping[str, Any]):
+    def __init__(
+        self,
+        llm: LLM,
+        options: ServerOptions,
+        defaults: Mapping[str, Any],
+        driver: Callable[..., Driver] = Driver,
+    ):
         self.llm, self.options = llm, options
         self.names = list(options.served_model_name or ["demo"])
         self.defaults = dict(defaults)
@@ -93,7 +99,7 @@ class Service:
         self.max_model_len = llm.engine.sizes.max_model_len
         self.lag = EventLoopLag(self._loop)
         self._pinging = self._loop.call_later(options.keepalive_interval, self._ping)
-        self._driver = Driver(llm.session, self._deliver, self._fail)
+        self._driver = driver(llm.session, self._deliver, self._fail)
         self._preparing = TaskPreparer(llm, self._driver, self.replies)
 
     def require_model(self, name: str) -> str:

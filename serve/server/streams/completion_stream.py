@@ -188,10 +188,12 @@ class WholeEvent:
 
 class TokenReporter:
     """Writes comments with the token ids of an answer that may be resumed, at most one every `seconds`; None
-    writes none. The `realm` of the tokens is sent before the first ones, and again after a change."""
+    writes none. The `realm` of the tokens is sent before the first ones, and again after a change. `clock` returns seconds."""
 
-    def __init__(self, seconds: float | None, realm: Callable[[], str]):
-        self._seconds, self._last = seconds, time.monotonic()
+    def __init__(
+        self, seconds: float | None, realm: Callable[[], str], clock: Callable[[], float] = time.monotonic
+    ):
+        self._seconds, self._now, self._last = seconds, clock, clock()
         self._realm, self._named = realm, ""
         self._held: list[CompletionOutput] = []
 
@@ -199,7 +201,7 @@ class TokenReporter:
         if self._seconds is None:
             return b""
         self._held += outputs
-        now = time.monotonic()
+        now = self._now()
         if now - self._last < self._seconds:
             return b""
         found, self._held, self._last = tokens_comment(self._held), [], now

@@ -1,0 +1,233 @@
+"""A machine of the simulation: its disk, and the engine of the process that runs on it."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, cast
+
+from benchmarks.chaos.device import ChaosPrograms, ChaosTransfers, number_of, weights_of
+from benchmarks.chaos.disk import SimulatedDisk
+from benchmarks.chaos.world import Process, SimulatedLoop
+from duetto.kvcache.tables import window_pages
+from duetto.serve.engine.core.engine import Engine
+from duetto.serve.engine.core.plan import SchedulerConfig
+from duetto.serve.kv.offload.disk import PAGES, DiskTier
+from duetto.serve.kv.offload.host import HostTier
+from duetto.serve.kv.offload.later import WriteBehindTier
+from duetto.serve.kv.offload.mover import PageMover
+from duetto.serve.kv.offload.tier import Tier, TierChain
+from duetto.serve.kv.offload.tiering import KVOffloader
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
+from duetto.serve.runtime.equal_bits.classes import ShapeClasses
+
+MOVE, WRITE = 0.01, 0.2  # seconds until a page is moved, and until the writer begins, at most
+COMPUTE = 0.02  # seconds that a token is said to take: fetching always pays
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@cache
+def folder() -> Path:
+    """Return a folder of the user's own, in whose place simulated disks stand."""
+    return Path(tempfile.mkdtemp(prefix="duetto-chaos-"))
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """Sizes of an engine and its tiers, in pages."""
+
+    page_size: int = 4
+    pages: int = 20
+    seats: int = 3
+    budget: int = 8
+    decode_steps: int = 1
+    rows: int = 2
+    width: int = 4
+    longest: int = 48
+    same_bits: bool = True
+    windows: tuple[int | None, ...] = (None,)
+    host: int = 6
+    disk: int = 16
+
+    @classmethod
+    def drawn(cls, random: Random) -> "MachineConfig":
+        return cls(
+            page_size=random.choice((2, 4, 4, 8)),
+            pages=random.randint(12, 32) if random.random() < 0.7 else 60,
+            seats=random.randint(2, 5),
+            budget=random.choice((4, 8, 16)),
+            decode_steps=random.choice((1, 1, 2, 4)),
+            rows=random.randint(1, 3),
+            same_bits=random.random() < 0.6,
+            windows=random.choice(((None,), (None,), (None, 8), (6,))),
+            host=random.choice((0, 4, 12)),
+            disk=random.choice((0, 8, 40)),
+        )
+
+    @property
+    def longest_request(self) -> int:
+        return min(self.longest, self.pages * self.page_size)
+
+    def sizes(self) -> Sizes:
+        longest, work = self.longest_request, max(self.budget, self.decode_steps) + 1
+
+        def count(window: int | None) -> int:
+            if window is None:
+                return self.pages
+            one = min(window_pages(window, work, self.page_size), -(-longest // self.page_size))
+            return max(one, min(self.pages, one * self.seats))
+
+        return Sizes(longest, self.seats, tuple(map(count, self.windows)), self.page_size)
+
+    def classes(self) -> ShapeClasses:
+        prefill = {Shape("prefill", 1, 2), Shape("prefill", 1, 8), Shape("prefill", self.rows, 2)}
+        decode = {Shape("decode", w, t) for w in (1, self.width) for t in (1, self.decode_steps)}
+        return ShapeClasses(tuple(sorted(prefill)), tuple(sorted(decode)), self.same_bits)
+
+
+class ChaosMover(PageMover):
+    """A mover whose jobs are events of the simulation."""
+
+    def __init__(self, *args: Any, loop: SimulatedLoop, disk: SimulatedDisk, random: Random, **options: Any):
+        super().__init__(*args, **options)
+        self._loop, self._disk, self._random, self._is_due = loop, disk, random, False
+
+    def begin(self) -> None: ...
+
+    def _wake(self) -> None:
+        if not self._is_due and len(self._jobs):
+            self._is_due = True
+            self._loop.call_later(self._random.random() * MOVE + self._disk.waited(), self._next)
+
+    def _next(self) -> None:
+        self._is_due = False
+        if len(self._jobs) and (job := self._jobs.get(timeout=0)) is not None:
+            self.run(job)
+        self._wake()
+
+    def offer(self, *args: Any) -> None:
+        super().offer(*args)
+        self._wake()
+
+    def fetch(self, *args: Any) -> None:
+        super().fetch(*args)
+        self._wake()
+
+    def wait(self) -> None:
+        while len(self._jobs):
+            job = self._jobs.get(timeout=0)
+            if job is not None:
+                self.run(job)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no page is on its way."""
+        return not (len(self._jobs) or self._staged or any(self._offered) or self._coming)
+
+
+class ChaosOffloader(KVOffloader):
+    """Tiers of an engine that does not wait in real time."""
+
+    def pause(self) -> None: ...
+
+
+class Machine:
+    """A machine with a disk, and an engine while a process runs on it. `weights` are those that the next
+    process loads."""
+
+    def __init__(self, loop: SimulatedLoop, name: str, config: MachineConfig, random: Random):
+        self.loop, self.name, self.config, self.random = loop, name, config, random
+        self.disk = SimulatedDisk(loop.time, random)
+        self.image = self.disk.image()
+        self.weights, self.versions = 0, [0]  # versions: the weights of the engine by their version
+        self.process = Process(loop, f"{name}.0")
+        self.process.is_alive = False
+        self.starts = 0
+        self.engine: Engine
+        self.mover: ChaosMover
+        self.programs: ChaosPrograms
+
+    @property
+    def realm(self) -> bytes:
+        return b"weights"
+
+    def start(self) -> Process:
+        """Start a process with a new engine; the caller runs the rest in its context."""
+        self.starts += 1
+        self.process = Process(self.loop, f"{self.name}.{self.starts}")
+        config, sizes = self.config, self.config.sizes()
+        self.programs = ChaosPrograms(sizes, config.windows, config.same_bits)
+        limits = SchedulerConfig(sizes.seats, config.budget, 2, config.decode_steps)
+        state = self.programs.empty(weights_of(self.weights))
+        self.engine = Engine(
+            cast(Any, self.programs), config.classes(), state, limits, True, clock=self.loop.time
+        )
+        self.versions = [self.weights]
+        self._attach(state.params)
+        return self.process
+
+    def _attach(self, params: Any) -> None:
+        transfers = cast(Any, ChaosTransfers(self.programs))
+        own = {"loop": self.loop, "disk": self.disk, "random": self.random, "clock": self.loop.time}
+        self.mover = ChaosMover(self._chain(params), transfers, self._chain, **own)
+        self.engine.scheduler.tiers = ChaosOffloader(self.mover, self.engine.tables, lambda: COMPUTE)
+
+    def _chain(self, params: Any) -> TierChain:
+        tiers: list[Tier] = []
+        size = 8 * self.config.page_size
+        if self.config.host:
+            tiers.append(HostTier(self.config.host * size))
+        if self.config.disk:
+            realm = b"weights %d, %s" % (number_of(params), repr(self.config).encode())
+            most = self.config.disk * (size + PAGES.head)
+            tier = DiskTier(folder(), realm[:64], most, files=self.disk)
+            tiers.append(WriteBehindTier(tier, start=self._write, linger=0.0))
+        return TierChain(tiers)
+
+    def _write(self, work: Callable[[], None], name: str) -> None:
+        self.loop.call_later(self.random.random() * WRITE, work)
+
+    def replace_weights(self, number: int) -> None:
+        """Let the running engine have other weights; requests go on with them."""
+        self.weights = number
+        self.engine.update_params(cast(Any, weights_of(number)), keep=True)
+        self.versions.append(number)
+
+
+def audit(engine: Engine) -> None:
+    """Raise Violation unless each page and slot is owned by exactly the requests that have it."""
+    scheduler, tables = engine.scheduler, engine.tables
+    running = scheduler.running
+    if sorted([*scheduler.free_slots, *running]) != list(range(engine.sizes.seats)):
+        raise Violation(f"slots: {sorted(scheduler.free_slots)} free, {sorted(running)} taken")
+    for g, pool in enumerate(tables.pools):
+        owned = Counter(page for r in running.values() for page in r.pages[g] if page >= 0)
+        if any(owned[page] != count for page, count in enumerate(pool.references)):
+            raise Violation(f"pages of group {g}: owned {dict(owned)}, counted {pool.references}")
+        if pool.free != pool.references.count(0):
+            raise Violation(f"{pool.free} pages are free, {pool.references.count(0)} without an owner")
+        names = pool.named()
+        if len({page for _, page in names}) != len(names):
+            raise Violation("a page has two names")
+    for slot, request in running.items():
+        if request.slot != slot or not (request.pages and request.computed <= len(request.tokens) + 64):
+            raise Violation(f"request {request.id} is in slot {slot} and says {request.slot}")
+    for _, request in scheduler.waiting:
+        if request.slot is not None or request.pages:
+            raise Violation(f"request {request.id} waits and has pages")
+
+
+def audit_end(machine: Machine) -> None:
+    """Raise Violation unless an idle engine has all of its pages and slots back."""
+    audit(machine.engine)
+    scheduler, tables = machine.engine.scheduler, machine.engine.tables
+    if scheduler.has_work or any(pool.free != pool.pages for pool in tables.pools):
+        raise Violation(f"{machine.name}: requests or pages are left in an idle engine")
+    if any(tables.reserved) or not machine.mover.is_idle:
+        raise Violation(f"{machine.name}: reserved {tables.reserved}, or pages on their way")

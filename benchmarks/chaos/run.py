@@ -1,0 +1,70 @@
+"""A seed: its simulation, what it finds, and the fewest faults that still find it."""
+
+import gc
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from io import StringIO
+
+from benchmarks.chaos.alone import Alone
+from benchmarks.chaos.faults import Fault
+
+SIMULATIONS = (Alone,)
+
+
+@dataclass
+class Outcome:
+    """What a seed has found; `error` is empty if nothing."""
+
+    seed: int
+    kind: str
+    faults: Sequence[Fault]
+    error: str = ""
+    events: int = 0
+    seconds: float = 0.0
+    asks: int = 0
+    trace: int = 0
+    log: str = ""  # standard error, and the traceback
+    notes: dict[str, int] = field(default_factory=dict)
+
+
+def run(seed: int, only: Sequence[int] | None = None) -> Outcome:
+    """Run a seed, or only some of its faults, by their numbers."""
+    begun = time.perf_counter()
+    simulation = SIMULATIONS[seed % len(SIMULATIONS)](seed)
+    faults = [f for i, f in enumerate(simulation.faults) if only is None or i in only]
+    outcome, loop, said = Outcome(seed, type(simulation).__name__, faults), simulation.loop, StringIO()
+    with redirect_stderr(said):
+        try:
+            loop.run_until_complete(simulation.play(faults))
+            if loop.errors:
+                raise loop.errors[0]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the seed has found it
+            outcome.error = f"{type(error).__name__}: {error}"
+            said.write("".join(traceback.format_exception(error)))
+        finally:
+            loop.close()
+    outcome.events, outcome.seconds = loop.events, time.perf_counter() - begun
+    outcome.asks, outcome.log = len(simulation.asks), said.getvalue()
+    return outcome
+
+
+def shrunk(seed: int) -> Outcome:
+    """Return the outcome of a failing seed with the fewest of its faults: halves, then single ones are left
+    out while it still fails (delta debugging: Zeller and Hildebrandt, TSE 2002)."""
+    found = run(seed)
+    kept, size = list(range(len(found.faults))), max(1, len(found.faults) // 2)
+    if (none := run(seed, ())).error:
+        return none
+    while size:
+        for begin in range(0, len(kept), size):
+            fewer = kept[:begin] + kept[begin + size :]
+            if (smaller := run(seed, fewer)).error:
+                found, kept = smaller, fewer
+                break
+        else:
+            size //= 2
+    gc.collect()
+    return found
