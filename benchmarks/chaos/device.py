@@ -80,8 +80,8 @@ class Slot:
     live: bool = True
 
     def __post_init__(self):
-        self.masks: dict[int, int] = {}  # by position
         self.seed, self.known, self.end = int(self.seat.knobs.seed), int(self.seat.known), int(self.seat.end)
+        self.is_constrained = bool(self.seat.knobs.is_constrained)
         self.stops = set(np.asarray(self.seat.knobs.stop_ids).tolist())
 
 
@@ -115,6 +115,7 @@ class ChaosPrograms(NullPrograms):
         super().__init__(config, sizes)
         self.same_bits, self.fail, self.ran = same_bits, None, 0
         self.slots: dict[int, Slot] = {}
+        self.masks: dict[int, tuple[int, list[int]]] = {}  # of slots: the first position, and those from it on
 
     def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
         self.slots = {}
@@ -133,11 +134,7 @@ class ChaosPrograms(NullPrograms):
 
     def load_masks(self, slots: Any, seats: Any, first: Any, masks: Any) -> Any:
         for seat, position, rows in zip(seats.tolist(), first.tolist(), masks, strict=True):
-            if seat in self.slots:
-                for i, words in enumerate(rows):
-                    bits = int.from_bytes(words.astype("<u4").tobytes(), "little")
-                    if bits:
-                        self.slots[seat].masks[position + i] = bits
+            self.masks[seat] = position, [int.from_bytes(w.astype("<u4").tobytes(), "little") for w in rows]
 
     def run(self, shape: Shape, arguments: Any, batch: Batch) -> tuple[Keys, None, Result]:
         keys, (fail, self.fail) = arguments.cache, (self.fail, None)
@@ -173,7 +170,7 @@ class ChaosPrograms(NullPrograms):
                 page = int(batch.page_tables[g][row, position // self.sizes.page_size])
                 pool[page, position % self.sizes.page_size] = own
             if position + 1 >= slot.known:
-                drawn = self._drawn(slot, self._sum(keys, batch, row, position + 1, position), position + 1)
+                drawn = self._drawn(int(batch.slot[row]), slot, self._sum(keys, batch, row, position + 1, position), position + 1)
                 tokens[row, 0 if prefill else i] = drawn
 
     def _sum(self, keys: Keys, batch: Batch, row: int, end: int, position: int) -> int:
@@ -186,8 +183,12 @@ class ChaosPrograms(NullPrograms):
             total += int(flat @ ODD[first:end])
         return total & MASK
 
-    def _drawn(self, slot: Slot, keys: int, position: int) -> int:
-        token = token_after(keys, slot.seed, position, slot.masks.get(position))
+    def _drawn(self, seat: int, slot: Slot, keys: int, position: int) -> int:
+        mask = None
+        if slot.is_constrained:  # a mask that was not loaded is an older one
+            first, masks = self.masks.get(seat, (position, [MASK]))
+            mask = masks[min(max(position - first, 0), len(masks) - 1)] or MASK
+        token = token_after(keys, slot.seed, position, mask)
         slot.last = token
         slot.live = token not in slot.stops and position + 1 < slot.end
         return token

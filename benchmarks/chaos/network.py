@@ -3,6 +3,7 @@ hosts that are cut off for a while. As on TCP, no byte is lost or doubled within
 
 import asyncio
 import contextvars
+from collections import deque
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -26,6 +27,7 @@ class SimulatedTransport(asyncio.Transport):
         self._network, self._host, self._random = network, host, random
         self.context = contextvars.copy_context() if process is None else process.context.copy()
         self._process, self._last, self._is_closing, self.is_lost = process, 0.0, False, False
+        self._sent: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self.peer: SimulatedTransport
         self.protocol: Any
         if process is not None:
@@ -50,16 +52,18 @@ class SimulatedTransport(asyncio.Transport):
     def _send(self, take: Callable[..., None], *args: Any) -> None:
         loop = self._network.loop
         self._last = max(self._last, loop.time() + self._random.random() * LATENCY)
-        loop.call_at(self._last, self._carry, take, *args, context=self._network.context)
+        self._sent.append((take, args))
+        loop.call_at(self._last, self._carry, context=self._network.context)
 
-    def _carry(self, take: Callable[..., None], *args: Any) -> None:
-        """Deliver, once the host can be reached."""
+    def _carry(self) -> None:
+        """Deliver what was sent first, once the host can be reached."""
         until = self._network.cut_off.get(self._host, 0.0)
         loop = self._network.loop
         if until > loop.time():
             self._last = max(self._last, until)
-            loop.call_at(until, self._carry, take, *args, context=self._network.context)
+            loop.call_at(until, self._carry, context=self._network.context)
         else:
+            take, args = self._sent.popleft()
             loop.call_soon(take, *args, context=self.peer.context)
 
     def arrived(self, data: bytes) -> None:

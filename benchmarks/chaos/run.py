@@ -1,6 +1,7 @@
 """A seed: its simulation, what it finds, and the fewest faults that still find it."""
 
 import gc
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -9,9 +10,10 @@ from dataclasses import dataclass, field
 from io import StringIO
 
 from benchmarks.chaos.alone import Alone
+from benchmarks.chaos.fleet import Fleet
 from benchmarks.chaos.faults import Fault
 
-SIMULATIONS = (Alone,)
+SIMULATIONS = Alone, Fleet
 
 
 @dataclass
@@ -32,22 +34,33 @@ class Outcome:
 
 def run(seed: int, only: Sequence[int] | None = None) -> Outcome:
     """Run a seed, or only some of its faults, by their numbers."""
-    begun = time.perf_counter()
+    begun, said = time.perf_counter(), StringIO()
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None  # of coroutines of killed processes
+    gc.freeze()
+    try:
+        with redirect_stderr(said):
+            outcome = played(seed, only)
+            gc.collect()
+    finally:
+        sys.unraisablehook = before
+    outcome.seconds, outcome.log = time.perf_counter() - begun, said.getvalue()
+    return outcome
+
+
+def played(seed: int, only: Sequence[int] | None) -> Outcome:
     simulation = SIMULATIONS[seed % len(SIMULATIONS)](seed)
     faults = [f for i, f in enumerate(simulation.faults) if only is None or i in only]
-    outcome, loop, said = Outcome(seed, type(simulation).__name__, faults), simulation.loop, StringIO()
-    with redirect_stderr(said):
-        try:
-            loop.run_until_complete(simulation.play(faults))
-            if loop.errors:
-                raise loop.errors[0]
-        except Exception as error:  # noqa: BLE001 - whatever it is, the seed has found it
-            outcome.error = f"{type(error).__name__}: {error}"
-            said.write("".join(traceback.format_exception(error)))
-        finally:
-            loop.close()
-    outcome.events, outcome.seconds = loop.events, time.perf_counter() - begun
-    outcome.asks, outcome.log = len(simulation.asks), said.getvalue()
+    outcome, loop = Outcome(seed, type(simulation).__name__, faults), simulation.loop
+    try:
+        loop.run_until_complete(simulation.play(faults))
+        if loop.errors:
+            raise loop.errors[0]
+    except Exception as error:  # noqa: BLE001 - whatever it is, the seed has found it
+        outcome.error = f"{type(error).__name__}: {error}"
+        print("".join(traceback.format_exception(error)), file=sys.stderr)
+    finally:
+        loop.close()
+    outcome.events, outcome.asks = loop.events, len(simulation.asks)
     return outcome
 
 
@@ -66,5 +79,4 @@ def shrunk(seed: int) -> Outcome:
                 break
         else:
             size //= 2
-    gc.collect()
     return found

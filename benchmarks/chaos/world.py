@@ -92,7 +92,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self.errors.append(error)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        context = context or contextvars.copy_context()
+        context = contextvars.copy_context() if context is None else context
         owner = context.get(PROCESS)
         self.events += 1
         if owner is None:
@@ -102,7 +102,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     call_soon_threadsafe = call_soon
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        context = context or contextvars.copy_context()
+        context = contextvars.copy_context() if context is None else context
         owner = context.get(PROCESS)
         self.events += 1
         if owner is None:

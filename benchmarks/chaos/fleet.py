@@ -1,0 +1,247 @@
+"""A router and its replicas under faults of processes, connections and disks: placement, health, resumed
+answers, realms, fair shares."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import msgspec
+
+from benchmarks.chaos.alone import family
+from benchmarks.chaos.clients import Asked, Client, Verdict
+from benchmarks.chaos.device import VOCAB, Oracle
+from benchmarks.chaos.fairness import FairnessMonitor
+from benchmarks.chaos.faults import DISK, FLEET, Fault, drawn
+from benchmarks.chaos.machine import Machine, MachineConfig, Violation, audit_end
+from benchmarks.chaos.network import Network
+from benchmarks.chaos.server import ChaosReplica
+from benchmarks.chaos.world import SimulatedLoop
+from duetto.serve.kv.routing.placement import Prompt, Replica, best
+from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
+from duetto.serve.options.router import RouterOptions
+from duetto.serve.options.server import ServerOptions
+from duetto.serve.server.router.health import Health
+from duetto.serve.server.router.prompts import TextNaming
+from duetto.serve.server.router.proxy import Proxy
+from duetto.serve.server.router.queue import PrefillPool, RequestQueue
+
+UNTIL, LIMIT = 2.0, 120.0  # seconds in which faults begin, and within which all ends
+CALM = 25.0  # seconds after which no fault is felt any more
+RECOVERY = 6.0  # seconds for which a fault may be felt after its end
+NUMBERS = 3  # weights
+MOST_LOSSES = 2  # that an answer bears: the router's attempts, less one
+
+
+class Fleet:
+    """The simulation of one seed."""
+
+    def __init__(self, seed: int):
+        random = Random(seed)
+        self.loop, self.random = SimulatedLoop(Random(seed)), Random(seed + 1)
+        config = replace(MachineConfig.drawn(random), longest=48)
+        self.config, self.oracle = config, Oracle(config.windows, config.same_bits)
+        self.network = Network(self.loop, Random(seed + 2))
+        count = random.choice((2, 2, 3))
+        machines = [Machine(self.loop, f"replica{i}", config, Random(seed + 3 + i)) for i in range(count)]
+        self.replicas = [ChaosReplica(machine, self.network) for machine in machines]
+        self.faults = drawn(random, FLEET, 10, count, UNTIL)
+        self.options = RouterOptions(
+            replica=[own.address for own in self.replicas],
+            page_size=config.page_size,
+            cache_tokens=config.pages * config.page_size,
+            max_in_flight=random.choice((1, 2, 4, 64)),
+            health_period=0.5,
+            health_timeout=1.0,
+            replica_timeout=10.0,
+        )
+        self.monitor = FairnessMonitor()
+        self.asks = self._asks(random)
+        self.by_seed = {ask.seed: ask for ask in self.asks}
+        self.clients: list[Client] = []
+        self.struck: list[Fault] = []
+
+    def _asks(self, random: Random) -> list[Asked]:
+        longest = self.config.longest_request
+        families = [[random.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
+        asks = [self._ask(random, i, families, longest) for i in range(random.randint(6, 30))]
+        calm = [self._ask(random, 900 + i, families, longest) for i in range(2)]
+        return asks + [replace(ask, at=CALM + ask.at, leaves=None) for ask in calm]
+
+    def _ask(self, random: Random, number: int, families: list[list[int]], longest: int) -> Asked:
+        prompt = family(random, families, longest - 2)
+        room, client = longest - len(prompt), random.choice(("ann", "ben", "eve"))
+        n = random.choice((1, 1, 1, 2)) if client != "eve" else random.choice((1, 2, 4))
+        grammar = random.randint(1, 6) if random.random() < 0.25 else None
+        return Asked(
+            number=number,
+            client=client,
+            at=random.random() * UNTIL if random.random() < 0.7 else random.random() * 0.05,
+            prompt=prompt,
+            most=random.randint(1, min(20, room)),
+            seed=number * 64 + random.randrange(8),
+            n=n,
+            stream=random.random() < 0.6,
+            ignores_end=random.random() < 0.4,
+            grammar=grammar,
+            leaves=random.random() * 0.6 if random.random() < 0.15 else None,
+        )
+
+    # ------------------------------------------------------------ the router
+
+    def _naming(self, path: str, body: Mapping[str, Any]) -> Prompt:
+        """Name a prompt as the router does, and tell the monitor whose it is."""
+        prompt = TextNaming(self.config.page_size)(path, body)
+        self.monitor.queued(prompt, self.by_seed[body["seed"]])
+        return prompt
+
+    def _choose(self, replicas: Sequence[Replica], prompt: Prompt, most: int, but: Any) -> Replica | None:
+        found = best(replicas, prompt, most, but)
+        if found is not None:
+            self.monitor.assigned(prompt)
+        return found
+
+    def _route(self) -> None:
+        most = self.options.cache_tokens // self.options.page_size
+        self.routed = [Replica(url, AssumedPrefixIndex(most)) for url in self.options.servers]
+        server = ServerOptions(queue_timeout=40.0)
+        self.line = RequestQueue(self.routed, self.options.max_in_flight, server, self._choose)
+        self.proxy = Proxy(self.line, PrefillPool({}, 1), self._naming, self.options, server)
+        self.health = Health(self.routed, self.line, self.options)
+
+    # ------------------------------------------------------------ faults
+
+    async def strike(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at)
+        self.struck.append(fault)
+        replica = self.replicas[fault.machine]
+        machine, disk = replica.machine, replica.machine.disk
+        match fault.kind:
+            case kind if kind in DISK:
+                setattr(disk, f"is_{kind}", True)
+                await asyncio.sleep(fault.seconds)
+                setattr(disk, f"is_{kind}", False)
+            case "device" | "device_read":
+                machine.programs.fail = "dispatch" if fault.kind == "device" else "read"
+            case "rot":
+                disk.rot()
+            case "clock":
+                disk.jump += (fault.number % 20_000) - 10_000
+            case "cut":
+                self.network.cut(Random(fault.number))
+            case "cut_off":
+                self.network.cut_off[replica.host] = self.loop.time() + 3 * fault.seconds
+            case "pause":
+                await self._pause(replica, fault)
+            case "drain":
+                await self._drain(replica, fault)
+            case _:
+                await self._end_process(replica, fault)
+
+    async def _pause(self, replica: ChaosReplica, fault: Fault) -> None:
+        engine, service = replica.machine.engine, replica.service
+        if replica.machine.process.is_alive and not engine.is_sleeping:
+            engine.sleep(0)
+            await asyncio.sleep(fault.seconds)
+            engine.wake_up(["scheduling"])
+            await service.change(lambda: None)
+
+    async def _drain(self, replica: ChaosReplica, fault: Fault) -> None:
+        """End a process as SIGTERM does: it takes no requests, and ends after those that it has."""
+        process = replica.machine.process
+        if process.is_alive and not replica.service.is_draining:
+            process.context.copy().run(replica.service.drain)
+            await replica.service.ended.wait()
+            if process.is_alive:
+                process.kill()
+                await asyncio.sleep(fault.seconds)
+                self._begin_again(replica, process)
+
+    async def _end_process(self, replica: ChaosReplica, fault: Fault) -> None:
+        machine, process = replica.machine, replica.machine.process
+        if fault.kind == "power":
+            machine.disk.lose_power()
+        elif fault.kind == "old_disk":
+            old, machine.image = machine.image, machine.disk.image()
+            machine.disk.restore(old)
+        elif fault.kind == "other_weights":
+            machine.weights = fault.number % NUMBERS
+        process.kill()
+        await asyncio.sleep(fault.seconds)
+        self._begin_again(replica, process)
+
+    def _begin_again(self, replica: ChaosReplica, process: Any) -> None:
+        """Start the next process, unless another event has done so."""
+        if replica.machine.process is process:
+            replica.begin()
+            self.loop.create_task(self._watch(replica))
+
+    async def _watch(self, replica: ChaosReplica) -> None:
+        """Begin a process again whose engine has failed, as its operator would."""
+        process, service = replica.machine.process, replica.service
+        await service.ended.wait()
+        if process.is_alive and service.error is not None:
+            process.kill()
+            await asyncio.sleep(0.5)
+            self._begin_again(replica, process)
+
+    # ------------------------------------------------------------ the course of a seed
+
+    async def play(self, faults: list[Fault]) -> None:
+        for replica in self.replicas:
+            replica.begin()
+            self.loop.create_task(self._watch(replica))
+        self._route()
+        self.clients = [Client(self.loop, self.proxy, ask, self.monitor.left) for ask in self.asks]
+        tasks = [self.loop.create_task(client.run()) for client in self.clients]
+        tasks += [self.loop.create_task(self.strike(fault)) for fault in faults]
+        while not all(task.done() for task in tasks):
+            if self.loop.errors or any(t.done() and t.exception() for t in tasks):
+                break
+            if self.loop.time() > LIMIT:
+                left = [client.ask.number for client in self.clients if client.ended is None]
+                raise Violation(f"requests {left} have no answer")
+            await asyncio.sleep(0.1)
+        for task in tasks:
+            if task.done() and (error := task.exception()) is not None:
+                raise error
+        if self.loop.errors:
+            return
+        for client in self.clients:
+            self._judge(client)
+        await self._audit_end()
+
+    def _judge(self, client: Client) -> None:
+        verdict = client.verdict(self.oracle, range(NUMBERS))
+        self.monitor.check()
+        if verdict is Verdict.FAILED and not self._is_excused(client):
+            raise Violation(f"request {client.ask.number} was answered with {client.error}")
+
+    def _is_excused(self, client: Client) -> bool:
+        """Return whether faults explain an error: too many of them, no replica that was there all the time,
+        or other weights."""
+        assert client.ended is not None
+        felt = [f for f in self.struck if client.begun <= f.at + 3 * f.seconds + RECOVERY and f.at <= client.ended]
+        ends = [f for f in felt if f.kind not in (*DISK, "rot", "clock", "pause")]
+        whole = {*range(len(self.replicas))} - {f.machine for f in ends if f.kind != "cut"}
+        is_mixed = len({r.machine.weights for r in self.replicas}) > 1 or any(
+            f.kind == "other_weights" for f in self.struck
+        )
+        return is_mixed or len(ends) > MOST_LOSSES or not whole
+
+    async def _audit_end(self) -> None:
+        """All requests have ended: everything that they held is free again."""
+        await asyncio.sleep(2.0)
+        self.health.close()
+        if self.line.waiting or self.proxy.under_way:
+            raise Violation(f"{self.line.waiting} requests wait in the router")
+        for own in self.routed:
+            if own.jobs or own.load or own.connections:
+                raise Violation(f"{own}: {len(own.jobs)} requests, load {own.load}, {len(own.connections)} connections")
+        for replica in self.replicas:
+            if replica.session.groups:
+                raise Violation(f"{replica.host}: {len(replica.session.groups)} requests are left")
+            while self.loop.time() < LIMIT and not replica.machine.mover.is_idle:
+                await asyncio.sleep(0.2)
+            audit_end(replica.machine)
