@@ -1,18 +1,21 @@
 """One engine under faults of its device, disk and process: scheduler, page tables, prefix cache, offload."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 from benchmarks.chaos.device import BROKEN, VOCAB, Oracle, token_after
-from benchmarks.chaos.faults import DISK, ENGINE, Fault, drawn
+from benchmarks.chaos.faults import DISK, ENGINE, PREFILL, Fault, drawn
+from benchmarks.chaos.handed import LossyService, PrefillSide
 from benchmarks.chaos.machine import Machine, MachineConfig, Violation, audit, audit_end
-from benchmarks.chaos.world import SimulatedLoop
+from benchmarks.chaos.world import SimulatedLoop, hashed
 from duetto.sampling.params import SamplingParams
 from duetto.serve.engine.core.request import Request, RequestTimes
+from duetto.serve.kv.disagg.peer import RemoteKVTier
 
 UNTIL, LIMIT = 1.0, 120.0  # seconds in which faults begin, and within which all ends
 STEP = 0.006  # seconds of a step, at most
+PATIENCE = 0.3  # seconds that a request waits for a prefill engine
 ENGINE_NUMBERS = 4  # weights
 
 
@@ -44,19 +47,29 @@ def family(random: Random, families: list[list[int]], longest: int) -> list[int]
 class Alone:
     """The simulation of one seed."""
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, is_helped: bool = False):
         random = Random(seed)
         self.loop = SimulatedLoop(Random(seed))
         self.config = MachineConfig.drawn(random)
         self.machine = Machine(self.loop, "machine", self.config, Random(seed + 1))
         self.oracle = Oracle(self.config.windows, self.config.same_bits)
         self.random = Random(seed + 2)
-        self.faults = drawn(random, ENGINE, 14, 1, UNTIL)
+        self.faults = drawn(random, (*PREFILL, *ENGINE) if is_helped else ENGINE, 14, 1, UNTIL)
+        self.side = self._side(Random(seed + 3)) if is_helped else None
         longest = self.config.longest_request
         families = [[random.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
         self.asks = [self._ask(random, i, families, longest) for i in range(random.randint(4, 24))]
         self.steps = 0
         self.asked = asyncio.Event()
+
+    def _side(self, random: Random) -> PrefillSide:
+        """Return an engine that computes the prompts, for every process of the machine."""
+        config = replace(self.config, host=40, disk=0)
+        side = PrefillSide(self.loop, Machine(self.loop, "prefill", config, random), random)
+        self.machine.peer_of = lambda process: RemoteKVTier(
+            LossyService(side, process), PATIENCE, self.loop.time
+        )
+        return side
 
     def _ask(self, random: Random, number: int, families: list[list[int]], longest: int) -> Ask:
         prompt = family(random, families, longest - 2)
@@ -204,6 +217,8 @@ class Alone:
                 disk.jump += (fault.number % 20_000) - 10_000
             case "rot":
                 disk.rot()
+            case kind if kind in PREFILL and self.side is not None:
+                self.side.strike(fault)
             case _:
                 self._end_process(fault)
 
@@ -230,6 +245,8 @@ class Alone:
         self.restart()
 
     async def play(self, faults: list[Fault]) -> None:
+        if self.side is not None:
+            self.side.begin()
         self.begin()
         events = [self.loop.create_task(self.arrive(ask)) for ask in self.asks]
         events += [self.loop.create_task(self.strike(fault)) for fault in faults]
@@ -247,6 +264,13 @@ class Alone:
             await asyncio.sleep(0.2)
         if not self.loop.errors:
             audit_end(self.machine)
+            if self.side is not None:
+                self.side.audit()
+
+    def trace(self) -> str:
+        """Return a hash of all tokens and times."""
+        ended = [(a.number, a.request.tokens, a.request.clock.finish) for a in self.asks if a.request]
+        return hashed(self.loop, ended)
 
     @property
     def _is_over(self) -> bool:

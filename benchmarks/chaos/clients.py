@@ -105,22 +105,19 @@ class Client:
         """Compare the answer with those of one of the `weights`. Raises Violation for a wrong token, one that
         stands twice, and an answer that is whole but not all."""
         outputs, ends, is_whole = self._read()
-        wanted = [[self._wanted(oracle, number, i) for i in range(self.ask.n)] for number in weights]
-        if self._is_right(outputs, wanted, is_whole) is False:
-            raise Violation(f"request {self.ask.number}: {outputs} is no answer, but one of {wanted} is")
+        answers = ([self._wanted(oracle, number, i) for i in range(self.ask.n)] for number in weights)
+        if not any(self._fits(outputs, answer, is_whole) for answer in answers):
+            raise Violation(f"request {self.ask.number}: {dict(outputs)} follows from no weights")
         if is_whole and len(ends) != self.ask.n:
             raise Violation(f"request {self.ask.number}: {len(ends)} ends of {self.ask.n} completions")
         if is_whole:
             return Verdict.WHOLE
         return Verdict.LEFT if self.has_left else Verdict.FAILED
 
-    def _is_right(self, outputs: dict[int, list[int]], wanted: list[list[list[int]]], is_whole: bool) -> bool:
-        def fits(answer: list[list[int]]) -> bool:
-            if is_whole:
-                return all(outputs[i] == own for i, own in enumerate(answer))
-            return all(own[: len(outputs[i])] == outputs[i] for i, own in enumerate(answer))
-
-        return any(map(fits, wanted))
+    def _fits(self, outputs: dict[int, list[int]], answer: list[list[int]], is_whole: bool) -> bool:
+        if is_whole:
+            return all(outputs[i] == own for i, own in enumerate(answer))
+        return all(own[: len(outputs[i])] == outputs[i] for i, own in enumerate(answer))
 
     def _read(self) -> tuple[dict[int, list[int]], list[Any], bool]:
         """Return the tokens of each completion, the reasons of their ends, and whether the answer is whole."""

@@ -3,6 +3,7 @@ token a hash of the keys that it follows. So a wrong page gives wrong tokens, an
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import mul
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ VOCAB = 61
 BROKEN = jax.errors.JaxRuntimeError
 MASK = (1 << 64) - 1
 ODD = np.random.default_rng(0).integers(0, 1 << 63, 4096, np.uint64) * np.uint64(2) + np.uint64(1)
+ODDS: list[int] = ODD.tolist()
 PREFILL, DECODE = 1, 2
 
 
@@ -255,5 +257,5 @@ class Oracle:
         end, total = len(keys), 0
         for window in self._windows:
             first = first_seen(window, position)
-            total += sum(key * int(odd) for key, odd in zip(keys[first:], ODD[first:end], strict=True))
+            total += sum(map(mul, keys[first:], ODDS[first:end]))
         return total & MASK

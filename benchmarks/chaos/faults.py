@@ -7,6 +7,7 @@ from random import Random
 
 DISK = "full", "broken", "slow"  # states of a disk that last a while
 ENGINE = (*DISK, "rot", "device", "device_read", "weights", "sleep", "kill", "power", "old_disk", "clock")
+PREFILL = "prefill_device", "prefill_kill", "prefill_weights", "silence", "hang_up"
 FLEET = (
     *DISK,
     "rot",

@@ -17,7 +17,7 @@ from benchmarks.chaos.faults import DISK, FLEET, Fault, drawn
 from benchmarks.chaos.machine import Machine, MachineConfig, Violation, audit_end
 from benchmarks.chaos.network import Network
 from benchmarks.chaos.server import ChaosReplica
-from benchmarks.chaos.world import SimulatedLoop
+from benchmarks.chaos.world import SimulatedLoop, hashed
 from duetto.serve.kv.routing.placement import Prompt, Replica, best
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
 from duetto.serve.options.router import RouterOptions
@@ -30,6 +30,7 @@ from duetto.serve.server.router.queue import PrefillPool, RequestQueue
 UNTIL, LIMIT = 2.0, 120.0  # seconds in which faults begin, and within which all ends
 CALM = 25.0  # seconds after which no fault is felt any more
 RECOVERY = 6.0  # seconds for which a fault may be felt after its end
+REBOOT = 4.0  # seconds that a machine without power takes at least, longer than the router needs to miss it
 NUMBERS = 3  # weights
 MOST_LOSSES = 2  # that an answer bears: the router's attempts, less one
 
@@ -167,8 +168,9 @@ class Fleet:
             machine.disk.restore(old)
         elif fault.kind == "other_weights":
             machine.weights = fault.number % NUMBERS
-        process.kill()
-        await asyncio.sleep(fault.seconds)
+        is_power = fault.kind == "power"
+        process.kill(silently=is_power)
+        await asyncio.sleep(fault.seconds + (REBOOT if is_power else 0.0))
         self._begin_again(replica, process)
 
     def _begin_again(self, replica: ChaosReplica, process: Any) -> None:
@@ -229,6 +231,11 @@ class Fleet:
             f.kind == "other_weights" for f in self.struck
         )
         return is_mixed or len(ends) > MOST_LOSSES or not whole
+
+    def trace(self) -> str:
+        """Return a hash of all answers and times, but not of their random ids and dates."""
+        ended = [(c.ask.number, c.status, c.ended, len(c.data)) for c in self.clients]
+        return hashed(self.loop, ended)
 
     async def _audit_end(self) -> None:
         """All requests have ended: everything that they held is free again."""

@@ -15,6 +15,7 @@ from benchmarks.chaos.world import Process, SimulatedLoop
 from duetto.kvcache.tables import window_pages
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.plan import SchedulerConfig
+from duetto.serve.kv.disagg.peer import RemoteKVTier
 from duetto.serve.kv.offload.disk import PAGES, DiskTier
 from duetto.serve.kv.offload.host import HostTier
 from duetto.serve.kv.offload.later import WriteBehindTier
@@ -149,13 +150,11 @@ class Machine:
         self.process = Process(loop, f"{name}.0")
         self.process.is_alive = False
         self.starts = 0
+        self.peer_of: Callable[[Process], RemoteKVTier] | None = None  # makes a process' prefill engine's tier
+        self.peer: RemoteKVTier | None = None
         self.engine: Engine
         self.mover: ChaosMover
         self.programs: ChaosPrograms
-
-    @property
-    def realm(self) -> bytes:
-        return b"weights"
 
     def start(self) -> Process:
         """Start a process with a new engine; the caller runs the rest in its context."""
@@ -174,8 +173,10 @@ class Machine:
 
     def _attach(self, params: Any) -> None:
         transfers = cast(Any, ChaosTransfers(self.programs))
+        self.peer = None if self.peer_of is None else self.peer_of(self.process)
         own = {"loop": self.loop, "disk": self.disk, "random": self.random, "clock": self.loop.time}
-        self.mover = ChaosMover(self._chain(params), transfers, self._chain, **own)
+        self.transfers = transfers
+        self.mover = ChaosMover(self._chain(params), transfers, self._chain, self.peer, **own)
         self.engine.scheduler.tiers = ChaosOffloader(self.mover, self.engine.tables, lambda: COMPUTE)
 
     def _chain(self, params: Any) -> TierChain:
@@ -188,6 +189,9 @@ class Machine:
             most = self.config.disk * (size + PAGES.head)
             tier = DiskTier(folder(), realm[:64], most, files=self.disk)
             tiers.append(WriteBehindTier(tier, start=self._write, linger=0.0))
+        if self.peer is not None:
+            self.peer.renew(b"weights %d" % number_of(params), self.transfers.page_bytes)
+            tiers.append(self.peer)
         return TierChain(tiers)
 
     def _write(self, work: Callable[[], None], name: str) -> None:

@@ -62,7 +62,7 @@ class SimulatedTransport(asyncio.Transport):
         if until > loop.time():
             self._last = max(self._last, until)
             loop.call_at(until, self._carry, context=self._network.context)
-        else:
+        elif self._process is None or self._process.is_alive or not self._process.is_silent:
             take, args = self._sent.popleft()
             loop.call_soon(take, *args, context=self.peer.context)
 

@@ -4,16 +4,22 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from io import StringIO
+from typing import Any
 
 from benchmarks.chaos.alone import Alone
 from benchmarks.chaos.fleet import Fleet
 from benchmarks.chaos.faults import Fault
 
-SIMULATIONS = Alone, Fleet
+SIMULATIONS: dict[str, Callable[[int], Any]] = {
+    "engine": Alone,
+    "fleet": Fleet,
+    "prefill": partial(Alone, is_helped=True),
+}
 
 
 @dataclass
@@ -27,9 +33,8 @@ class Outcome:
     events: int = 0
     seconds: float = 0.0
     asks: int = 0
-    trace: int = 0
+    trace: str = ""  # hash of what has happened, and when
     log: str = ""  # standard error, and the traceback
-    notes: dict[str, int] = field(default_factory=dict)
 
 
 def run(seed: int, only: Sequence[int] | None = None) -> Outcome:
@@ -48,9 +53,10 @@ def run(seed: int, only: Sequence[int] | None = None) -> Outcome:
 
 
 def played(seed: int, only: Sequence[int] | None) -> Outcome:
-    simulation = SIMULATIONS[seed % len(SIMULATIONS)](seed)
+    kind = list(SIMULATIONS)[seed % len(SIMULATIONS)]
+    simulation = SIMULATIONS[kind](seed)
     faults = [f for i, f in enumerate(simulation.faults) if only is None or i in only]
-    outcome, loop = Outcome(seed, type(simulation).__name__, faults), simulation.loop
+    outcome, loop = Outcome(seed, kind, faults), simulation.loop
     try:
         loop.run_until_complete(simulation.play(faults))
         if loop.errors:
@@ -60,7 +66,7 @@ def played(seed: int, only: Sequence[int] | None) -> Outcome:
         print("".join(traceback.format_exception(error)), file=sys.stderr)
     finally:
         loop.close()
-    outcome.events, outcome.asks = loop.events, len(simulation.asks)
+    outcome.events, outcome.asks, outcome.trace = loop.events, len(simulation.asks), simulation.trace()
     return outcome
 
 

@@ -84,10 +84,10 @@ class ChaosProcessor(InputProcessor):
 class ChaosDriver(Driver):
     """A driver whose turns are events. Errors that are not the device's go to `errors`."""
 
-    def __init__(self, machine: Machine, session: Session, deliver: Any, failed: Any):
+    def __init__(self, machine: Machine, session: Session, *given: Any, **options: Any):
         self._machine, self._is_due = machine, False
         self._own = machine.engine
-        super().__init__(session, deliver, failed, start=self._started)
+        super().__init__(session, *given, start=self._started, **options)
 
     def _started(self, alive: Any, orders: Orders) -> "ChaosDriver":
         self._alive, self._own_orders = alive, orders

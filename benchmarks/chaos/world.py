@@ -3,6 +3,7 @@ processes that end between two events."""
 
 import asyncio
 import contextvars
+import hashlib
 from collections.abc import Callable, Coroutine
 from random import Random
 from typing import Any
@@ -15,11 +16,16 @@ class Stuck(Exception):
     """No event is left, but the simulation has not ended."""
 
 
+def hashed(loop: "SimulatedLoop", facts: Any) -> str:
+    """Return a hash of what has happened in a loop."""
+    return hashlib.sha256(repr((loop.events, loop.now, facts)).encode()).hexdigest()[:16]
+
+
 class Process:
     """A process of the simulation: callbacks of its context run while it is alive."""
 
     def __init__(self, loop: "SimulatedLoop", name: str):
-        self.loop, self.name, self.is_alive = loop, name, True
+        self.loop, self.name, self.is_alive, self.is_silent = loop, name, True, False
         self.on_end: list[Callable[[], None]] = []  # called when it ends
         self.tasks: list[asyncio.Task[Any]] = []
         self.context = contextvars.copy_context()
@@ -35,10 +41,11 @@ class Process:
         self.tasks.append(task)
         return task
 
-    def kill(self) -> None:
-        """End now: nothing of the process runs any more, not even its `finally` blocks."""
-        self.is_alive = False
-        for end in self.on_end:
+    def kill(self, silently: bool = False) -> None:
+        """End now: nothing of the process runs any more, not even its `finally` blocks. The other ends of its
+        connections hear of it, unless the machine ends `silently`."""
+        self.is_alive, self.is_silent = False, silently
+        for end in () if silently else self.on_end:
             end()
         for task in self.tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]

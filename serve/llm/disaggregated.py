@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -50,11 +50,12 @@ class PrefillWorker:
         """Set the realm of its pages."""
         self.realm = realm
 
-    def serve(self, session: Session) -> None:
+    def serve(self, session: Session, driver: Callable[..., Driver] = Driver) -> None:
+        """Compute prompts in a session's engine, which `driver` steps."""
         tiers = session.engine.tiers
         assert isinstance(tiers, KVOffloader)
         self.session, self._tiers, self.is_here = session, tiers, True
-        self._driver = Driver(session, failed=self._failed, paused=self._give_up)
+        self._driver = driver(session, failed=self._failed, paused=self._give_up)
 
     def begin(self, prompt: Sequence[int], ready: Ready) -> int:
         number = next(self._numbers)

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,13 @@ class RemoteKVTier(RemoteKV):
     Back-pressure: prompts are sent only while the pages of all outstanding ones fit in the prefill engine's
     memory; the others are queued here. The request at the head of the scheduler's queue waits at most
     `patience` seconds. After a timeout no request waits and no prompt is sent until the prefill engine
-    answers again: prompts are computed here.
+    answers again: prompts are computed here. `clock` returns seconds.
     """
 
-    def __init__(self, source: PrefillService, patience: float):
-        self.source, self.patience, self.counts = source, patience, Counts()
+    def __init__(
+        self, source: PrefillService, patience: float, clock: Callable[[], float] = time.monotonic
+    ):
+        self.source, self.patience, self.counts, self._now = source, patience, Counts(), clock
         self.page_bytes: Sequence[int] = ()
         self.asked = self.answered = self.late = self.nbytes = 0
         self._is_silent = False
@@ -51,7 +53,7 @@ class RemoteKVTier(RemoteKV):
             if ask.number is None:  # it has overtaken others in the scheduler's queue
                 self._line.remove(ask)
                 self._begin(ask)
-            now = time.monotonic()
+            now = self._now()
             ask.until = now + self.patience if ask.until is None else ask.until
             if now < ask.until or ask.done.is_set():
                 return not ask.done.is_set()
@@ -68,7 +70,7 @@ class RemoteKVTier(RemoteKV):
                 self._line.remove(ask)
             else:
                 self.nbytes -= self._size(ask)
-                is_late = ask.until is not None and time.monotonic() > ask.until
+                is_late = ask.until is not None and self._now() > ask.until
                 if (
                     not ask.done.is_set() and not is_late
                 ):  # of a late one the answer says that the source lives

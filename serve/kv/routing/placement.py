@@ -1,5 +1,6 @@
 """Placement policy of the router: the load of each replica, and the best replica for a prompt."""
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -120,8 +121,15 @@ def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection
     """Return the replica that would have computed a prompt first, of those with fewer than `most`
     requests: the one with the longest cached prefix, unless its load is higher by more than the prefix
     saves."""
-    open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
-    return min(open, key=lambda one: (one.cost(prompt), len(one.jobs), one.chosen), default=None)
+    found, least = None, (math.inf, 0, 0)
+    computed = min(prompt.tokens, 1)  # at least
+    for one in replicas:
+        if not one.is_ready or len(one.jobs) >= most or one in but or one.load + computed > least[0]:
+            continue
+        rank = one.cost(prompt), len(one.jobs), one.chosen
+        if rank < least:
+            found, least = one, rank
+    return found
 
 
 def in_turn(

@@ -1,0 +1,54 @@
+"""The simulated fleet: seeds without a violation, the same course each time, and planted faults that are found
+and shrunk. `python -m benchmarks.chaos` plays more seeds."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from benchmarks.chaos.planted import PLANTED, found_by, planted
+from benchmarks.chaos.run import run, shrunk
+
+SEEDS = 20
+WITHIN = 200  # seeds within which a planted fault is found
+
+
+def test_seeds_find_nothing():
+    outcomes = [run(seed) for seed in range(SEEDS)]
+    assert [outcome.log for outcome in outcomes if outcome.error] == []
+    kinds = {outcome.kind for outcome in outcomes}
+    assert kinds == {"engine", "fleet", "prefill"}
+    assert sum(len(outcome.faults) for outcome in outcomes) > SEEDS
+    assert all(outcome.asks and outcome.events for outcome in outcomes)
+
+
+def test_a_seed_runs_the_same_each_time():
+    program = "from benchmarks.chaos.run import run; print([run(seed).trace for seed in (3, 4)])"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=ROOT,
+            env={"PYTHONPATH": "src:.", "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": ""},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert found == {f"{[run(seed).trace for seed in (3, 4)]}\n"}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name):
+    assert found_by(name, run, range(WITHIN)) is not None, f"no seed finds that {PLANTED[name][0]}"
+
+
+def test_a_failing_seed_is_shrunk_to_the_faults_that_it_needs():
+    seed = found_by("torn page", run, range(WITHIN))
+    assert seed is not None
+    with planted("torn page"):
+        whole, least = run(seed), shrunk(seed)
+    assert least.error and 0 < len(least.faults) <= 3 and len(least.faults) <= len(whole.faults)
+    assert set(least.faults) <= set(whole.faults)
+    assert not run(seed).error
