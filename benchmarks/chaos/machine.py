@@ -60,7 +60,7 @@ class MachineConfig:
     def drawn(cls, random: Random) -> "MachineConfig":
         return cls(
             page_size=random.choice((2, 4, 4, 8)),
-            pages=random.randint(12, 32) if random.random() < 0.7 else 60,
+            pages=random.randint(9, 24) if random.random() < 0.75 else 60,
             seats=random.randint(2, 5),
             budget=random.choice((4, 8, 16)),
             decode_steps=random.choice((1, 1, 2, 4)),

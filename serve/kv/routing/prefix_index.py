@@ -1,6 +1,5 @@
 """Prefix indexes of the router: which pages a replica has cached."""
 
-from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
@@ -29,16 +28,16 @@ class PrefixIndex(Protocol):
 
 class AssumedPrefixIndex:
     """Assumes that the last `most` pages sent to a replica are cached (LRU). A prompt's last pages are
-    evicted first, as in the replica's own cache: of the pages of a prompt the first ones are here."""
+    evicted first, as in the replica's own cache."""
 
     def __init__(self, most: int):
         self._most = most
         self._names: OrderedDict[bytes, None] = OrderedDict()
 
     def hits(self, names: Sequence[bytes]) -> int:
-        if not names or names[0] not in self._names:
+        if not names or names[0] not in self._names:  # nearly all replicas of a large fleet
             return 0
-        return bisect(names, False, key=lambda name: name not in self._names)
+        return sum(1 for _ in takewhile(self._names.__contains__, names))
 
     def sent(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):

@@ -1,5 +1,9 @@
 """Which replica is the best for a prompt, and what is known of replicas' pages."""
 
+from random import Random
+
+import pytest
+
 from duetto.serve.kv.routing.placement import ROW, Prompt, Replica, RoutedRequest, best
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 
@@ -52,3 +56,19 @@ def test_the_longest_prefix_wins_unless_its_replica_is_busier_by_more_than_that_
     one.leave(begun)
     one.leave(begun)
     assert one.load == 0 and one.hit_tokens == 0 and one.prompt_tokens == 512
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_of_many_is_the_first_with_the_least_cost(seed):
+    random = Random(seed)
+    replicas = [replica() for _ in range(random.randint(1, 12))]
+    for own in replicas:
+        own.is_ready = random.random() < 0.9
+        for _ in range(random.randrange(4)):
+            own.take(RoutedRequest(Prompt(NAMES[: random.randrange(8)], 64, random.randrange(520))))
+        own.chosen = random.randrange(3)
+    prompt = random.choice([Prompt(), Prompt(NAMES, 64, 8 * 64), Prompt(NAMES[:3], 64, 200)])
+    but, most = set(random.sample(replicas, len(replicas) // 4)), random.randint(1, 5)
+    open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
+    least = min(open, key=lambda one: (one.cost(prompt), len(one.jobs), one.chosen), default=None)
+    assert best(replicas, prompt, most, but) is least
