@@ -6,11 +6,13 @@ python -m benchmarks.chaos --plant "torn page"            # which seed finds a p
 """
 
 import argparse
+import json
 import multiprocessing
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from benchmarks.chaos.planted import PLANTED, found_by
 from benchmarks.chaos.run import Outcome, run, shrunk
@@ -22,9 +24,14 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--seeds", type=int, default=200, help="number of seeds (default: 200)")
     p.add_argument("--first", type=int, default=0, help="first seed (default: 0)")
-    p.add_argument("--minutes", type=float, default=30.0, help="time after which no seed begins (default: 30)")
+    p.add_argument(
+        "--minutes", type=float, default=30.0, help="time after which no seed begins (default: 30)"
+    )
     p.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
-    p.add_argument("--plant", choices=[*PLANTED, "all"], help="plant a fault, and name the seed that finds it")
+    p.add_argument(
+        "--plant", choices=[*PLANTED, "all"], help="plant a fault, and name the seed that finds it"
+    )
+    p.add_argument("--output", type=Path, help="file for the figures")
     return p
 
 
@@ -53,9 +60,11 @@ def replayed(seed: int) -> str:
 def plant(names: list[str], seeds: range) -> int:
     missed = 0
     for name in names:
-        seed = found_by(name, run, seeds)
+        seed = found_by(name, seeds)
         missed += seed is None
-        print(f"{name}: {'not found' if seed is None else f'seed {seed}'}  ({PLANTED[name][0]})", flush=True)
+        print(
+            f"{name}: {'not found' if seed is None else f'seed {seed}'}  ({PLANTED[name].about})", flush=True
+        )
     return missed
 
 
@@ -74,11 +83,19 @@ def main() -> int:
             failed.append(outcome.seed)
             print(replayed(outcome.seed), flush=True)
     seconds = time.monotonic() - begun
-    print(
-        f"{sum(count.values())} seeds {dict(count)}: {asks} requests, {faults.total()} faults, {events} events in "
-        f"{seconds:.0f} s ({events / seconds:.0f} a second); {len(failed)} failed: {failed}"
-    )
-    print(", ".join(f"{kind} {number}" for kind, number in sorted(faults.items())))
+    found = {
+        "seeds": dict(count),
+        "requests": asks,
+        "faults": dict(sorted(faults.items())),
+        "events": events,
+        "seconds": round(seconds, 1),
+        "events_per_second": round(events / seconds),
+        "failed": failed,
+    }
+    text = json.dumps(found, indent=1)
+    print(text)
+    if options.output is not None:
+        options.output.write_text(f"{text}\n")
     return bool(failed)
 
 

@@ -36,10 +36,12 @@ class Ask:
     request: Request | None = None
 
 
-def family(random: Random, families: list[list[int]], longest: int) -> list[int]:
-    """Return a prompt that begins as others do."""
+def family(random: Random, families: list[list[int]], longest: int, page: int) -> list[int]:
+    """Return a prompt that begins as others do, or has their pages behind one of its own."""
     shared = random.choice(families)
-    cut = random.randint(0, len(shared))
+    if random.random() < 0.2:
+        shared = [random.randrange(VOCAB) for _ in range(page)] + shared
+    cut = random.randint(0, len(shared)) if random.random() < 0.6 else len(shared)
     own = [random.randrange(VOCAB) for _ in range(random.randint(1, 10))]
     return [*shared[:cut], *own][:longest]
 
@@ -57,8 +59,8 @@ class Alone:
         self.faults = drawn(random, (*PREFILL, *ENGINE) if is_helped else ENGINE, 14, 1, UNTIL)
         self.side = self._side(Random(seed + 3)) if is_helped else None
         longest = self.config.longest_request
-        families = [[random.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
-        self.asks = [self._ask(random, i, families, longest) for i in range(random.randint(4, 24))]
+        families = [[random.randrange(VOCAB) for _ in range(30)] for _ in range(2)]
+        self.asks = [self._ask(random, i, families, longest) for i in range(random.randint(6, 30))]
         self.steps = 0
         self.asked = asyncio.Event()
 
@@ -72,7 +74,7 @@ class Alone:
         return side
 
     def _ask(self, random: Random, number: int, families: list[list[int]], longest: int) -> Ask:
-        prompt = family(random, families, longest - 2)
+        prompt = family(random, families, longest - 2, self.config.page_size)
         return Ask(
             number,
             at=random.random() * UNTIL if random.random() < 0.8 else random.random() * 0.02,

@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.chaos.device import VOCAB, Oracle, token_after
+from benchmarks.chaos.device import Oracle, token_after
 from benchmarks.chaos.machine import Violation
 from benchmarks.chaos.server import EOS, allowed
 from benchmarks.chaos.world import SimulatedLoop
+from duetto.sampling.params import fold_seed
 from duetto.serve.server.router.proxy import Proxy
 from duetto.serve.server.service.errors import HttpError
-from duetto.sampling.params import fold_seed
 
 PATH = "/v1/completions"
 
@@ -67,7 +67,13 @@ class Client:
     async def run(self) -> None:
         await asyncio.sleep(self.ask.at)
         self.begun = self.loop.time()
-        scope = {"type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(), "query_string": b""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": PATH,
+            "raw_path": PATH.encode(),
+            "query_string": b"",
+        }
         scope |= {"headers": [(b"content-type", b"application/json")], "client_name": self.ask.client}
         messages = [{"type": "http.request", "body": self.ask.body, "more_body": False}]
 
@@ -120,7 +126,7 @@ class Client:
         return all(own[: len(outputs[i])] == outputs[i] for i, own in enumerate(answer))
 
     def _read(self) -> tuple[dict[int, list[int]], list[Any], bool]:
-        """Return the tokens of each completion, the reasons of their ends, and whether the answer is whole."""
+        """Return each completion's tokens, the reasons of their ends, and whether the answer is whole."""
         outputs, ends = defaultdict[int, list[int]](list), list[Any]()
         if self.status and self.status != 200:
             self.error = f"{self.status} {self.data[:200]!r}"

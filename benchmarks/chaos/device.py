@@ -1,5 +1,5 @@
-"""A device that computes nothing: a key is a hash of the weights, its token and all keys before it, and a
-token a hash of the keys that it follows. So a wrong page gives wrong tokens, and each answer has an oracle."""
+"""A device that computes hashes: a key is a hash of the weights, its token and all keys before it, and a
+token one of the keys that it follows. So a wrong page causes wrong tokens, and each answer has an oracle."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +117,9 @@ class ChaosPrograms(NullPrograms):
         super().__init__(config, sizes)
         self.same_bits, self.fail, self.ran = same_bits, None, 0
         self.slots: dict[int, Slot] = {}
-        self.masks: dict[int, tuple[int, list[int]]] = {}  # of slots: the first position, and those from it on
+        self.masks: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # of slots: the first position, and those from it on
 
     def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
         self.slots = {}
@@ -172,7 +174,12 @@ class ChaosPrograms(NullPrograms):
                 page = int(batch.page_tables[g][row, position // self.sizes.page_size])
                 pool[page, position % self.sizes.page_size] = own
             if position + 1 >= slot.known:
-                drawn = self._drawn(int(batch.slot[row]), slot, self._sum(keys, batch, row, position + 1, position), position + 1)
+                drawn = self._drawn(
+                    int(batch.slot[row]),
+                    slot,
+                    self._sum(keys, batch, row, position + 1, position),
+                    position + 1,
+                )
                 tokens[row, 0 if prefill else i] = drawn
 
     def _sum(self, keys: Keys, batch: Batch, row: int, end: int, position: int) -> int:
@@ -244,7 +251,9 @@ class Oracle:
     def __init__(self, windows: Sequence[int | None], same_bits: bool):
         self._windows, self._same_bits = windows, same_bits
 
-    def keys(self, weights: int, tokens: Sequence[int], prompt: int, keys: list[int] | None = None) -> list[int]:
+    def keys(
+        self, weights: int, tokens: Sequence[int], prompt: int, keys: list[int] | None = None
+    ) -> list[int]:
         """Return the keys of tokens, continuing those that are given."""
         found = [] if keys is None else keys
         for position in range(len(found), len(tokens)):

@@ -105,9 +105,8 @@ class SimulatedDisk(Files):
         self._unsynced.clear()
 
     def rot(self) -> None:
-        """Change bits of a file."""
-        if self.contents:
-            path = self._random.choice(list(self.contents))
+        """Change a bit in some of the files."""
+        for path in [path for path in self.contents if self._random.random() < 0.5]:
             content = bytearray(self.contents[path])
             if content:
                 content[self._random.randrange(len(content))] ^= 1 << self._random.randrange(8)

@@ -7,8 +7,6 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-import msgspec
-
 from benchmarks.chaos.alone import family
 from benchmarks.chaos.clients import Asked, Client, Verdict
 from benchmarks.chaos.device import VOCAB, Oracle
@@ -52,7 +50,7 @@ class Fleet:
             replica=[own.address for own in self.replicas],
             page_size=config.page_size,
             cache_tokens=config.pages * config.page_size,
-            max_in_flight=random.choice((1, 2, 4, 64)),
+            max_in_flight=random.choice((1, 1, 2, 2, 4, 64)),
             health_period=0.5,
             health_timeout=1.0,
             replica_timeout=10.0,
@@ -66,19 +64,20 @@ class Fleet:
     def _asks(self, random: Random) -> list[Asked]:
         longest = self.config.longest_request
         families = [[random.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
-        asks = [self._ask(random, i, families, longest) for i in range(random.randint(6, 30))]
+        asks = [self._ask(random, i, families, longest) for i in range(random.randint(6, 36))]
         calm = [self._ask(random, 900 + i, families, longest) for i in range(2)]
         return asks + [replace(ask, at=CALM + ask.at, leaves=None) for ask in calm]
 
     def _ask(self, random: Random, number: int, families: list[list[int]], longest: int) -> Asked:
-        prompt = family(random, families, longest - 2)
-        room, client = longest - len(prompt), random.choice(("ann", "ben", "eve"))
+        prompt = family(random, families, longest - 2, self.config.page_size)
+        room, client = longest - len(prompt), random.choice(("ann", "ben", "eve", "eve"))
+        burst = {"ann": 0.0, "ben": 0.4, "eve": 0.0}[client]  # seconds before which a client does not come
         n = random.choice((1, 1, 1, 2)) if client != "eve" else random.choice((1, 2, 4))
         grammar = random.randint(1, 6) if random.random() < 0.25 else None
         return Asked(
             number=number,
             client=client,
-            at=random.random() * UNTIL if random.random() < 0.7 else random.random() * 0.05,
+            at=burst + (random.random() * UNTIL if random.random() < 0.4 else random.random() * 0.1),
             prompt=prompt,
             most=random.randint(1, min(20, room)),
             seed=number * 64 + random.randrange(8),
@@ -224,7 +223,9 @@ class Fleet:
         """Return whether faults explain an error: too many of them, no replica that was there all the time,
         or other weights."""
         assert client.ended is not None
-        felt = [f for f in self.struck if client.begun <= f.at + 3 * f.seconds + RECOVERY and f.at <= client.ended]
+        felt = [
+            f for f in self.struck if client.begun <= f.at + 3 * f.seconds + RECOVERY and f.at <= client.ended
+        ]
         ends = [f for f in felt if f.kind not in (*DISK, "rot", "clock", "pause")]
         whole = {*range(len(self.replicas))} - {f.machine for f in ends if f.kind != "cut"}
         is_mixed = len({r.machine.weights for r in self.replicas}) > 1 or any(
@@ -245,7 +246,9 @@ class Fleet:
             raise Violation(f"{self.line.waiting} requests wait in the router")
         for own in self.routed:
             if own.jobs or own.load or own.connections:
-                raise Violation(f"{own}: {len(own.jobs)} requests, load {own.load}, {len(own.connections)} connections")
+                raise Violation(
+                    f"{own}: {len(own.jobs)} requests, load {own.load}, {len(own.connections)} connections"
+                )
         for replica in self.replicas:
             if replica.session.groups:
                 raise Violation(f"{replica.host}: {len(replica.session.groups)} requests are left")

@@ -25,7 +25,7 @@ from duetto.serve.kv.offload.tiering import KVOffloader
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.equal_bits.classes import ShapeClasses
 
-MOVE, WRITE = 0.01, 0.2  # seconds until a page is moved, and until the writer begins, at most
+MOVE, WRITE = 0.01, 0.05  # seconds until a page is moved, and until the writer begins, at most
 COMPUTE = 0.02  # seconds that a token is said to take: fetching always pays
 
 
@@ -67,8 +67,8 @@ class MachineConfig:
             rows=random.randint(1, 3),
             same_bits=random.random() < 0.6,
             windows=random.choice(((None,), (None,), (None, 8), (6,))),
-            host=random.choice((0, 4, 12)),
-            disk=random.choice((0, 8, 40)),
+            host=random.choice((0, 0, 4, 12)),
+            disk=random.choice((0, 12, 40, 40)),
         )
 
     @property
@@ -150,7 +150,9 @@ class Machine:
         self.process = Process(loop, f"{name}.0")
         self.process.is_alive = False
         self.starts = 0
-        self.peer_of: Callable[[Process], RemoteKVTier] | None = None  # makes a process' prefill engine's tier
+        self.peer_of: Callable[[Process], RemoteKVTier] | None = (
+            None  # makes a process' prefill engine's tier
+        )
         self.peer: RemoteKVTier | None = None
         self.engine: Engine
         self.mover: ChaosMover

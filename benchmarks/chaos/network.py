@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.chaos.world import PROCESS, Process, SimulatedLoop
 
+SPLIT = 0.4  # probability that a piece comes in two
 LATENCY = 0.004  # seconds of a piece, at most
 
 
@@ -45,9 +46,19 @@ class SimulatedTransport(asyncio.Transport):
     def write(self, data: bytes) -> None:
         if self._is_closing or not data:
             return
-        at = self._random.randrange(len(data) + 1) if self._random.random() < 0.2 else 0
+        at = self._border(data) if self._random.random() < SPLIT else 0
         for piece in filter(None, (bytes(data[:at]), bytes(data[at:]))):
             self._send(self.peer.arrived, piece)
+
+    def _border(self, data: bytes) -> int:
+        """Return where to cut data into two pieces: anywhere, or behind an event."""
+        found = data.find(b"\n\n") + 2
+        return found if self._random.random() < 0.5 else self._random.randrange(len(data) + 1)
+
+    def lose(self) -> None:
+        """Lose some of what is on its way, the last pieces: as many as a reset may overtake."""
+        for _ in range(self._random.randrange(len(self._sent) + 1)):
+            self._sent.pop()
 
     def _send(self, take: Callable[..., None], *args: Any) -> None:
         loop = self._network.loop
@@ -63,6 +74,8 @@ class SimulatedTransport(asyncio.Transport):
             self._last = max(self._last, until)
             loop.call_at(until, self._carry, context=self._network.context)
         elif self._process is None or self._process.is_alive or not self._process.is_silent:
+            if not self._sent:  # lost
+                return
             take, args = self._sent.popleft()
             loop.call_soon(take, *args, context=self.peer.context)
 
@@ -93,6 +106,7 @@ class SimulatedTransport(asyncio.Transport):
         if not self.is_lost:
             self.is_lost = self._is_closing = True
             self._network.open.pop(self, None)
+            self.lose()
             self._send(self.peer.ended, ConnectionResetError("reset"))
 
 
@@ -129,5 +143,7 @@ class Network:
         if self.open:
             near = random.choice(list(self.open))
             error = ConnectionResetError("cut")
+            near.lose()
+            near.peer.lose()
             near.peer._send(near.ended, error)
             near._send(near.peer.ended, error)

@@ -2,11 +2,13 @@
 seeds is no proof of anything."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.chaos.run import kind_of, run
 from duetto.kvcache import page_hash
 from duetto.kvcache.pool import PagePool
 from duetto.kvcache.tables import PageTables
@@ -15,7 +17,7 @@ from duetto.serve.engine.core.results import InFlightSteps
 from duetto.serve.engine.core.scheduler import Scheduler
 from duetto.serve.host.blob_store import BlobStore
 from duetto.serve.kv.offload.disk import DIGITS, DiskTier
-from duetto.serve.kv.offload.tiering import KVOffloader
+from duetto.serve.kv.offload.mover import PageMover
 from duetto.serve.kv.routing.placement import Replica
 from duetto.serve.server.router import proxy
 from duetto.serve.server.router.proxy import ProxyRequest
@@ -116,33 +118,60 @@ def any_replica(self: RequestQueue, job: Any) -> Any:
 RELEASE, EXTEND, LOSE = Scheduler.release, page_hash.extend, Replica.lose
 PASSED = ResumableStream._passed
 
-PLANTED: dict[str, tuple[str, list[Patch]]] = {
-    "other weights": (
-        "an answer goes on in a replica with other weights",
-        [(completions, "require_realm", nothing), (RequestQueue, "_fitting", any_replica)],
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault that is planted by patches, and the kind of simulation that looks for it."""
+
+    about: str
+    kind: str
+    patches: tuple[Patch, ...]
+
+
+def in_engine(about: str, *patches: Patch) -> Planted:
+    return Planted(about, "engine", patches)
+
+
+def in_fleet(about: str, *patches: Patch) -> Planted:
+    return Planted(about, "fleet", patches)
+
+
+PLANTED: dict[str, Planted] = {
+    "other weights": in_fleet(
+        "an answer is resumed by a replica with other weights",
+        (completions, "require_realm", nothing),
+        (RequestQueue, "_fitting", any_replica),
     ),
-    "end tokens": (
-        "a grammar is given end tokens, also those of a resumed answer",
-        [(Constraint, "_take", take_end_tokens)],
+    "end tokens": in_fleet(
+        "a grammar gets end tokens, also those of a resumed answer", (Constraint, "_take", take_end_tokens)
     ),
-    "charge": ("fair shares do not count n", [(proxy, "charge", charge_of_one)]),
-    "fair clock": ("the clock of fair shares stands still", [(FairQueue, "served", nothing)]),
-    "freed twice": ("a page that two requests share is freed by the first", [(PagePool, "release", release_shared)]),
-    "torn page": ("a torn page on the disk is read as good", [(BlobStore, "read", read_unchecked)]),
-    "lost admission": (
-        "a preempted request is not put back into the queue",
-        [(Scheduler, "preempt", Scheduler.release)],
+    "charge": in_fleet("fair shares do not count n", (proxy, "charge", charge_of_one)),
+    "fair clock": in_fleet("the clock of fair shares stands still", (FairQueue, "served", nothing)),
+    "early events": in_fleet(
+        "events pass the router before their tokens are known", (ResumableStream, "_passed", pass_at_once)
     ),
-    "old prefixes": ("pages of older weights are found", [(PageTables, "forget", nothing)]),
-    "old evictions": ("pages of a lost cache are kept in tiers", [(KVOffloader, "lose", nothing)]),
-    "realm of pages": ("pages on the disk are found by engines with other weights", [(DiskTier, "file", file_of_any)]),
-    "early events": ("events pass the router before their tokens are known", [(ResumableStream, "_passed", pass_at_once)]),
-    "steps of a lost cache": ("results of steps before a failure are read", [(InFlightSteps, "clear", nothing)]),
-    "slot": ("the slot of a request that ends is lost", [(Scheduler, "release", release_slotless)]),
-    "unchained names": ("a page is named by its own tokens alone", [(scheduler, "extend", unchained)]),
-    "begun anew": ("a stream begins anew when its client has a part", [(ProxyRequest, "restart", restart_always)]),
-    "load": ("a job that ends leaves its load in the router", [(Replica, "leave", leave_work)]),
-    "silent loss": ("connections of a lost replica stay open", [(Replica, "lose", lose_quietly)]),
+    "begun anew": in_fleet(
+        "a stream begins anew after the client has received a part", (ProxyRequest, "restart", restart_always)
+    ),
+    "load": in_fleet("an ended job leaves its load in the router", (Replica, "leave", leave_work)),
+    "silent loss": in_fleet("connections of a lost replica stay open", (Replica, "lose", lose_quietly)),
+    "freed twice": in_engine(
+        "a shared page is freed by its first request", (PagePool, "release", release_shared)
+    ),
+    "torn page": in_engine("a torn page on the disk is read as good", (BlobStore, "read", read_unchecked)),
+    "lost admission": in_engine(
+        "a preempted request is not put back into the queue", (Scheduler, "preempt", Scheduler.release)
+    ),
+    "old prefixes": in_engine("pages of older weights are found", (PageTables, "forget", nothing)),
+    "old tiers": in_engine("pages of older weights are fetched from tiers", (PageMover, "replaced", nothing)),
+    "realm of pages": in_engine(
+        "pages on the disk are found by engines with other weights", (DiskTier, "file", file_of_any)
+    ),
+    "steps of a lost cache": in_engine(
+        "results of steps before a failure are read", (InFlightSteps, "clear", nothing)
+    ),
+    "slot": in_engine("the slot of an ended request is lost", (Scheduler, "release", release_slotless)),
+    "unchained names": in_engine("a page is named by its own tokens alone", (scheduler, "extend", unchained)),
 }
 
 
@@ -150,12 +179,14 @@ PLANTED: dict[str, tuple[str, list[Patch]]] = {
 def planted(name: str) -> Iterator[None]:
     """Plant a fault while the block runs."""
     with ExitStack() as stack:
-        for target, attribute, replacement in PLANTED[name][1]:
+        for target, attribute, replacement in PLANTED[name].patches:
             stack.enter_context(patch.object(target, attribute, replacement))
         yield
 
 
-def found_by(name: str, run: Callable[[int], Any], seeds: Sequence[int]) -> int | None:
-    """Return the first of some seeds that finds a planted fault; None if none does."""
+def found_by(name: str, seeds: range) -> int | None:
+    """Return the first of some seeds that finds a planted fault; None if none does. Seeds of other
+    simulations are left out."""
     with planted(name):
-        return next((seed for seed in seeds if run(seed).error), None)
+        own = (seed for seed in seeds if kind_of(seed) == PLANTED[name].kind)
+        return next((seed for seed in own if run(seed).error), None)

@@ -12,14 +12,19 @@ from io import StringIO
 from typing import Any
 
 from benchmarks.chaos.alone import Alone
-from benchmarks.chaos.fleet import Fleet
 from benchmarks.chaos.faults import Fault
+from benchmarks.chaos.fleet import Fleet
 
 SIMULATIONS: dict[str, Callable[[int], Any]] = {
     "engine": Alone,
     "fleet": Fleet,
     "prefill": partial(Alone, is_helped=True),
 }
+
+
+def kind_of(seed: int) -> str:
+    """Return the kind of a seed's simulation."""
+    return list(SIMULATIONS)[seed % len(SIMULATIONS)]
 
 
 @dataclass
@@ -53,7 +58,7 @@ def run(seed: int, only: Sequence[int] | None = None) -> Outcome:
 
 
 def played(seed: int, only: Sequence[int] | None) -> Outcome:
-    kind = list(SIMULATIONS)[seed % len(SIMULATIONS)]
+    kind = kind_of(seed)
     simulation = SIMULATIONS[kind](seed)
     faults = [f for i, f in enumerate(simulation.faults) if only is None or i in only]
     outcome, loop = Outcome(seed, kind, faults), simulation.loop

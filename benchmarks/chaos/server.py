@@ -3,7 +3,6 @@ HTTP as the router's client speaks."""
 
 import asyncio
 from collections.abc import Callable
-from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 

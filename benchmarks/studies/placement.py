@@ -1,5 +1,5 @@
-"""What placing a request costs a router: seconds of the processor at 10, 100 and 1,000 replicas, and the memory
-of a million known prefixes.
+"""Cost of placing a request in a router: processor time at 10, 100 and 1,000 replicas, and the memory of a
+million known prefixes.
 
     python benchmarks/studies/placement.py [--output FILE]
 

@@ -23,9 +23,7 @@ class RemoteKVTier(RemoteKV):
     answers again: prompts are computed here. `clock` returns seconds.
     """
 
-    def __init__(
-        self, source: PrefillService, patience: float, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, source: PrefillService, patience: float, clock: Callable[[], float] = time.monotonic):
         self.source, self.patience, self.counts, self._now = source, patience, Counts(), clock
         self.page_bytes: Sequence[int] = ()
         self.asked = self.answered = self.late = self.nbytes = 0

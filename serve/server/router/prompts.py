@@ -90,7 +90,9 @@ def messages_of(body: Mapping[str, Any]) -> list[Any]:
 
 
 def is_ids(given: Any) -> bool:
-    return isinstance(given, list) and {*map(type, given)} == {int} and 0 <= min(given) <= max(given) < MOST_ID
+    return (
+        isinstance(given, list) and {*map(type, given)} == {int} and 0 <= min(given) <= max(given) < MOST_ID
+    )
 
 
 def named(tokens: Sequence[int], page_size: int, start: bytes) -> Prompt:

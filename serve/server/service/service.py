@@ -68,8 +68,8 @@ class ActiveStream:
 
 class Service:
     """Serves an LLM. Made in the event loop, and used only there. `defaults` are sampling parameters for
-    requests that give none; `driver` makes the engine's. `ended` is set once the engine has failed, or once `drain` was called and all
-    requests are done."""
+    requests that give none; `driver` makes the engine's. `ended` is set once the engine has failed, or once
+    `drain` was called and all requests are done."""
 
     def __init__(
         self,

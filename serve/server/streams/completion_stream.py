@@ -188,7 +188,8 @@ class WholeEvent:
 
 class TokenReporter:
     """Writes comments with the token ids of an answer that may be resumed, at most one every `seconds`; None
-    writes none. The `realm` of the tokens is sent before the first ones, and again after a change. `clock` returns seconds."""
+    writes none. The `realm` of the tokens is sent before the first ones, and again after a change. `clock`
+    returns seconds."""
 
     def __init__(
         self, seconds: float | None, realm: Callable[[], str], clock: Callable[[], float] = time.monotonic
