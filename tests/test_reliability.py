@@ -1,4 +1,4 @@
-"""The page on reliability names faults that the simulation has, how often they struck, and metrics that exist."""
+"""The page on reliability names faults of the simulation, how often they struck, and metrics that exist."""
 
 import json
 import re

@@ -26,6 +26,7 @@ class Process:
 
     def __init__(self, loop: "SimulatedLoop", name: str):
         self.loop, self.name, self.is_alive, self.is_silent = loop, name, True, False
+        loop.processes.append(self)  # coroutines of a killed one must not be closed before the end
         self.on_end: list[Callable[[], None]] = []  # called when it ends
         self.tasks: list[asyncio.Task[Any]] = []
         self.context = contextvars.copy_context()
@@ -77,7 +78,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         super().__init__()
         self.now, self.events, self.errors = 0.0, 0, list[BaseException]()
         self.connect: Callable[..., Coroutine[Any, Any, Any]] | None = None
-        self._random = random
+        self._random, self.processes = random, list[Process]()
         self._selector = SimulatedSelector(self)
         self._clock_resolution = 1e-7
         self.set_exception_handler(self._failed)
