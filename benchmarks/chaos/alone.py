@@ -14,7 +14,7 @@ from duetto.serve.engine.core.request import Request, RequestTimes
 from duetto.serve.kv.disagg.peer import RemoteKVTier
 
 UNTIL, LIMIT = 1.0, 120.0  # seconds in which faults begin, and within which all ends
-STEP = 0.006  # seconds of a step, at most
+STEP = 0.008  # seconds of a step, at most
 PATIENCE = 0.3  # seconds that a request waits for a prefill engine
 ENGINE_NUMBERS = 4  # weights
 
@@ -242,8 +242,8 @@ class Alone:
         elif fault.kind == "old_disk":
             old, self.machine.image = self.machine.image, disk.image()
             disk.restore(old)
-        if fault.number % 3 == 0:
-            self.machine.weights = fault.number // 3 % ENGINE_NUMBERS
+        if fault.number % 2 == 0:
+            self.machine.weights = fault.number // 2 % ENGINE_NUMBERS
         self.restart()
 
     async def play(self, faults: list[Fault]) -> None:

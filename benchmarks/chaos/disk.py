@@ -105,12 +105,12 @@ class SimulatedDisk(Files):
         self._unsynced.clear()
 
     def rot(self) -> None:
-        """Change a bit in some of the files."""
-        for path in [path for path in self.contents if self._random.random() < 0.5]:
+        """Change some bits of most files."""
+        for path in [path for path in self.contents if self._random.random() < 0.8]:
             content = bytearray(self.contents[path])
-            if content:
+            for _ in range(4 if content else 0):
                 content[self._random.randrange(len(content))] ^= 1 << self._random.randrange(8)
-                self.contents[path] = bytes(content)
+            self.contents[path] = bytes(content)
 
     def image(self) -> dict[Path, bytes]:
         return dict(self.contents)

@@ -25,7 +25,7 @@ from duetto.serve.server.router.prompts import TextNaming
 from duetto.serve.server.router.proxy import Proxy
 from duetto.serve.server.router.queue import PrefillPool, RequestQueue
 
-UNTIL, LIMIT = 2.0, 120.0  # seconds in which faults begin, and within which all ends
+UNTIL, LIMIT = 1.5, 120.0  # seconds in which faults begin, and within which all ends
 CALM = 25.0  # seconds after which no fault is felt any more
 RECOVERY = 6.0  # seconds for which a fault may be felt after its end
 REBOOT = 4.0  # seconds that a machine without power takes at least, longer than the router needs to miss it
@@ -44,6 +44,8 @@ class Fleet:
         self.network = Network(self.loop, Random(seed + 2))
         count = random.choice((2, 2, 3))
         machines = [Machine(self.loop, f"replica{i}", config, Random(seed + 3 + i)) for i in range(count)]
+        self.is_mixed = random.random() < 0.3  # in the middle of a rolling update
+        machines[-1].weights = int(self.is_mixed)
         self.replicas = [ChaosReplica(machine, self.network) for machine in machines]
         self.faults = drawn(random, FLEET, 10, count, UNTIL)
         self.options = RouterOptions(
@@ -64,6 +66,7 @@ class Fleet:
     def _asks(self, random: Random) -> list[Asked]:
         longest = self.config.longest_request
         families = [[random.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
+        self.spread = random.choice((0.2, 0.8))  # share of the requests that do not come at once
         asks = [self._ask(random, i, families, longest) for i in range(random.randint(6, 36))]
         calm = [self._ask(random, 900 + i, families, longest) for i in range(2)]
         return asks + [replace(ask, at=CALM + ask.at, leaves=None) for ask in calm]
@@ -72,12 +75,12 @@ class Fleet:
         prompt = family(random, families, longest - 2, self.config.page_size)
         room, client = longest - len(prompt), random.choice(("ann", "ben", "eve", "eve"))
         burst = {"ann": 0.0, "ben": 0.4, "eve": 0.0}[client]  # seconds before which a client does not come
-        n = random.choice((1, 1, 1, 2)) if client != "eve" else random.choice((1, 2, 4))
+        n = random.choice((1, 1, 1, 2)) if client != "eve" else random.choice((1, 4, 6))
         grammar = random.randint(1, 6) if random.random() < 0.25 else None
         return Asked(
             number=number,
             client=client,
-            at=burst + (random.random() * UNTIL if random.random() < 0.4 else random.random() * 0.1),
+            at=burst + (random.random() * UNTIL if random.random() < self.spread else random.random() * 0.1),
             prompt=prompt,
             most=random.randint(1, min(20, room)),
             seed=number * 64 + random.randrange(8),
@@ -128,8 +131,10 @@ class Fleet:
                 disk.rot()
             case "clock":
                 disk.jump += (fault.number % 20_000) - 10_000
-            case "cut":
+            case "cut" if fault.number % 2:
                 self.network.cut(Random(fault.number))
+            case "cut":
+                self.network.cuts += 1
             case "cut_off":
                 self.network.cut_off[replica.host] = self.loop.time() + 3 * fault.seconds
             case "pause":
@@ -228,9 +233,7 @@ class Fleet:
         ]
         ends = [f for f in felt if f.kind not in (*DISK, "rot", "clock", "pause")]
         whole = {*range(len(self.replicas))} - {f.machine for f in ends if f.kind != "cut"}
-        is_mixed = len({r.machine.weights for r in self.replicas}) > 1 or any(
-            f.kind == "other_weights" for f in self.struck
-        )
+        is_mixed = self.is_mixed or any(f.kind == "other_weights" for f in self.struck)
         return is_mixed or len(ends) > MOST_LOSSES or not whole
 
     def trace(self) -> str:

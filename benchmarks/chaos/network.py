@@ -46,6 +46,10 @@ class SimulatedTransport(asyncio.Transport):
     def write(self, data: bytes) -> None:
         if self._is_closing or not data:
             return
+        if self._network.cuts and self._process is not None and b"\n\n" in data:
+            self._network.cuts -= 1
+            self._send(self.peer.arrived, bytes(data[: self._border(data)]))
+            return self.abort()
         at = self._border(data) if self._random.random() < SPLIT else 0
         for piece in filter(None, (bytes(data[:at]), bytes(data[at:]))):
             self._send(self.peer.arrived, piece)
@@ -118,6 +122,7 @@ class Network:
         self.listeners: dict[str, tuple[Process, Callable[[], Any]]] = {}
         self.cut_off: dict[str, float] = {}
         self.open: dict[SimulatedTransport, None] = {}  # ends of clients
+        self.cuts = 0  # connections that are to be cut within what a server writes next
         self.context = contextvars.copy_context()
         loop.connect = self.connect
 

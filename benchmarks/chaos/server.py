@@ -26,7 +26,7 @@ from duetto.serve.server.service.errors import answer_error
 from duetto.serve.server.service.service import Service
 from duetto.serve.text.grammar.constraint import Constraint
 
-STEP = 0.006  # seconds of a step, at most
+STEP = 0.03  # seconds of a step, at most
 EOS = 7  # end token
 BITS = -(-VOCAB // 32) * 32
 
