@@ -117,12 +117,12 @@ class Alone:
             if ask.request is not None and ask.request.finished:
                 self._check(ask)
 
-    def restart(self) -> None:
+    def restart(self, by_itself: bool = False) -> None:
         for ask in self.asks:
             if ask.request is not None and not ask.request.finished:
                 self._known(ask)
                 ask.request = None
-        self.machine.process.kill()
+        self.machine.stop() if by_itself else self.machine.process.kill()
         self.begin()
 
     def _known(self, ask: Ask) -> None:
@@ -244,7 +244,7 @@ class Alone:
             disk.restore(old)
         if fault.number % 2 == 0:
             self.machine.weights = fault.number // 2 % ENGINE_NUMBERS
-        self.restart()
+        self.restart(fault.kind == "stop")
 
     async def play(self, faults: list[Fault]) -> None:
         if self.side is not None:

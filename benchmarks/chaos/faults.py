@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from random import Random
 
 DISK = "full", "broken", "slow"  # states of a disk that last a while
-ENGINE = (*DISK, "rot", "device", "device_read", "weights", "sleep", "kill", "power", "old_disk", "clock")
+ENGINE = (
+    *DISK,
+    "rot",
+    "device",
+    "device_read",
+    "weights",
+    "sleep",
+    "kill",
+    "stop",
+    "power",
+    "old_disk",
+    "clock",
+)
 PREFILL = "prefill_device", "prefill_kill", "prefill_weights", "silence", "hang_up"
 FLEET = (
     *DISK,

@@ -157,9 +157,10 @@ class Fleet:
         process = replica.machine.process
         if process.is_alive and not replica.service.is_draining:
             process.context.copy().run(replica.service.drain)
-            await replica.service.ended.wait()
+            while process.is_alive and not replica.service.ended.is_set():
+                await asyncio.sleep(0.02)
             if process.is_alive:
-                process.kill()
+                replica.machine.stop()
                 await asyncio.sleep(fault.seconds)
                 self._begin_again(replica, process)
 

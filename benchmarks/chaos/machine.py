@@ -132,6 +132,26 @@ class ChaosMover(PageMover):
         return not (len(self._jobs) or self._staged or any(self._offered) or self._coming)
 
 
+class ChaosWriter(WriteBehindTier):
+    """A writer whose work is an event, or is done when the end of the engine waits for it."""
+
+    def __init__(self, tier: Tier, loop: SimulatedLoop, random: Random):
+        super().__init__(tier, start=self._begin, linger=0.0)
+        self._loop, self._random, self._due = loop, random, list[Callable[[], None]]()
+
+    def _begin(self, work: Callable[[], None], name: str) -> None:
+        self._due.append(work)
+        self._loop.call_later(self._random.random() * WRITE, self._work)
+
+    def _work(self) -> None:
+        while self._due:
+            self._due.pop()()
+
+    def settle(self, until: float, most: int = 0) -> int:
+        self._work()
+        return super().settle(until, most)
+
+
 class ChaosOffloader(KVOffloader):
     """Tiers of an engine that does not wait in real time."""
 
@@ -190,14 +210,17 @@ class Machine:
             realm = b"weights %d, %s" % (number_of(params), repr(self.config).encode())
             most = self.config.disk * (size + PAGES.head)
             tier = DiskTier(folder(), realm[:64], most, files=self.disk)
-            tiers.append(WriteBehindTier(tier, start=self._write, linger=0.0))
+            tiers.append(ChaosWriter(tier, self.loop, self.random))
         if self.peer is not None:
             self.peer.renew(b"weights %d" % number_of(params), self.transfers.page_bytes)
             tiers.append(self.peer)
         return TierChain(tiers)
 
-    def _write(self, work: Callable[[], None], name: str) -> None:
-        self.loop.call_later(self.random.random() * WRITE, work)
+    def stop(self) -> None:
+        """End the process as it ends by itself: pages are written to the disk before."""
+        self.mover.wait()
+        self.process.context.copy().run(self.engine.close)
+        self.process.kill()
 
     def replace_weights(self, number: int) -> None:
         """Let the running engine have other weights; requests go on with them."""
