@@ -180,12 +180,13 @@ def prefills(
     last = last_edge(options, most)
     edges = doublings(chunk, last)
     wide = [edge for edge in edges if edge > SMALLEST_CHUNK][-SHARED:]
-    areas = (edges if platform == "cpu" else wide) if shared else []
+    least = ROW_TOKENS if row < ROW_TOKENS else SMALLEST_CHUNK
+    areas = ([edge for edge in edges if edge >= least] if platform == "cpu" else wide) if shared else []
     if options.prefill_buckets is not None:
         edges = sorted({chunk, last, *(edge for edge in options.prefill_buckets if edge < last)})
     if row < ROW_TOKENS and areas:
         halves = (3 * area // 2 for area in areas[:-1] if area >= SMALLEST_CHUNK)
-        areas = sorted({*areas[1:], *halves})
+        areas = sorted({*areas, *halves})
     several = [Shape("prefill", area // row, row) for area in areas]
     return [Shape("prefill", 1, edge) for edge in edges] + several
 

@@ -77,6 +77,9 @@ def test_prompts_share_prefills_in_short_rows_where_kernels_of_a_cpu_read_all_ke
     found = table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "auto"))
     prefills = [(s.rows, s.tokens) for s in found if s.phase == "prefill"]
     assert prefills == [(1, 16), (1, 32), (1, 64), (1, 128), (8, 4), (16, 4), (24, 4), (32, 4)]
+    found = table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "int8"))
+    prefills = [(s.rows, s.tokens) for s in found if s.phase == "prefill"]
+    assert prefills == [(1, 16), (1, 32), (1, 64), (1, 128), (2, 32), (4, 32)]
 
 
 def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():

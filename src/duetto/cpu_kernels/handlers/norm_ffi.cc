@@ -1,5 +1,5 @@
 // Handlers of norms for XLA, one for each instruction set.
-#include "norm.h"
+#include "../norm.h"
 #include "pool.h"
 #include "xla/ffi/api/ffi.h"
 
