@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery
-from .layers import Norm, biased, einsum, normalise, rounded, softcapped
+from .layers import Norm, NormWeight, biased, einsum, normalise, rounded, softcapped
 from .recurrent.states import Recurrence, RecurrentInputs, empty_state
 from .rope import Rotation, rotate
 from .tree import Spec, pytree
@@ -244,7 +244,8 @@ def normed(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[
     """Queries or keys as their layer norms them."""
     if c.qk_norm is None:
         return x
-    return normalise(x, Norm(gain), c.qk_norm, (-2, -1) if c.qk_norm_over == "all heads" else -1)
+    own = gain if isinstance(gain, NormWeight) else Norm(gain)
+    return normalise(x, own, c.qk_norm, (-2, -1) if c.qk_norm_over == "all heads" else -1)
 
 
 def grouped(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B T K G H"]:

@@ -41,6 +41,17 @@ class Weight(Protocol):
         ...
 
 
+@runtime_checkable
+class NormWeight(Protocol):
+    """A record that stands where a norm, or its gain, stood, and normalises in its place."""
+
+    gain: Any
+
+    def normalise(
+        self, x: Float[Array, "*rows D"], kind: NormKind, axes: int | tuple[int, ...] = -1
+    ) -> Float[Array, "*rows D"]: ...
+
+
 def einsum(
     equation: str, x: Float[Array, "..."], w: Float[Array, "..."] | Weight, dtype: Any = None
 ) -> Float[Array, "..."]:
@@ -117,10 +128,12 @@ def rms_norm(x: Float[Array, "*rows D"], gain: Float[Array, " D"], kind: NormKin
 
 
 def normalise(
-    x: Float[Array, "*rows D"], w: Norm, kind: NormKind, axes: int | tuple[int, ...] = -1
+    x: Float[Array, "*rows D"], w: Norm | NormWeight, kind: NormKind, axes: int | tuple[int, ...] = -1
 ) -> Float[Array, "*rows D"]:
     """Either normalisation of the numbers along some of the last axes, in float32; the layer's own is Ba et
     al.'s (arXiv 1607.06450)."""
+    if isinstance(w, NormWeight):
+        return w.normalise(x, kind, axes)
     x32 = x.astype(jnp.float32)
     if kind.kind == "layer":
         x32 = x32 - jnp.mean(x32, axis=axes, keepdims=True)

@@ -13,7 +13,7 @@ from .experts import MoE, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
 from .inputs import PerLayerEmbedding, PerLayerGate, input_spec, inputs_of, inputs_spec, with_input
 from .latent import LatentAttention, latent_spec, mix_latent
-from .layers import Norm, biased, einsum, norm_spec, normalise, scaled, softcapped
+from .layers import Norm, NormWeight, biased, einsum, norm_spec, normalise, scaled, softcapped
 from .recurrent.convolution import ShortConvolution, convolution_spec, mix_convolution
 from .recurrent.delta import DeltaAttention, delta_spec, mix_delta
 from .recurrent.kinds import DeltaNet, Mamba, ShortConv
@@ -53,7 +53,7 @@ class Layer:
         return self.attention if mixer.state is None else self.recurrent
 
     @property
-    def any_norm(self) -> Norm:
+    def any_norm(self) -> Norm | NormWeight:
         """A norm of the layer; all are replicated on its devices."""
         return next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm is not None)
 
@@ -222,12 +222,12 @@ def attention_half(
 
 
 @jax.named_scope("norm")
-def normed(c: ModelConfig, x: Float[Array, "B T D"], norm: Norm | None) -> Float[Array, "B T D"]:
+def normed(c: ModelConfig, x: Float[Array, "B T D"], norm: Norm | NormWeight | None) -> Float[Array, "B T D"]:
     return x if norm is None else normalise(x, norm, c.norm)
 
 
 def added(
-    c: ModelConfig, x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | None
+    c: ModelConfig, x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | NormWeight | None
 ) -> Float[Array, "B T D"]:
     return x + scaled(normed(c, y, post), c.residual_scale)
 

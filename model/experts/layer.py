@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from ..config import Experts
-from ..layers import Norm, normalise, scaled
+from ..layers import Norm, NormWeight, normalise, scaled
 from .mixture import LocalExperts, MoE, add_all, route, shared_output
 from .parts import add_parts
 
@@ -32,7 +32,7 @@ def apart(w: MoE, c: Experts, x: Float[Array, "tokens D"], tile: int) -> Float[A
     """The same where experts and shared expert have norms of their own: each sum is whole before it is
     normed."""
 
-    def normed(x: Float[Array, "tokens D"], norm: Norm) -> Float[Array, "tokens D"]:
+    def normed(x: Float[Array, "tokens D"], norm: Norm | NormWeight) -> Float[Array, "tokens D"]:
         assert c.norms is not None
         return normalise(x, norm, c.norms)
 

@@ -17,6 +17,7 @@ from ..layers import einsum, ragged_product
 from ..transformer import Decoder
 from ..tree import holds, pytree, static, unwrapped
 from .compress import CONTRACTED, replaced
+from .kernel_norm import with_kernel_norms, without_kernel_norms
 from .transposed import NAMES, Transposed, is_matrix_on_cpu, like, transpose
 
 T = TypeVar("T")
@@ -110,7 +111,8 @@ def packed(params: T, isa: str, donate: bool = False) -> T:
     for an instruction set; an output matrix that is the embedding too is a copy.
 
     Left as they are: experts, latents' projections, records, weights of other dtypes and those that lie on
-    several devices. With `donate` each weight is deleted when its copy is ready, but no embedding.
+    several devices. If a weight is packed, kernels compute the norms too. With `donate` each weight is
+    deleted when its copy is ready, but no embedding.
     """
     target = library.target("product", isa)
 
@@ -128,7 +130,9 @@ def packed(params: T, isa: str, donate: bool = False) -> T:
     found = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_record)
     if isinstance(found, Decoder) and found.head is None and can_be_packed("head", found.embed):
         found = replace(found, head=pack_head(found.embed, target, is_tied=True))
-    return found if is_packed(found) else params  # type: ignore[return-value]
+    if not is_packed(found):
+        return params
+    return with_kernel_norms(found, library.target("norm", isa))  # type: ignore[return-value]
 
 
 def can_be_packed(name: str, weight: Any) -> bool:
@@ -144,7 +148,7 @@ def unpacked(params: T) -> T:
     where it has none."""
     if isinstance(params, Decoder) and isinstance(params.head, Packed) and params.head.is_tied:
         params = replace(params, head=None)
-    return unwrapped(params, Packed, lambda x: x.whole)
+    return without_kernel_norms(unwrapped(params, Packed, lambda x: x.whole))
 
 
 def packed_as(served: Any, params: T) -> T:

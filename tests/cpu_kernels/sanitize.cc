@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "pool.h"
+#include "handlers/pool.h"
 #include "products.h"
 
 // Threads as XLA's pool has them, which end with the pool.

@@ -24,12 +24,12 @@ HERE = Path(__file__).parent
 LIBRARY = "kernels.so"
 # Of the bits, of the layout of packed weights and of the calls. A change of any needs another: the names of
 # handlers have it, in the library and for XLA.
-VERSION = 1
+VERSION = 2
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": (*AVX512, "-mavx512bf16")}
-KERNELS = ("products.cc", "attention.cc")  # compiled for each instruction set
-HANDLERS = ("products_ffi.cc", "attention_ffi.cc")
+KERNELS = ("products.cc", "attention.cc", "norm.cc")  # compiled for each instruction set
+HANDLERS = ("products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc")  # in the folder `handlers`
 FLAGS = (
     f"-DVERSION={VERSION}", "-std=c++17", "-O3", "-ffp-contract=off", "-g0", "-fPIC", "-Wall", "-Wno-psabi"
 )  # fmt: skip
@@ -69,7 +69,7 @@ def cached() -> Path:
     found = hashlib.sha256(repr((FLAGS, ISAS, platform.machine(), platform.libc_ver())).encode())
     include = headers()
     api = [] if include is None else (include / "xla" / "ffi" / "api").glob("*.h")
-    for file in sorted([*HERE.glob("*.cc"), *HERE.glob("*.h"), *api]):
+    for file in sorted([*HERE.rglob("*.cc"), *HERE.rglob("*.h"), *api]):
         found.update(file.read_bytes())
     return cache_home("cpu_kernels") / f"{found.hexdigest()[:16]}.so"
 
@@ -94,7 +94,7 @@ def build(target: Path = HERE / LIBRARY, include: Path | None = None) -> None:
         raise BuildError("jaxlib, whose headers are needed, is not installed")
     with tempfile.TemporaryDirectory() as folder:
         headers_too = ["-isystem", str(include)]
-        handlers = {f"{folder}/{name}.o": [*headers_too, str(HERE / name)] for name in HANDLERS}
+        handlers = {f"{folder}/{name}.o": [*headers_too, str(HERE / "handlers" / name)] for name in HANDLERS}
         objects = compiled(handlers | kernels(Path(folder)))
         made = f"{folder}/{LIBRARY}"
         run(["-shared", "-s", "-pthread", *objects, "-o", made])

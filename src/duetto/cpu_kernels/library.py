@@ -12,7 +12,7 @@ import jax
 from ..user_folders import owned
 from .build import HERE, ISAS, VERSION, library_file
 
-HANDLERS = ("product", "attention")
+HANDLERS = ("product", "attention", "norm")
 BUILD = "python -m duetto.cpu_kernels.build"
 
 

@@ -2,7 +2,7 @@
 #include <cstring>
 #include <vector>
 
-#include "attention.h"
+#include "../attention.h"
 #include "pool.h"
 #include "xla/ffi/api/ffi.h"
 

@@ -1,6 +1,6 @@
 // Handlers of products for XLA, one for each instruction set.
 #include "pool.h"
-#include "products.h"
+#include "../products.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
