@@ -150,6 +150,35 @@ def test_bits_of_a_token_do_not_depend_on_its_chunk(name: str, dtype: Any, isa: 
                 assert same_bits(found[0], whole[row, first : first + size])
 
 
+def in_rows(q: jax.Array, pages: LayerPages, count: int, size: int) -> tuple[jax.Array, LayerPages]:
+    """One row's tokens as rows of `size` that go on with one another."""
+    first = np.arange(0, count, size, dtype=np.int32)
+    n = len(first)
+    q = jnp.pad(q[0, :count], ((0, n * size - count), (0, 0), (0, 0))).reshape(n, size, *q.shape[2:])
+    counts, table = np.minimum(size, count - first).astype(np.int32), jnp.repeat(pages.table, n, axis=0)
+    return q, pages._replace(table=table, start=pages.start + first, count=jnp.asarray(counts))
+
+
+@parametrized
+@pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [name for name in CASES if "chunk" in name.split(", ")[0]])
+def test_rows_that_go_on_with_one_another_have_the_bits_of_one(name: str, dtype: Any, isa: str):
+    case = replace(CASES[name], dtype=dtype)
+    q, pages, reading = given(case)
+    whole = attend_pages(q, pages, reading, isa)
+    for size in (1, 4, 30):
+        parts = [
+            in_rows(q[row : row + 1], row_of(pages, row, count), count, size)
+            for row, count in enumerate(case.count)
+            if count
+        ]
+        several = pages._replace(
+            **{f: jnp.concatenate([getattr(own, f) for _, own in parts]) for f in ("table", "start", "count")}
+        )
+        found = attend_pages(jnp.concatenate([x for x, _ in parts]), several, reading, isa)
+        assert same_bits(real(found, several.count), real(whole, case.count))
+
+
 @parametrized
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_number_of_rows(dtype: Any, isa: str):

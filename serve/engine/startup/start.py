@@ -26,7 +26,16 @@ from ...options.checks import round_up
 from ...options.engine import EngineOptions
 from ...runtime.compiled import executable_cache, jaxcache
 from ...runtime.compiled.compile import Programs
-from ...runtime.compiled.shapes import Canonical, Shape, Sizes, can_share, least_row, table, with_kernels_of
+from ...runtime.compiled.shapes import (
+    Canonical,
+    Shape,
+    Sizes,
+    can_share,
+    least_row,
+    shared_row,
+    table,
+    with_kernels_of,
+)
 from ...runtime.compiled.sizing import choose_sizes
 from ...runtime.equal_bits.classes import ShapeClasses, choose_classes, record, step_seconds
 from ...runtime.equal_bits.warmup import Warmup, WarmupGoal, first_shapes
@@ -93,7 +102,8 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     check_states(pair, options.speculation, count)
     sizes = choose_sizes(pair, options, everything, memory_limit(device))
     sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0)
-    shapes = table(options, sizes, can_share(pair.layers), device.platform)
+    row = shared_row(options, pair.layers, sizes.kv_cache_dtype, params.embed.dtype)
+    shapes = table(options, sizes, can_share(pair.layers), device.platform, row)
     canonical = Canonical.on(device.platform, options, sizes)
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes

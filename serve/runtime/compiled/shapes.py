@@ -1,15 +1,17 @@
 """Padding buckets: the closed table of shapes that an engine compiles."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+from ....kvcache.kernels.cpu_attention import layers_read
 from ....kvcache.pages import BLOCK
+from ....kvcache.quantised import kept_as
 from ....model.config import LayerKind
 from ....model.pair import Params
 from ....model.weights.packed import kernels_in
 from ....sampling.checks import MAX_LOGPROBS
-from ...options.checks import SMALLEST_CHUNK, round_up
+from ...options.checks import EDGE, SMALLEST_CHUNK, round_up
 from ...options.engine import EngineOptions
 
 SMALLEST_WIDTH = 8
@@ -18,6 +20,8 @@ SMALLEST_WIDTH = 8
 WIDE_DECODE, WIDE_PREFILL = 64, 512
 # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 ROW_TOKENS = 32
+# the same with CPU kernels, which read the keys of rows that go on with one another once
+SHORT_ROW_TOKENS = 4
 SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
 WIDEST = 4  # tokens of a verification for each slot
 
@@ -120,9 +124,21 @@ def with_kernels_of(options: EngineOptions, params: Params) -> EngineOptions:
     return options if kernels_in(params) else replace(options, cpu_kernels=False)
 
 
-def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> list[Shape]:
-    """Return all shapes of an engine; prompts may share a prefill if `shared`. Without the reproducibility
-    contract decode may be narrow, and prefill on a CPU too; with CPU kernels decode may be too."""
+def shared_row(options: EngineOptions, layers: Sequence[LayerKind], kv_cache_dtype: str, dtype: Any) -> int:
+    """Return the tokens of a row of a shared prefill of a model that computes in `dtype`: few if CPU kernels
+    read all of its keys."""
+    kept = kept_as(kv_cache_dtype, dtype)
+    is_short = options.cpu_kernels and layers_read(layers, kept, dtype) == len(layers)
+    return SHORT_ROW_TOKENS if is_short else ROW_TOKENS
+
+
+def table(
+    options: EngineOptions, sizes: Sizes, shared: bool, platform: str, row: int = ROW_TOKENS
+) -> list[Shape]:
+    """Return all shapes of an engine; prompts may share a prefill, in rows of `row` tokens, if `shared`.
+
+    Without the reproducibility contract decode may be narrow, and prefill on a CPU too; with CPU kernels both
+    may be, and small."""
     seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
     canonical = Canonical.on(platform, options, sizes)
     may_differ = options.reproducible and not options.batch_invariant_matmul
@@ -130,11 +146,11 @@ def table(options: EngineOptions, sizes: Sizes, shared: bool, platform: str) -> 
     if may_differ:
         fewest, chunk = canonical.decode.rows, canonical.prefill.tokens
     if options.cpu_kernels and platform == "cpu":
-        fewest = 1
+        fewest, chunk = 1, EDGE
     narrowest = fewest if options.reproducible else 1
     widths = {narrowest, *doublings(fewest, max(fewest, round_up(seats, SMALLEST_WIDTH)))}
     decode = {Shape("decode", width, n) for width in widths for n in steps}
-    prefill = prefills(options, sizes.max_model_len, shared, platform, chunk)
+    prefill = prefills(options, sizes.max_model_len, shared, platform, chunk, row)
     beside = options.speculation.model is not None
     verify = verifications(seats, options.guesses, options.nodes, narrowest, beside)
     must = set(canonical) if options.reproducible else set()
@@ -148,18 +164,28 @@ def last_edge(options: EngineOptions, most: int) -> int:
 
 
 def prefills(
-    options: EngineOptions, most: int, shared: bool, platform: str, chunk: int = SMALLEST_CHUNK
+    options: EngineOptions,
+    most: int,
+    shared: bool,
+    platform: str,
+    chunk: int = SMALLEST_CHUNK,
+    row: int = ROW_TOKENS,
 ) -> list[Shape]:
     """Return the shapes of prefills of up to max_prefill_tokens: one row for a prompt that is alone, and rows
-    of a tile for several that share a call. The smallest has `chunk` tokens, or those of a smaller bucket of
-    the options."""
+    of `row` tokens for several that share a call.
+
+    The smallest has `chunk` tokens, or those of a smaller bucket of the options."""
     last = last_edge(options, most)
     edges = doublings(chunk, last)
     wide = [edge for edge in edges if edge > SMALLEST_CHUNK][-SHARED:]
-    areas = (edges if platform == "cpu" else wide) if shared else []
+    least = ROW_TOKENS if row < ROW_TOKENS else SMALLEST_CHUNK
+    areas = ([edge for edge in edges if edge >= least] if platform == "cpu" else wide) if shared else []
     if options.prefill_buckets is not None:
         edges = sorted({chunk, last, *(edge for edge in options.prefill_buckets if edge < last)})
-    several = [Shape("prefill", area // ROW_TOKENS, ROW_TOKENS) for area in areas]
+    if row < ROW_TOKENS and areas:
+        halves = (3 * area // 2 for area in areas[:-1] if area >= SMALLEST_CHUNK)
+        areas = sorted({*areas, *halves})
+    several = [Shape("prefill", area // row, row) for area in areas]
     return [Shape("prefill", 1, edge) for edge in edges] + several
 
 

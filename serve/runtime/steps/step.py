@@ -20,7 +20,7 @@ from ....model.config import ModelConfig
 from ....model.layers import apart
 from ....model.pooling import Pooled, pool
 from ....model.recurrent.kinds import STATE
-from ....model.sharding import in_any_shard
+from ....model.sharding import in_any_shard, on_several_devices
 from ....model.transformer import Decoder, forward, unembed
 from ....model.tree import pytree
 from ....model.weights.adapted import NO_ADAPTER, with_owners
@@ -157,13 +157,26 @@ def sample_last(
     last = jnp.maximum(batch.count - 1, 0)
     rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
     fewest = FEWEST_LOGITS if hidden.shape[1] > 1 else 1  # decode keeps its width
-    hidden = hidden[rows, last]
-    logits = unembed(params, config, at_least(fewest, hidden))[: len(rows)]
     position = batch.start + last + 1
     wanted = (batch.count > 0) & (position >= slots.known[batch.slot])
+    seats, most = slots.live.shape[0], len(rows)
+    if most > seats and not on_several_devices(hidden):  # one row of a slot samples at most
+        rows = jnp.argsort(~wanted, stable=True)[:seats].astype(jnp.int32)
+        last, position, wanted = last[rows], position[rows], wanted[rows]
+        batch = replace(batch, slot=batch.slot[rows])
+    hidden = hidden[rows, last]
+    logits = unembed(params, config, at_least(fewest, hidden))[: len(rows)]
     drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
     slots, token = emit(slots, batch, drawn.token, hidden, position, wanted)
-    return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
+    found = replace(drawn, token=token)
+    if most > len(rows):
+        found = jax.tree.map(lambda x: spread(x, rows, most), found)
+    return slots, jax.tree.map(lambda x: x[:, None], found)
+
+
+def spread(x: Shaped[Array, "rows *rest"], at: Int[Array, " rows"], B: int) -> Shaped[Array, "B *rest"]:
+    """Some rows at their places among B; the others are NO_TOKEN."""
+    return jnp.full((B, *x.shape[1:]), NO_TOKEN, x.dtype).at[at].set(x, unique_indices=True)
 
 
 def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:

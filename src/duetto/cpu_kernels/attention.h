@@ -31,7 +31,8 @@ struct Attention {
   }
 };
 
-// Queries [first, first+rows) of the count*G ones of a row of the batch and a key head; they see keys in [low,end).
+// Queries [first, first+rows) of the count*G ones of a row of the batch, and of the rows that go on with it, and a key
+// head; they see keys in [low,end).
 struct Tile {
   int64_t row, head, first, rows, low, end;
 

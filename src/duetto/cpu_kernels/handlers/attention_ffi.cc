@@ -11,13 +11,23 @@ namespace ffi = xla::ffi;
 constexpr int64_t TILES = 4;            // for each thread; where there are fewer, parts of keys go to threads
 constexpr int64_t LEAST_WORK = 1 << 17;  // numbers of keys times queries for a thread: less takes longer to hand over
 
-// The tiles of all rows; what stands behind a row's real tokens becomes zeros.
+// True if row b goes on with the sequence of the row before it, which is full.
+static bool goes_on(const Attention& a, int64_t b) {
+  return b < a.B && !a.root && a.count[b - 1] == a.T && a.count[b] > 0 && a.start[b] == a.start[b - 1] + a.T &&
+         !std::memcmp(a.table + b * a.M, a.table + (b - 1) * a.M, a.M * sizeof(int32_t));
+}
+
+// The tiles of all rows; those of rows that go on with one another are filled across them. What stands behind a row's
+// real tokens becomes zeros.
 static std::vector<Tile> tiles_of(const Attention& a) {
   std::vector<Tile> tiles;
   int64_t most = a.G < MOST_ROWS ? MOST_ROWS / a.G * a.G : MOST_ROWS, token = a.K * a.G * a.bytes();
-  for (int64_t b = 0; b < a.B; b++) {
-    int64_t count = std::clamp<int64_t>(a.count[b], 0, a.T), start = a.start[b];
-    std::memset(a.out + (b * a.T + count) * token, 0, (a.T - count) * token);
+  auto tokens = [&](int64_t b) { return std::clamp<int64_t>(a.count[b], 0, a.T); };
+  for (int64_t b = 0; b < a.B; b++)
+    std::memset(a.out + (b * a.T + tokens(b)) * token, 0, (a.T - tokens(b)) * token);
+  for (int64_t b = 0, next; b < a.B; b = next) {
+    int64_t count = tokens(b), start = a.start[b];
+    for (next = b + 1; goes_on(a, next); next++) count += tokens(next);
     for (int64_t first = (count * a.G - 1) / most * most; count && first >= 0; first -= most) {  // the longest first
       int64_t rows = std::min(most, count * a.G - first);
       int64_t low = a.low(start + first / a.G), end = start + (first + rows - 1) / a.G + 1;

@@ -17,7 +17,7 @@ from duetto.serve.options.checks import round_up
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import abstract_params
 from duetto.serve.planner.roofline.targets import here
-from duetto.serve.runtime.compiled.shapes import Canonical, Sizes, table, with_kernels_of
+from duetto.serve.runtime.compiled.shapes import Canonical, Sizes, shared_row, table, with_kernels_of
 from duetto.serve.runtime.compiled.sizing import choose_sizes, group_pages
 
 GIB = 1 << 30
@@ -64,6 +64,22 @@ def test_shapes_are_narrow_where_kernels_of_a_cpu_were_packed(monkeypatch: pytes
         return min(shape.rows for shape in found if shape.phase == "decode")
 
     assert [narrowest(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)] == [1, 1, 8]
+
+
+def test_prompts_share_prefills_in_short_rows_where_kernels_of_a_cpu_read_all_keys():
+    config = ModelConfig.uniform(256, 64, 128, 2, 4, 2, 16, 512)
+    options = EngineOptions(max_num_seqs=8, max_prefill_tokens=128, cpu_kernels=True)
+
+    def row(options: EngineOptions, kv_cache_dtype: str) -> int:
+        return shared_row(options, config.layers, kv_cache_dtype, jnp.float32)
+
+    assert row(options, "int8") == row(replace(options, cpu_kernels=False), "auto") == 32
+    found = table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "auto"))
+    prefills = [(s.rows, s.tokens) for s in found if s.phase == "prefill"]
+    assert prefills == [(1, 16), (1, 32), (1, 64), (1, 128), (8, 4), (16, 4), (24, 4), (32, 4)]
+    found = table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "int8"))
+    prefills = [(s.rows, s.tokens) for s in found if s.phase == "prefill"]
+    assert prefills == [(1, 16), (1, 32), (1, 64), (1, 128), (2, 32), (4, 32)]
 
 
 def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
