@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ...cpu_kernels.library import library
 from ...model.gpus import E4M3, Gpu, gpu, gpu_of
 from ...model.pair import target_of
 from ..engine.startup.kernel_checks import KernelChecks, check_kernels, refused_by
@@ -94,12 +95,19 @@ def machine(target: Target) -> dict[str, Any]:
         "memory": memory_limit(device),
         "processor": processor_name(),
         "cores": executable_cache.cores(),
+        "cpu_kernels": cpu_kernels() if device.platform == "cpu" else None,
         "driver": driver(),
         "runtime": " ".join(device.client.platform_version.split()),
         "versions": {name: found for name in PACKAGES if (found := installed(name)) is not None},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "programs_kept_in": None if (place := executable_cache.folder()) is None else str(place),
     }
+
+
+def cpu_kernels() -> str:
+    """Return the instruction set of this machine's CPU kernels, or why there is none."""
+    found = library()
+    return found.isas[0] if found.isas else found.refusal
 
 
 def driver() -> str | None:
@@ -205,6 +213,8 @@ def summary(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     capability = "" if facts["capability"] is None else f", compute capability {facts['capability']}"
     yield "device", f"{facts['devices']} x {facts['device']} ({facts['platform']}){capability}{memory}"
     yield "processor", f"{facts['processor']}, {facts['cores']} cores"
+    if facts["cpu_kernels"]:
+        yield "cpu_kernels", facts["cpu_kernels"]
     if facts["driver"]:
         yield "driver", facts["driver"]
     yield "versions", ", ".join(f"{name} {found}" for name, found in facts["versions"].items())

@@ -69,8 +69,8 @@ class Costs:
     def prefill(self, tokens: Sequence[int]) -> tuple[list[float], list[float]] | None:
         """Return `together` and `best` of prompts with `tokens[i]` tokens to compute; None if prompts cannot
         share a prefill, or if none has run."""
-        shared = [self._of(shape, self.classes.prefill) for shape in self._shared]
-        lone = {shape: self._of(shape, self.classes.prefill) for shape in self._alone}
+        each = {s: self._of(s, self.classes.prefill) for s in {*self._shared, *self._alone}}
+        shared, lone = [each[s] for s in self._shared], {s: each[s] for s in self._alone}
         if len(shared) == 1 or shared[0] is None:
             return None
         alone = [lone[smallest(self._alone, 1, min(n, self._alone[-1].tokens))] or 0.0 for n in tokens]

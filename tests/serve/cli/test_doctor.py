@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from cases.gpus import traced_for
 
+from duetto.cpu_kernels.library import library
 from duetto.serve.cli import doctor
 from duetto.serve.cli.main import main
 from duetto.serve.engine.startup.kernel_checks import KernelCheck
@@ -39,6 +40,8 @@ def test_a_cpu_is_described(capsys):
     facts = found(capsys)
     assert facts["code"] == 0 and facts["platform"] == "cpu" and facts["kernels"] == {}
     assert facts["capability"] is facts["memory"] is None and facts["cores"] >= 1
+    own = library()
+    assert facts["cpu_kernels"] == (own.isas[0] if own.isas else own.refusal)
     assert facts["dtype"] == "float32" and {"duetto", "jax", "jaxlib"} <= set(facts["versions"])
     assert facts["rates"]["flops16"] == {"measured": 1e12, "vendor": None}
     assert not any(advice["is_fault"] for advice in facts["advice"])
