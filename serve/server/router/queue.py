@@ -92,7 +92,7 @@ class RequestQueue:
 
     def _is_refused(self, job: RoutedRequest) -> bool:
         """Return whether all replicas that could serve a job have rejected it. After a broken connection a
-        replica is up, and may be ready at its next health check. A job that was refused for its realm does not
+        replica is up, and may be ready at its next health check. A job refused for its realm does not
         wait for it."""
         able = [one for one in self.replicas if one.is_ready or (one.is_up and not job.others)]
         return bool(able) and job.left.issuperset(able)
