@@ -23,6 +23,11 @@ def test_seeds_find_nothing():
     assert all(outcome.asks and outcome.events for outcome in outcomes)
 
 
+@pytest.mark.parametrize("seed", [478])  # found a request that waited for no replica that was up
+def test_seeds_that_found_a_fault(seed):
+    assert run(seed).error == ""
+
+
 def test_a_seed_runs_the_same_in_another_process():
     program = "from benchmarks.chaos.run import run; print([run(seed).trace for seed in (3, 4)])"
     env = {"PYTHONPATH": "src:.", "PYTHONHASHSEED": "1", "JAX_PLATFORMS": "cpu"}

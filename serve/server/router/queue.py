@@ -51,9 +51,8 @@ class RequestQueue:
     async def replica(self, job: RoutedRequest, line: int) -> Replica:
         """Wait for the replica of a job. Raises HttpError if too many requests wait, after the timeout, and
         if all replicas have rejected the job."""
-        ready = [one for one in self.replicas if one.is_ready]
-        if ready and job.left.issuperset(ready):
-            raise HttpError(503, "no replica could serve the request", "unavailable")
+        if self._is_refused(job):
+            raise unavailable()
         if self.waiting >= self._options.max_queued and not job.left:
             raise HttpError(429, f"{self.waiting} requests wait already", "too_many_requests")
         place = QueuedRequest(line, next(self._numbers), job, asyncio.get_running_loop().create_future())
@@ -77,6 +76,9 @@ class RequestQueue:
             if place.seat.done():
                 continue
             found = self._choose(self._fitting(place.job), place.job.prompt, self._most, place.job.left)
+            if found is None and not place.job.others and self._is_refused(place.job):
+                place.seat.set_exception(unavailable())
+                continue
             if found is None:
                 waiting.append(place)
                 if not (place.job.left or place.job.realm):
@@ -87,6 +89,13 @@ class RequestQueue:
             place.seat.set_result(found)
         for place in waiting:
             heapq.heappush(self._places, place)
+
+    def _is_refused(self, job: RoutedRequest) -> bool:
+        """Return whether all replicas that could serve a job have rejected it. After a broken connection a
+        replica is up, and may be ready at its next health check. A job refused for its realm does not
+        wait for it."""
+        able = [one for one in self.replicas if one.is_ready or (one.is_up and not job.others)]
+        return bool(able) and job.left.issuperset(able)
 
     def _fitting(self, job: RoutedRequest) -> Sequence[Replica]:
         """Return the replicas that can continue an answer, by their last known realm; all replicas if none is
@@ -106,6 +115,10 @@ class RequestQueue:
             if not place.seat.done():
                 place.seat.set_exception(error)
         self._places.clear()
+
+
+def unavailable() -> HttpError:
+    return HttpError(503, "no replica could serve the request", "unavailable")
 
 
 class PrefillPool:

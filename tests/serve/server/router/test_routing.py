@@ -12,7 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from duetto.serve.kv.routing.placement import Prompt, Replica, RoutedRequest
+from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
+from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.router.proxy import read
+from duetto.serve.server.router.queue import RequestQueue
 from duetto.serve.server.service.errors import HttpError
 
 WHOLE = [str(i) for i in range(6)]
@@ -355,3 +359,27 @@ def test_no_body_moves_a_client_forwards(routing):
         assert sum(places["second"][:4]) <= sum(places["first "][1:5])
 
     routing(test, count=1, keys=("first", "second"), max_in_flight=1)
+
+
+def test_a_request_waits_for_a_replica_that_is_up_unless_it_has_rejected_it():
+    async def test():
+        rejected, broken = (Replica(name, AssumedPrefixIndex(9)) for name in "ab")
+        rejected.is_up = rejected.is_ready = broken.is_up = True
+        line = RequestQueue([rejected, broken], 9, ServerOptions())
+        job = RoutedRequest(Prompt(), left={rejected})
+        waiting = asyncio.create_task(line.replica(job, 0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        broken.is_ready = True
+        line.advance()
+        assert await waiting is broken
+        line.leave(broken, job)
+        broken.is_ready = False
+        waiting = asyncio.create_task(line.replica(job, 0))
+        await asyncio.sleep(0)
+        broken.lose()
+        line.advance()
+        with pytest.raises(HttpError, match="no replica could serve"):
+            await waiting
+
+    asyncio.run(test())
