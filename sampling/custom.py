@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -130,10 +131,10 @@ def number(what: str, value: Any, kind: type) -> Any:
 # ---------------------------------------------------------------- from a function to a processor
 
 
-def sources_of(given: Sequence[Any]) -> list[str]:
+def sources_of(given: Sequence[Any] | None) -> list[str]:
     """Return names of functions, each with a hash of the file that defines it."""
     found = []
-    for function in map(function_of, given):
+    for function in map(function_of, given or ()):
         own = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial
         own = own if inspect.isfunction(own) else type(own)
         text = Path(inspect.getfile(own)).read_bytes()
@@ -141,10 +142,10 @@ def sources_of(given: Sequence[Any]) -> list[str]:
     return found
 
 
-def processors_of(given: Sequence[Any], V: int, S: int) -> tuple[LogitsProcessor, ...]:
+def processors_of(given: Sequence[Any] | None, V: int, S: int) -> tuple[LogitsProcessor, ...]:
     """Trace and probe functions, or the names of such, for a vocabulary of V and sequences of at most S
     tokens. Raises TypeError or ValueError, naming the function and what is wrong with it."""
-    return tuple(bound(function_of(x), V, S) for x in given)
+    return tuple(bound(function_of(x), V, S) for x in given or ())
 
 
 def function_of(given: Any) -> Callable[..., Any]:
@@ -153,10 +154,10 @@ def function_of(given: Any) -> Callable[..., Any]:
         module, _, path = given.partition(":")
         if not (module and path):
             raise ValueError(f"logits_processors has {given!r}: a function, or its name as module:function")
-        found: Any = import_module(module)
-        for part in path.split("."):
-            found = getattr(found, part)
-        given = found
+        try:
+            given = attrgetter(path)(import_module(module))
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"logits_processors has {given!r}: {error}") from None
     if isinstance(given, type) or not callable(given):
         raise TypeError(
             f"logits_processors has {shown(given)}: a function (logits, history, knobs) -> logits"

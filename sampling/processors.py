@@ -39,7 +39,7 @@ LARGEST = 1e24  # logit that a user's function returns: masks are deeper
 
 
 def processed(x: Float[Array, "B V"], rows: SamplingRows, i: int) -> Float[Array, "B V"]:
-    """Result of function i for each row, within LARGEST; NaN masks a token as -inf does."""
+    """Run function i on each row. Its logits are cut to LARGEST; NaN masks a token as -inf does."""
     kept, slot, state = rows.state.kept, rows.slot, rows.state
     history = History(
         kept.tokens[slot],

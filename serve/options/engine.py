@@ -162,8 +162,8 @@ class EngineOptions:
     split_special_tokens: bool = knob(
         False, "read special tokens in the text of messages, but not those of the template, as plain text"
     )
-    logits_processors: Sequence[Any] = knob(
-        (),
+    logits_processors: Sequence[Any] | None = knob(
+        None,
         "functions (logits, history, knobs) -> logits that are compiled into the step, or their names; "
         "requests give them numbers in extra_args",
         several="MODULE:FUNCTION",

@@ -56,6 +56,8 @@ def softmax(logits, history, knobs):
         (lambda x, *_: None, "returns nothing: float32"),
         (lambda x, *_: jnp.log(-jnp.abs(x)), "returns NaN"),
         ("no_colon", "module:function"),
+        ("cases.processors:missing", "has no attribute 'missing'"),
+        ("no_module:f", "No module named 'no_module'"),
         (dict, "a function .logits, history, knobs. -> logits"),
         (3, "a function"),
     ],

@@ -23,6 +23,7 @@ class ToolFormat:
     apart: text before the next mark, if each call has its own
     is_bare: a message may begin with calls without marks, and calls are written so
     has_short_ids: ids of calls have nine letters and digits
+    is_loose: a call may follow another without text between them
     also: other marks that begin calls; the first is `begin` with text before it, and may be written too
     is_single: a message has one call, which an end token of the model ends: its mark may be left out
 
@@ -36,6 +37,7 @@ class ToolFormat:
     apart: str = "\n"
     is_bare: bool = False
     has_short_ids: bool = False
+    is_loose: bool = False
     also: tuple[str, ...] = ()
     is_single: bool = False
     begin: str = ""
@@ -106,8 +108,8 @@ class ToolFormat:
         if self.end and (yield from reader.skip(self.end)):
             reader.consume()
             return False
-        if may_go_on and self.between == "\n" and not form.opens:  # a line of its own
-            return (yield from reader.more())
+        if self.is_loose:
+            return may_go_on and (yield from reader.more())
         start = reader.at
         found = may_go_on and bool(form.opens) and (yield from reader.skip(form.opens))
         reader.at = start if found else 0

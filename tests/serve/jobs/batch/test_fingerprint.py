@@ -160,7 +160,7 @@ def test_the_page_lists_every_field(model, monkeypatch, tmp_path):
         speculative_config=own,
         lora_modules=[f"NAME={model}"],
         enable_lora=True,
-        logits_processors=["cases.processors:ban"],
+        logits_processors=["cases.processors:ban_at_first"],
     )
     found = {"input", *own_fingerprint(BatchOptions()), *fingerprint(model, model, "auto", options)}
     fields, left_out = documented()
