@@ -14,6 +14,7 @@ MAX_N = 16384  # completions of a prompt, as in vLLM: each is a request of its o
 MAX_BIAS = 1e9  # size of a logit bias; masks are far beyond it
 MAX_TEMPERATURE = 1e6
 MAX_INT32 = 2**31 - 1
+MAX_BAD_WORD = 4096  # characters: more than its tokens can have, and tokenized in a moment
 MAX_REPETITION = 1e3  # and its inverse: float32 logits stay finite
 
 
@@ -76,7 +77,10 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": (at_least(ALL, None), "0 or more, -1 for all, or None"),
     "prompt_logprobs": (at_least(ALL, None), "0 or more, -1 for all, or None"),
     "stop": (lambda stop: "" not in (stop or ()), "strings that are not empty"),
-    "bad_words": (lambda words: all(w.strip() for w in words or ()), "words that are not blank"),
+    "bad_words": (
+        lambda words: all(w.strip() and len(w) <= MAX_BAD_WORD for w in words or ()),
+        f"words that are not blank, of at most {MAX_BAD_WORD} characters",
+    ),
     "stop_token_ids": (are_ids, "token ids, 0 or more"),
     "allowed_token_ids": (lambda ids: ids != () and are_ids(ids), "token ids, at least one, or None"),
     "logit_bias": (are_ids, "token ids, 0 or more"),

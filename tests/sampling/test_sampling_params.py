@@ -80,6 +80,7 @@ def test_every_field_explains_itself():
         ({"stop": "a", "detokenize": False}, "detokenize=False"),
         ({"stop_token_ids": [-1]}, "0 or more"),
         ({"bad_words": [" "]}, "not blank"),
+        ({"bad_words": ["a" * 4097]}, "of at most 4096 characters"),
         ({"logit_bias": {3: float("inf")}}, "finite"),
         ({"logit_bias": {3: float("nan")}}, "finite"),
         ({"logit_bias": {-3: 1.0}}, "0 or more"),
