@@ -19,6 +19,7 @@ from duetto.sampling.params import (
 from duetto.sampling.state import MASKED, dense_bias, needs_history
 
 VLLM_DEFAULTS = {
+    "extra_args": None,
     "n": 1,
     "temperature": 1.0,
     "top_k": 0,
