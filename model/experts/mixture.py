@@ -2,10 +2,11 @@
 1701.06538).
 
 Tokens are sorted by expert. A TPU multiplies the sorted rows with `jax.lax.ragged_dot`, an NVIDIA GPU with a
-kernel that `model/weights/grouped.py` chooses; elsewhere, where XLA (of jax 0.10) computes all experts for
-`ragged_dot`, we go through tiles of rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A
-token's bits depend on neither its neighbours nor their number: all tiles of a step have one size, and a row
-of a product knows nothing of the others.
+kernel that `model/weights/grouped.py` chooses, a CPU with duetto's own kernels where its weights are
+`Packed`; elsewhere, where XLA (of jax 0.10) computes all experts for `ragged_dot`, we go through tiles of
+rows of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A token's bits depend on neither its
+neighbours nor their number: all tiles of a step have one size, and a row of a product knows nothing of the
+others.
 """
 
 from dataclasses import replace
@@ -21,6 +22,7 @@ from ..layers import Norm, Weight, apart, biased, einsum, norm_spec, ragged_prod
 from ..sharding import on_several_devices
 from ..tree import Spec, is_spec, pytree, static
 from ..weights.grouped import expert_kernel
+from ..weights.panels import Packed
 
 
 @pytree
@@ -131,6 +133,7 @@ def each_expert(
         tpu=products,
         default=lambda x, chosen: by_tiles(experts, c, x, chosen, tile),
         **({"cuda": products} if has_kernel(experts, x.dtype) else {}),
+        **({"cpu": products} if has_cpu_kernel(experts, x.dtype) else {}),
     )
 
 
@@ -140,6 +143,11 @@ def has_kernel(f: FFN, dtype: Any) -> bool:
     shapes = [shape for w in weights for shape in (w.factors if isinstance(w, Weight) else (w.shape,))]
     alike = all(isinstance(w, Weight) or w.dtype == dtype for w in weights)
     return alike and expert_kernel(dtype, *shapes) is not None and not on_several_devices(weights)
+
+
+def has_cpu_kernel(f: FFN, dtype: Any) -> bool:
+    """True if duetto's own CPU kernels multiply rows of this dtype with these experts."""
+    return all(isinstance(w, Packed) and w.multiplies(dtype, dtype) for w in (f.gate, f.up, f.down))
 
 
 def route(

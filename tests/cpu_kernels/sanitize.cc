@@ -17,23 +17,25 @@ struct Threads {
   }
 };
 
-template <class T>
-static void run(Panels panels, int64_t M, int64_t N, int64_t K, int64_t depth, bool y_is_bf16) {
-  std::vector<T> x(M * K), w((N + COLS - 1) / COLS * COLS * depth);
-  std::vector<char> y(M * N * (y_is_bf16 ? 2 : 4));
-  Product p{x.data(), w.data(), y.data(), M, N, K, y_is_bf16};
+static void run(const Products& kernels, bool is_bf16, Form form, int64_t M, int64_t N, int64_t K, bool y_is_bf16) {
+  int64_t size = is_bf16 ? 2 : 4, pairs = (K + 1) / 2, panels = (N + COLS - 1) / COLS;
+  int64_t group = form == INT4 && K % 4 == 0 ? K / 2 : K;
+  int64_t numbers = (is_bf16 ? 2 * pairs : K) * size, bytes = form == NUMBERS ? numbers : form == INT8 ? 2 * pairs : pairs;
+  std::vector<char> x(M * K * size), w(panels * COLS * bytes), y(M * N * (y_is_bf16 ? 2 : 4));
+  std::vector<char> scales(form == NUMBERS ? 0 : panels * (K / group) * COLS * size);
+  Product p{x.data(), w.data(), scales.data(), y.data(), M, N, K, group, y_is_bf16, is_bf16, form};
   Threads pool;
-  parallel(pool, p.panels(), p.panels(), [=](int64_t i) { panels(p, i, i + 1); });
+  parallel(pool, panels, panels, [&](int64_t i) { (is_bf16 ? kernels.bf16 : kernels.f32)[form](p, i, i + 1); });
+  (is_bf16 ? kernels.bf16 : kernels.f32)[form](p, 0, panels);
 }
 
 static void run_all(const char* name, const Products& kernels) {
   for (int64_t M : {0, 1, 2, 7, 13, 32, 250})
     for (int64_t N : {1, 33, 100})
-      for (int64_t K : {1, 7, 64, 385, 1025})
-        for (bool narrow : {false, true}) {
-          run<uint16_t>(kernels.bf16, M, N, K, (K + 1) / 2 * 2, narrow);
-          run<float>(kernels.f32, M, N, K, K, narrow);
-        }
+      for (int64_t K : {1, 7, 64, 385, 1025, 1028})
+        for (Form form : {NUMBERS, INT8, INT4})
+          for (bool is_bf16 : {false, true})
+            if (form != INT4 || K % 2 == 0) run(kernels, is_bf16, form, M, N, K, !is_bf16);
   std::printf("%s\n", name);
 }
 

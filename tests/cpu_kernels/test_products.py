@@ -10,8 +10,8 @@ import pytest
 
 from duetto.cpu_kernels.build import ISAS
 from duetto.cpu_kernels.library import library, target
-from duetto.model.weights.packed import Packed, pack
-from duetto.model.weights.transposed import Transposed
+from duetto.model.weights.panels import Packed, pack_codes, pack_matrix
+from duetto.model.weights.quant import Quantised, Scheme, quantised
 
 # No multiple of a panel, of a pair, of a tile or of a block of inputs; one number; and those of a model.
 SIZES = (1, 1), (7, 5), (33, 63), (640, 40), (1025, 100), (576, 576)
@@ -31,12 +31,18 @@ def numbers(*shape: int, dtype: Any, seed: int = 0) -> jax.Array:
 
 def weight(matrix: jax.Array, isa: str) -> Packed:
     outputs, inputs = matrix.shape
-    return pack(Transposed(matrix, (inputs,), (outputs,)), target("product", isa))
+    return pack_matrix(matrix, (inputs,), (outputs,), target("product", isa))
 
 
 @partial(jax.jit, static_argnames="dtype")
 def product(x: jax.Array, w: Packed, dtype: Any = jnp.float32) -> jax.Array:
     return w.einsum("md,df->mf", x, dtype)
+
+
+def codes(inputs: int, outputs: int, scheme: Scheme) -> Quantised:
+    found = quantised(numbers(inputs, outputs, dtype=jnp.float32, seed=1), (-2,), scheme)
+    assert found is not None
+    return found
 
 
 def wide(x: jax.Array) -> np.ndarray:
@@ -90,3 +96,48 @@ def test_x_of_another_dtype_is_multiplied_by_xla(isa):
     x = numbers(3, 8, dtype=jnp.float32, seed=1)
     found = product(x, weight(matrix, isa))
     np.testing.assert_allclose(found, wide(x) @ wide(matrix).T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(isa, scheme, size, dtype):
+    """Those of int8 as they are, and the sum by its scale; those of int4 by their scales, rounded to x's
+    dtype."""
+    inputs, outputs = size[0] + size[0] % 2 * (scheme == "int4"), size[1]
+    x, w = numbers(ROWS[-1], inputs, dtype=dtype), codes(inputs, outputs, scheme)
+    plain = (w.codes() if scheme == "int8" else w.widened(dtype)).astype(dtype)
+    expected = np.asarray(product(x, weight(plain.T, isa)))
+    if scheme == "int8":
+        expected = expected * np.asarray(w.scales)
+    made = pack_codes(w, 1, target("product", isa))
+    for rows in ROWS:
+        np.testing.assert_array_equal(product(x[:rows], made), expected[:rows])
+        np.testing.assert_array_equal(product(x[-rows:], made), expected[-rows:])
+    np.testing.assert_array_equal(product(x, made, jnp.bfloat16), jnp.asarray(expected).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("scheme", "inputs"), [("int8", 7), ("int4", 8)])
+def test_what_is_not_finite_stays_in_its_row_of_codes(isa, scheme, inputs, dtype):
+    x, w = numbers(8, inputs, dtype=dtype), codes(inputs, 40, scheme)
+    broken = x.at[2, 0].set(jnp.nan).at[4, 3].set(jnp.inf).at[6, 0].set(1e38)
+    made = pack_codes(w, 1, target("product", isa))
+    found, plain = product(broken, made), product(x, made)
+    others = jnp.array([0, 1, 3, 5, 7])
+    np.testing.assert_array_equal(found[others], plain[others])
+    assert jnp.isnan(found[2]).all() and not jnp.isfinite(found[4]).any()
+    np.testing.assert_array_equal(found[3:4], product(broken[3:4], made))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_scales_of_a_tensor_and_of_long_groups(isa, dtype):
+    """As checkpoints have them: one scale for all outputs, groups of 128, in float16."""
+    x, made = numbers(9, 256, dtype=dtype), target("product", isa)
+    one = Quantised(codes(256, 40, "int8").values, jnp.full((1, 1), 0.5, jnp.float16))
+    plain = weight(one.codes().T.astype(dtype), isa)
+    np.testing.assert_array_equal(product(x, pack_codes(one, 1, made)), product(x, plain) * np.float32(0.5))
+    scales = 1 + jnp.abs(numbers(2, 40, dtype=jnp.float16))
+    long = Quantised(codes(256, 40, "int4").values, scales, None, "int4", -2)
+    plain = weight(long.widened(dtype).T, isa)
+    np.testing.assert_array_equal(product(x, pack_codes(long, 1, made)), product(x, plain))

@@ -42,7 +42,7 @@ EXCEPTIONS = {  # by function, why there are no letters
             "quant.group_scales",
             "fixed.Fixed.einsum",
             "transposed.Transposed.einsum",
-            "packed.Packed.einsum",
+            "panels.Packed.einsum",
             "fixed.in_rows",
             "fixed.kernel_for",
             "quant.Quantised.by_widening",

@@ -2,6 +2,7 @@
 back."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,11 +13,17 @@ from cases.weights import MIXED, PRODUCTS, random
 from jax.sharding import SingleDeviceSharding
 
 from duetto.cpu_kernels.library import library, target
+from duetto.model.config import Experts
+from duetto.model.experts import MoE, mix_experts
+from duetto.model.experts.mixture import has_cpu_kernel
 from duetto.model.layers import einsum
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, init, paths
-from duetto.model.weights.packed import Packed, is_packed, kernels_in, pack, packed, unpacked
+from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.packed import can_be_packed, is_packed, kernels_in, pack, packed, unpacked
+from duetto.model.weights.panels import Packed
 from duetto.model.weights.prepared import laid_out, prepared_as, unprepared
+from duetto.model.weights.quant import quantised
 from duetto.model.weights.transposed import Transposed, transpose, transposed
 
 pytestmark = pytest.mark.skipif(not library().isas, reason=library().refusal or "there are kernels")
@@ -29,21 +36,22 @@ ISA = next(iter(library().isas), "")
 def test_a_product_is_the_arrays(name: str, dtype: Any):
     equation, left, right = PRODUCTS[name]
     x, w = random(*left).astype(dtype), random(*right, seed=1).astype(dtype)
-    other = pack(transpose(w, LEADING[name]), target("product", ISA))
+    other = pack(name, transpose(w, LEADING[name]), target("product", ISA))
     one, two = (jax.jit(lambda x, w: einsum(equation, x, w))(x, w) for w in (w, other))
     assert one.dtype == two.dtype and one.shape == two.shape
     np.testing.assert_allclose(one.astype(jnp.float32), two.astype(jnp.float32), rtol=0.01, atol=0.02)
     assert other.whole.tobytes() == w.tobytes() and other.factors == (w.shape,)
 
 
-def test_dense_projections_and_the_head_are_packed_and_nothing_else():
+def test_projections_experts_and_the_head_are_packed_and_nothing_else():
     where = SingleDeviceSharding(jax.devices("cpu")[0])
     params = abstract(decoder_spec(MIXED), jnp.float32, where)
     found = {path.removesuffix(".array") for path in paths(packed(params, ISA)) if path.endswith(".array")}
     assert {f"layers.0.attention.{name}" for name in "qkvo"} <= found
     assert {f"layers.0.ffn.{name}" for name in ("gate", "up", "down")} | {"head"} <= found
     assert "layers.1.ffn.shared.gate" in found
-    assert not any(word in path for path in found for word in ("experts", "router", "embed", "_up"))
+    assert {f"layers.{i}.ffn.experts.{name}" for i in (1, 2) for name in ("gate", "up", "down")} <= found
+    assert not any(word in path for path in found for word in ("router", "embed", "_up", "bias"))
     assert packed(packed(params, ISA), ISA) == packed(params, ISA)
     assert not is_packed(packed(abstract(decoder_spec(MIXED), jnp.float16, where), ISA))
     assert not is_packed(packed(abstract(decoder_spec(MIXED), jnp.bfloat16), ISA))  # it is not known where
@@ -58,6 +66,61 @@ def test_the_way_back_has_the_weights_bits(dtype: Any, tied: bool):
     assert not params.layers[0].attention.q.is_deleted()
     jax.tree.map(np.testing.assert_array_equal, unpacked(packed(params, ISA, donate=True)), kept)
     assert params.layers[0].attention.q.is_deleted() and not params.embed.is_deleted()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_codes_are_packed_and_come_back(scheme: Any):
+    """Also as shapes alone. Where 4-bit codes are not paired along the inputs, they stay as they are."""
+    params = quantize_params(init(jax.random.key(0), decoder_spec(MIXED), jnp.bfloat16), scheme)
+    done = packed(params, ISA)
+    found = {path.removesuffix(".array") for path in paths(done) if path.endswith(".array")}
+    assert {*(f"layers.0.attention.{name}" for name in "qkvo"), "layers.0.ffn.down"} <= found
+    assert "layers.1.ffn.experts.down" in found
+    jax.tree.map(np.testing.assert_array_equal, unpacked(done), params)
+    where = SingleDeviceSharding(jax.devices("cpu")[0])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params)
+    alone = packed(shapes, ISA)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), alone) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), done
+    )
+    assert jax.tree.structure(unpacked(alone)) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
+def test_rows_of_experts_have_the_bits_of_a_product_alone(scheme: Any, dtype: Any):
+    """Also beside an expert without rows; rows that no expert has are zeros."""
+    w = random(4, 64, 40).astype(dtype)
+    w = w if scheme is None else quantised(w, (-2,), scheme)
+    assert can_be_packed("up", w, is_expert=True)
+    made = pack("up", w, target("product", ISA), is_expert=True)
+    assert jax.tree.map(lambda x: x.shape, made.whole) == jax.tree.map(lambda x: x.shape, w)
+    jax.tree.map(np.testing.assert_array_equal, made.whole, w)
+    rows, sizes = random(50, 64, seed=2).astype(dtype), jnp.asarray([3, 0, 30, 14], jnp.int32)
+    owner = jnp.repeat(jnp.arange(4), sizes, total_repeat_length=50)
+    found = jax.jit(lambda w, x: w.ragged(x, sizes, owner))(made, rows)
+    for expert, (first, last) in {0: (0, 3), 2: (3, 33), 3: (33, 47)}.items():
+        one = jax.tree.map(lambda x, e=expert: x[e], made)
+        np.testing.assert_array_equal(found[first:last], einsum("md,df->mf", rows[first:last], one))
+    assert not found[47:].any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_mixture_with_packed_experts_is_that_of_the_arrays(dtype: Any):
+    params = init(jax.random.key(0), decoder_spec(MIXED), dtype)
+    served = packed(params, ISA)
+    x = random(2, 5, 64).astype(dtype)
+    for i in (1, 2):
+        kind, plain, own = MIXED.layers[i].ffn, params.layers[i].ffn, served.layers[i].ffn
+        assert isinstance(kind, Experts) and isinstance(plain, MoE) and isinstance(own, MoE)
+        assert has_cpu_kernel(own.experts, dtype) and not has_cpu_kernel(plain.experts, dtype)
+        run = jax.jit(partial(mix_experts, c=kind))
+        one, two = run(plain, x=x), run(own, x=x)
+        np.testing.assert_allclose(one.astype(jnp.float32), two.astype(jnp.float32), rtol=0.02, atol=0.02)
+        alone = run(own, x=x[1:, 3:4])
+        np.testing.assert_allclose(
+            two[1:, 3:4].astype(jnp.float32), alone.astype(jnp.float32), rtol=1e-6, atol=1e-6
+        )
 
 
 def test_other_weights_take_the_form_of_those_that_are_served():

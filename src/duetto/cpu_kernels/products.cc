@@ -10,35 +10,60 @@ constexpr int VECTORS = COLS / LANES;            // of a panel
 constexpr int TALL = LANES == 16 ? 12 : 3;       // rows of a tile of one panel: registers hold their sums
 constexpr int SHORT = LANES == 16 ? 6 : 1;       // rows of a tile of two panels, which few rows take
 constexpr int MOST_PANELS = LANES == 16 ? 2 : 1;
-constexpr int64_t BLOCK = 256;                   // inputs of a block: its x and w stay in the L1 cache
+constexpr int64_t BLOCK_BYTES = 512;             // of an x's row in a block: its x and w stay in the L1 cache
 constexpr int64_t ROWS = 240, L2 = 1 << 19;      // rows of a chunk at most, and bytes of its x
+constexpr int64_t AHEAD = 2048;                  // bytes between weights that are read and those that are fetched
 
-// Weights of bfloat16 in pairs of inputs, and the sums' next terms.
+struct Pair {  // of inputs
+  Floats low, high;
+};
+inline Floats add_pair(Pair x, Pair w, Floats sum) { return fma(x.high, w.high, fma(x.low, w.low, sum)); }
+inline Pair signed_bytes(const char* w) {
+  Bits both = load_halves(w);
+  return {signed_byte<0>(both), signed_byte<1>(both)};
+}
+
+struct NoScale {};
+
+// Weights of x's kind: their rows, of PAIR inputs, and the sums' next terms.
 struct Bf16 {
   using Number = uint16_t;
-  static constexpr int PAIR = 2;
+  using Plain = Bf16;
+  using Scale = NoScale;
+  static constexpr int PAIR = 2, BITS = 16;
 #if defined(__AVX512BF16__)
   using Row = Bits;
   using X = __m512bh;
-  static Row row(const Number* w) { return load_bits(w); }
+  static Row row(const char* w, Scale) { return load_bits(w); }
+  static Row of_bytes(const char* w) {
+    auto floats = [](const char* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); };
+    return (Row)_mm512_cvtne2ps_pbh(floats(w + 16), floats(w));
+  }
+  static Row of(Pair w) {
+    Bits low = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    Bits places = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
+    return _mm512_permutexvar_epi16(places, (Bits)_mm512_cvtne2ps_pbh(w.high, w.low));
+  }
+  static void keep(Number* to, int vector, Row w) { store_bits(to + vector * LANES * 2, w); }
   static X pair(uint32_t x) { return (X)_mm512_set1_epi32(x); }
   static Floats add(X x, Row w, Floats sum) { return _mm512_dpbf16_ps(sum, x, (__m512bh)w); }
 #else
-  struct Row {
-    Floats low, high;
-  };
-  using X = Row;
-  static Row row(const Number* w) {
+  using Row = Pair;
+  using X = Pair;
+  static Row row(const char* w, Scale) {
     Bits both = load_bits(w);
     return {low_halves(both), high_halves(both)};
   }
+  static Row of_bytes(const char* w) { return signed_bytes(w); }
+  static Row of(Pair w) { return {high_halves(nearest_bf16(w.low)), high_halves(nearest_bf16(w.high))}; }
+  static void keep(Number* to, int vector, Row w) { store_bits(to + vector * LANES * 2, joined(w.low, w.high)); }
   static float as_float(uint32_t bits) {
     float x;
     __builtin_memcpy(&x, &bits, 4);
     return x;
   }
   static X pair(uint32_t x) { return {all(as_float(x << 16)), all(as_float(x & 0xffff0000))}; }
-  static Floats add(X x, Row w, Floats sum) { return fma(x.high, w.high, fma(x.low, w.low, sum)); }
+  static Floats add(X x, Row w, Floats sum) { return add_pair(x, w, sum); }
 #endif
   static X inputs(const Number* x) {
     uint32_t both;
@@ -50,14 +75,77 @@ struct Bf16 {
 
 struct F32 {
   using Number = float;
+  using Plain = F32;
+  using Scale = NoScale;
   using Row = Floats;
   using X = Floats;
-  static constexpr int PAIR = 1;
-  static Row row(const Number* w) { return load(w); }
+  static constexpr int PAIR = 1, BITS = 32;
+  static Row row(const char* w, Scale) { return load((const float*)w); }
   static X inputs(const Number* x) { return all(*x); }
   static X last(const Number* x) { return all(*x); }
   static Floats add(X x, Row w, Floats sum) { return fma(x, w, sum); }
 };
+
+// Floats as codes have them: in pairs, whose sums are those of F32.
+struct F32Pairs {
+  using Number = float;
+  using Plain = F32;
+  using Row = Pair;
+  using X = Pair;
+  static constexpr int PAIR = 2;
+  static Row of_bytes(const char* w) { return signed_bytes(w); }
+  static Row of(Pair w) { return w; }
+  static void keep(Number* to, int vector, Row w) {
+    store(to + vector * LANES, w.low);
+    store(to + COLS + vector * LANES, w.high);
+  }
+  static X inputs(const Number* x) { return {all(x[0]), all(x[1])}; }
+  static X last(const Number* x) { return {all(*x), all(-0.0f)}; }  // whose product changes no sum
+  static Floats add(X x, Row w, Floats sum) { return add_pair(x, w, sum); }
+};
+
+template <class Kind>
+struct Int8 : Kind {
+  using Scale = NoScale;
+  static constexpr int BITS = 8;
+  static typename Kind::Row row(const char* w, Scale) { return Kind::of_bytes(w); }
+};
+
+template <class Kind>
+struct Int4 : Kind {
+  using Scale = Floats;
+  static constexpr int BITS = 4;
+  static typename Kind::Row row(const char* w, Scale scale) {
+    Bits both = load_bytes(w);
+    return Kind::of({mul(nibble<0>(both), scale), mul(nibble<1>(both), scale)});
+  }
+};
+
+template <class T>
+constexpr int64_t VECTOR_BYTES = LANES * T::PAIR * T::BITS / 8;
+
+template <class T>
+inline int64_t panel_bytes(int64_t K) {
+  return (K + T::PAIR - 1) / T::PAIR * T::PAIR * COLS * T::BITS / 8;
+}
+
+// The scales of a vector of a panel's outputs, in a group of inputs.
+inline Floats scales_of(const Product& p, int64_t panel, int64_t vector, int64_t group) {
+  int64_t at = (panel * (p.K / p.group) + group) * COLS + vector * LANES;
+  return p.scales_are_bf16 ? widened((const uint16_t*)p.scales + at) : load((const float*)p.scales + at);
+}
+
+// Calls f(from, to, group) for the inputs [from,to) of each group of 4-bit codes; for all of them at once elsewhere.
+template <class T, class F>
+inline __attribute__((always_inline)) void by_groups(const Product& p, int64_t from, int64_t to, F f) {
+  if constexpr (T::BITS != 4) return f(from, to, 0);
+  while (from < to) {
+    int64_t group = from / p.group, end = (group + 1) * p.group;
+    if (end > to) end = to;
+    f(from, end, group);
+    from = end;
+  }
+}
 
 void put(const Product& p, int64_t row, int64_t column, Floats v) {
   int64_t at = row * p.N + column, left = p.N - column;
@@ -76,9 +164,11 @@ void put(const Product& p, int64_t row, int64_t column, Floats v) {
   }
 }
 
-// Where a tile lies: its first row and panel, its inputs, and the sums that earlier blocks of inputs have left.
+// Where a tile lies: its first row and panel, its inputs, their weights, and the sums that earlier blocks of inputs
+// have left.
 struct Place {
   int64_t row, panel, from, to;
+  const char* w;
   float* sums;  // [rows][COLS], for tiles of one panel
 };
 
@@ -86,26 +176,37 @@ template <class T, int R, int PANELS>
 void tile(const Product& p, const Place& at) {
   constexpr int C = VECTORS * PANELS;
   const auto* x = (const typename T::Number*)p.x + at.row * p.K;
-  const int64_t inputs = (p.K + T::PAIR - 1) / T::PAIR * T::PAIR, panel = inputs * COLS;
-  const auto* w = (const typename T::Number*)p.w + at.panel * panel;
+  const int64_t panel = panel_bytes<T>(p.K);
   Floats sums[R][C];
   UNROLL(r, R) UNROLL(c, C) sums[r][c] = at.from ? load(at.sums + r * COLS + c * LANES) : zeros();
-  auto step = [&](int64_t k, auto inputs_of) __attribute__((always_inline)) {
-    typename T::Row rows[C];
-    UNROLL(c, C) rows[c] = T::row(w + (c / VECTORS) * panel + k * COLS + (c % VECTORS) * LANES * T::PAIR);
-    UNROLL(r, R) {
-      auto inputs = inputs_of(x + r * p.K + k);
-      UNROLL(c, C) sums[r][c] = T::add(inputs, rows[c], sums[r][c]);
-    }
-  };
-  int64_t k = at.from;
-  for (; k + T::PAIR <= at.to; k += T::PAIR) step(k, T::inputs);
-  if (k < at.to) step(k, T::last);
+  by_groups<T>(p, at.from, at.to, [&](int64_t k, int64_t end, int64_t group) __attribute__((always_inline)) {
+    typename T::Scale scales[C];
+    if constexpr (T::BITS == 4) UNROLL(c, C) scales[c] = scales_of(p, at.panel + c / VECTORS, c % VECTORS, group);
+    auto step = [&](auto inputs_of) __attribute__((always_inline)) {
+      typename T::Row rows[C];
+      const char* w = at.w + (k - at.from) * COLS * T::BITS / 8;
+      UNROLL(c, C) {
+        const char* vector = w + (c / VECTORS) * panel + (c % VECTORS) * VECTOR_BYTES<T>;
+        if constexpr (R <= SHORT) _mm_prefetch(vector + AHEAD, _MM_HINT_T0);
+        rows[c] = T::row(vector, scales[c]);
+      }
+      UNROLL(r, R) {
+        auto inputs = inputs_of(x + r * p.K + k);
+        UNROLL(c, C) sums[r][c] = T::add(inputs, rows[c], sums[r][c]);
+      }
+    };
+    for (; k + T::PAIR <= end; k += T::PAIR) step(T::inputs);
+    if (k < end) step(T::last);
+  });
   if (at.to < p.K) {
     UNROLL(r, R) UNROLL(c, C) store(at.sums + r * COLS + c * LANES, sums[r][c]);
     return;
   }
-  UNROLL(r, R) UNROLL(c, C) if ((at.panel * VECTORS + c) * LANES < p.N) put(p, at.row + r, (at.panel * VECTORS + c) * LANES, sums[r][c]);
+  UNROLL(c, C) {
+    int64_t column = (at.panel * VECTORS + c) * LANES;
+    Floats scale = p.form == INT8 ? scales_of(p, at.panel + c / VECTORS, c % VECTORS, 0) : all(1.0f);
+    UNROLL(r, R) if (column < p.N) put(p, at.row + r, column, p.form == INT8 ? mul(sums[r][c], scale) : sums[r][c]);
+  }
 }
 
 template <class T, int PANELS, int R>
@@ -114,30 +215,59 @@ void tile_of(int64_t rows, const Product& p, const Place& at) {
   if constexpr (R > 1) tile_of<T, PANELS, R - 1>(rows, p, at);
 }
 
+// Codes of a panel's inputs [from,to) as numbers of x's kind, packed as such.
+template <class T>
+void widen(const Product& p, int64_t panel, int64_t from, int64_t to, typename T::Number* numbers) {
+  const char* w = (const char*)p.w + panel * panel_bytes<T>(p.K);
+  by_groups<T>(p, from, to, [&](int64_t k, int64_t end, int64_t group) {
+    typename T::Scale scales[VECTORS];
+    if constexpr (T::BITS == 4) UNROLL(c, VECTORS) scales[c] = scales_of(p, panel, c, group);
+    for (; k < end; k += T::PAIR)
+      UNROLL(c, VECTORS) T::keep(numbers + (k - from) * COLS, c, T::row(w + k * COLS * T::BITS / 8 + c * VECTOR_BYTES<T>, scales[c]));
+  });
+}
+
 // Rows [first,last) of a panel: blocks of inputs, whose part of the panel all tiles read.
 template <class T>
 void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last) {
+  using Number = typename T::Number;
+  constexpr int64_t BLOCK = BLOCK_BYTES / sizeof(Number);
   alignas(64) float sums[ROWS * COLS];
+  alignas(64) Number numbers[T::BITS < 16 ? (BLOCK + BLOCK / 2 + 1) * COLS : 1];
   int64_t rows = last - first, tiles = (rows + TALL - 1) / TALL, from = 0;
   do {
     int64_t to = from + BLOCK + BLOCK / 2 < p.K ? from + BLOCK : p.K;
+    const char* w = (const char*)p.w + panel * panel_bytes<T>(p.K) + from * COLS * T::BITS / 8;
+    if constexpr (T::BITS < 16) {
+      widen<T>(p, panel, from, to, numbers);
+      w = (const char*)numbers;
+    }
+    const char* next = (const char*)p.w + panel * panel_bytes<T>(p.K) + to * COLS * T::BITS / 8;  // or the next panel
+    int64_t bytes = (to - from) * COLS * T::BITS / 8;
     for (int64_t i = 0; i < tiles; i++) {
+      for (int64_t at = bytes * i / tiles; at < bytes * (i + 1) / tiles; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
       int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;  // tiles of like height
-      tile_of<T, 1, TALL>(end - row, p, {first + row, panel, from, to, sums + row * COLS});
+      tile_of<typename T::Plain, 1, TALL>(end - row, p, {first + row, panel, from, to, w, sums + row * COLS});
     }
     from = to;
   } while (from < p.K);
 }
 
+// One tile of rows: weights become numbers in registers.
+template <class T>
+void few_rows(const Product& p, int64_t first, int64_t last) {
+  for (int64_t i = first; i < last;) {
+    Place at{0, i, 0, p.K, (const char*)p.w + i * panel_bytes<T>(p.K), nullptr};
+    bool is_wide = p.M <= SHORT && i + MOST_PANELS <= last;
+    if (is_wide) tile_of<T, MOST_PANELS, SHORT>(p.M, p, at);
+    else tile_of<T, 1, TALL>(p.M, p, at);
+    i += is_wide ? MOST_PANELS : 1;
+  }
+}
+
 template <class T>
 void panels(const Product& p, int64_t first, int64_t last) {
-  if (p.M <= SHORT) {
-    for (int64_t i = first; i < last; i += MOST_PANELS) {
-      if (i + MOST_PANELS <= last) tile_of<T, MOST_PANELS, SHORT>(p.M, p, {0, i, 0, p.K, nullptr});
-      else tile_of<T, 1, SHORT>(p.M, p, {0, i, 0, p.K, nullptr});
-    }
-    return;
-  }
+  if (p.M <= TALL) return few_rows<T>(p, first, last);
   int64_t fit = L2 / ((p.K + 1) * int64_t(sizeof(typename T::Number))) / TALL * TALL;
   int64_t most = fit < 4 * TALL ? 4 * TALL : fit < ROWS ? fit : ROWS, chunks = (p.M + most - 1) / most;
   for (int64_t i = 0; i < chunks; i++)
@@ -146,6 +276,7 @@ void panels(const Product& p, int64_t first, int64_t last) {
 
 }  // namespace
 
-const Products products = {panels<Bf16>, panels<F32>};
+const Products products = {{panels<Bf16>, panels<Int8<Bf16>>, panels<Int4<Bf16>>},
+                           {panels<F32>, panels<Int8<F32Pairs>>, panels<Int4<F32Pairs>>}};
 
 }  // namespace ISA

@@ -1,4 +1,7 @@
 // Handlers of products for XLA, one for each instruction set.
+#include <cstring>
+#include <vector>
+
 #include "pool.h"
 #include "../products.h"
 #include "xla/ffi/api/ffi.h"
@@ -8,32 +11,83 @@ namespace ffi = xla::ffi;
 constexpr int64_t LEAST_BYTES = 1 << 16, LEAST_SUMS = 1 << 20;  // of a part: less takes longer to hand over
 constexpr int64_t PARTS = 16;                                  // for each thread: they may be interrupted
 
-static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                          ffi::Result<ffi::AnyBuffer> y) {
-  auto from = x.dimensions(), to = y->dimensions(), packed = w.dimensions();
-  bool is_bf16 = w.element_type() == ffi::DataType::BF16;
-  if (from.size() == 0 || to.size() != from.size() || packed.size() != (is_bf16 ? 4 : 3) || x.element_type() != w.element_type())
+using In = ffi::AnyBuffer;
+
+static int64_t last_of(const In& x) { return x.dimensions().size() ? x.dimensions().back() : 0; }
+
+// Panels of a product that one thread multiplies.
+struct Part {
+  int64_t product, first, last;
+};
+
+static std::vector<Part> parts_of(const std::vector<Product>& products, int64_t panel_bytes, int64_t threads) {
+  std::vector<Part> parts;
+  for (size_t i = 0; i < products.size(); i++) {
+    const Product& p = products[i];
+    int64_t panels = p.panels(), sums = p.M * p.K * COLS;
+    int64_t least = std::min(LEAST_BYTES / std::max<int64_t>(panel_bytes, 1), LEAST_SUMS / std::max<int64_t>(sums, 1)) + 1;
+    int64_t n = std::clamp<int64_t>(panels / least, 1, PARTS * std::max<int64_t>(threads, 1));
+    for (int64_t j = 0; j < n; j++) parts.push_back({int64_t(i), panels * j / n, panels * (j + 1) / n});
+  }
+  return parts;
+}
+
+// The products of each weight that has rows: sizes[e] consecutive rows have that of number e. Rows behind them all
+// become zeros.
+static std::vector<Product> products_of(const Product& all, const In& sizes, int64_t w_bytes, int64_t scale_bytes,
+                                        int64_t x_bytes) {
+  std::vector<Product> products;
+  int64_t row = 0, y_bytes = all.y_is_bf16 ? 2 : 4;
+  for (int64_t e = 0; e < int64_t(sizes.element_count()); e++) {
+    Product p = all;
+    p.M = std::clamp<int64_t>(((const int32_t*)sizes.untyped_data())[e], 0, all.M - row);
+    p.x = (const char*)all.x + row * all.K * x_bytes;
+    p.y = (char*)all.y + row * all.N * y_bytes;
+    p.w = (const char*)all.w + e * w_bytes;
+    p.scales = (const char*)all.scales + e * scale_bytes;
+    if (p.M) products.push_back(p);
+    row += p.M;
+  }
+  std::memset((char*)all.y + row * all.N * y_bytes, 0, (all.M - row) * all.N * y_bytes);
+  return products;
+}
+
+// x [...,K] by packed weights, with scales [panels,groups,COLS] of codes, of no elements otherwise. With sizes [E]
+// both have E before their axes, otherwise sizes has no elements.
+static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, In w, In scales, In sizes, ffi::Result<In> y) {
+  bool is_bf16 = x.element_type() == ffi::DataType::BF16, is_ragged = sizes.element_count() > 0;
+  auto packed = w.dimensions(), scaled = scales.dimensions();
+  Form form = w.element_type() == ffi::DataType::S8 ? INT8 : w.element_type() == ffi::DataType::U8 ? INT4 : NUMBERS;
+  size_t axes = is_ragged + (form == INT8 || (form == NUMBERS && is_bf16) ? 4 : 3);
+  if ((!is_bf16 && x.element_type() != ffi::DataType::F32) || (form == NUMBERS && w.element_type() != x.element_type()) ||
+      packed.size() != axes || scaled.size() != (form == NUMBERS ? 3 : size_t(3 + is_ragged)))
     return ffi::Error::InvalidArgument("a product of other arrays than it is compiled for");
-  int64_t K = from[from.size() - 1], N = to[to.size() - 1], M = y->element_count() / std::max<int64_t>(N, 1);
-  Product p{x.untyped_data(), w.untyped_data(), y->untyped_data(), M, N, K, y->element_type() == ffi::DataType::BF16};
-  if (packed[0] != p.panels() || packed[1] != (is_bf16 ? (K + 1) / 2 : K) || int64_t(x.element_count()) != M * K)
+  int64_t K = last_of(x), N = last_of(*y), M = y->element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
+  int64_t groups = form == NUMBERS ? 1 : scaled[1 + is_ragged], group = K / std::max<int64_t>(groups, 1);
+  Product p{x.untyped_data(), w.untyped_data(), scales.untyped_data(), y->untyped_data(), M, N, K, group,
+            y->element_type() == ffi::DataType::BF16, scales.element_type() == ffi::DataType::BF16, form};
+  int64_t depth = form != NUMBERS || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
+  if (packed[is_ragged] != p.panels() || packed[is_ragged + 1] != depth || int64_t(x.element_count()) != M * K ||
+      (is_ragged && int64_t(sizes.element_count()) != E) || (form == INT8 && groups != 1) || (form == INT4 && group % 2) ||
+      (form != NUMBERS && (int64_t(scales.element_count()) != E * scale_count || group * groups != K)))
     return ffi::Error::InvalidArgument("a product of other shapes than it is compiled for");
-  int64_t bytes = w.size_bytes() / std::max<int64_t>(p.panels(), 1), sums = M * K * COLS;
-  int64_t least = std::min(LEAST_BYTES / std::max<int64_t>(bytes, 1), LEAST_SUMS / std::max<int64_t>(sums, 1)) + 1;
-  int64_t parts = std::clamp<int64_t>(p.panels() / least, 1, PARTS * std::max<int64_t>(pool.num_threads(), 1));
-  Panels panels = is_bf16 ? kernels.bf16 : kernels.f32;
-  parallel(pool, parts, parts, [=](int64_t i) { panels(p, p.panels() * i / parts, p.panels() * (i + 1) / parts); });
+  int64_t w_bytes = w.size_bytes() / std::max<int64_t>(E, 1), scale_bytes = scales.size_bytes() / std::max<int64_t>(E, 1);
+  std::vector<Product> products{p};
+  if (is_ragged) products = products_of(p, sizes, w_bytes, scale_bytes, is_bf16 ? 2 : 4);
+  std::vector<Part> parts = parts_of(products, w_bytes / std::max<int64_t>(p.panels(), 1), pool.num_threads());
+  Panels panels = (is_bf16 ? kernels.bf16 : kernels.f32)[form];
+  parallel(pool, parts.size(), parts.size(), [&, panels](int64_t i) {
+    panels(products[parts[i].product], parts[i].first, parts[i].last);
+  });
   return ffi::Error::Success();
 }
 
 #define HANDLER(isa)                                                                                              \
-  static ffi::Error product_##isa(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w,                       \
-                                  ffi::Result<ffi::AnyBuffer> y) {                                                \
-    return product(isa::products, pool, x, w, y);                                                                 \
+  static ffi::Error product_##isa(ffi::ThreadPool pool, In x, In w, In scales, In sizes, ffi::Result<In> y) {     \
+    return product(isa::products, pool, x, w, scales, sizes, y);                                                  \
   }                                                                                                               \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(EXPORTED(product_##isa), product_##isa,                                            \
-                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>() \
-                                    .Ret<ffi::AnyBuffer>());
+                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Ret<In>());
 FOR_EACH_ISA(HANDLER)
 
 // Whether this processor has the instruction sets that the kernels of a name are compiled for.

@@ -31,7 +31,7 @@ BEGINNINGS = (
     "serve.runtime.pipeline.programs",
 )
 # What these say reaches a program by its key and its arguments alone: no step is traced from them.
-BESIDE = ("serve.host", "serve.options", "refusals", "fields", "neutral")
+BESIDE = ("serve.host", "serve.options", "refusals", "fields", "neutral", "user_folders")
 APART = ("cli", "server", "jobs", "llm", "text", "planner")  # whose edits compile nothing anew
 
 
