@@ -72,11 +72,10 @@ def piece(flow: Any, count: int = 1, at_end: bool = False) -> StreamChunk:
 
 
 def run(test: Callable[[Service, Driver], Awaitable[None]], monkeypatch, **options: Any) -> None:
-    monkeypatch.setattr(services, "Driver", Driver)
     monkeypatch.setattr(services, "realms_of", lambda *_: None)
 
     async def served() -> None:
-        service: Any = Service(LLM, ServerOptions(**options), {})
+        service: Any = Service(LLM, ServerOptions(**options), {}, driver=Driver)
         monkeypatch.setattr(preparing, "StreamHandle", lambda *given: service._driver.flow(*given))
         await asyncio.wait_for(test(service, service._driver), 60)
         await service.close()
