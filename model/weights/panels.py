@@ -170,10 +170,16 @@ def applied(f: Any, weight: Any) -> Any:
 
 
 def pack_matrix(
-    matrix: Any, inputs: tuple[int, ...], outputs: tuple[int, ...], target: str, **head: bool
+    matrix: Any,
+    inputs: tuple[int, ...],
+    outputs: tuple[int, ...],
+    target: str,
+    is_head: bool = False,
+    is_tied: bool = False,
 ) -> Packed:
     """A matrix [outputs, inputs]."""
-    return Packed(applied(to_panels, matrix), None, inputs, outputs, target, **head)
+    panels = applied(to_panels, matrix)
+    return Packed(panels, None, inputs, outputs, target, is_head=is_head, is_tied=is_tied)
 
 
 def pack_codes(weight: Quantised, inputs: int, target: str) -> Packed:
