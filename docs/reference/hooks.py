@@ -1,4 +1,4 @@
-"""What MkDocs is told beyond its configuration.
+"""Hooks of MkDocs.
 
 The README is the first page. Links that leave docs/ go to GitHub. The help of commands and the fields of
 records are put where a page asks for them.

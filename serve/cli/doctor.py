@@ -144,7 +144,7 @@ def advices(plan: EnginePlan, checks: KernelChecks, measured: Peaks) -> Iterator
         plugins = "jax-cuda13-plugin", "jax-cuda12-plugin"
         what = "the driver is too old for it" if any(map(installed, plugins)) else "jax has no plugin for it"
         yield Advice(
-            True, f"an NVIDIA GPU is here and jax does not use it: {what}; try pip install 'duetto[cuda12]'"
+            True, f"an NVIDIA GPU is here and jax does not use it: {what}; try pip install 'jax[cuda12]'"
         )
     if own is not None:
         yield from of_gpu(own, plan)

@@ -157,12 +157,11 @@ class LLM:
         A grammar begins after the reasoning, whose marks stay in the text; `reply` returns both apart.
         `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
         """
-        params = self._settled(sampling_params)
-        args = messages, params, chat_template_content_format, chat_template_kwargs, reasoning_effort
-        ends = {"add_generation_prompt": add_generation_prompt}
-        ends |= {"continue_final_message": continue_final_message}
-        options = ends | {"chat_template": chat_template, "tools": tools}
-        prompts, params = self.input_processor.conversations(*args, **options)
+        prompts, params = self.input_processor.conversations(
+            messages, self._settled(sampling_params), chat_template_content_format, chat_template_kwargs,
+            reasoning_effort, add_generation_prompt=add_generation_prompt, chat_template=chat_template,
+            continue_final_message=continue_final_message, tools=tools,
+        )  # fmt: skip
         return self.generate(prompts, params, use_tqdm, lora_request=lora_request, **others)
 
     def chat_prompt(self, messages: list[Message], **options: Any) -> list[int]:
@@ -323,12 +322,11 @@ class LLM:
     ) -> list[str]:
         """Queue conversations as `chat` takes them, for `wait_for_completion`; return their ids. `others` are
         arguments of `enqueue`."""
-        params = self._settled(sampling_params)
-        args = messages, params, chat_template_content_format, chat_template_kwargs, reasoning_effort
-        ends = {"add_generation_prompt": add_generation_prompt}
-        ends |= {"continue_final_message": continue_final_message}
-        options = ends | {"chat_template": chat_template, "tools": tools}
-        prompts, params = self.input_processor.conversations(*args, **options)
+        prompts, params = self.input_processor.conversations(
+            messages, self._settled(sampling_params), chat_template_content_format, chat_template_kwargs,
+            reasoning_effort, add_generation_prompt=add_generation_prompt, chat_template=chat_template,
+            continue_final_message=continue_final_message, tools=tools,
+        )  # fmt: skip
         return self.enqueue(prompts, params, lora_request, priority, use_tqdm, **others)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Tqdm = True) -> list[RequestOutput]:

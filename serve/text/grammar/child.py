@@ -102,10 +102,10 @@ def limit(kind: int, most: int) -> None:
 def translated(text: str) -> tuple[str, str]:
     """Return a grammar in Lark, or in llguidance's JSON with Lark, if it is GBNF (llama.cpp's notation); and
     an error."""
-    from llguidance.gbnf_to_lark import any_to_lark
-
     if "::=" not in text:
         return "", ""
+    from llguidance.gbnf_to_lark import any_to_lark
+
     try:
         if not text.lstrip().startswith("{"):
             return any_to_lark(text), ""

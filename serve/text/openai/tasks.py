@@ -159,6 +159,7 @@ def _body_fields(body: dict[str, Any], others: frozenset[str]) -> dict[str, Any]
     fields = with_effect(with_structured(body), BODY, others)
     refuse_unknown(fields, BODY, others)
     extra = body.get("vllm_xargs")
+    require(extra is None or "extra_args" not in fields, "vllm_xargs", extra, "one of it and extra_args")
     return fields if extra is None else {"extra_args": extra} | fields
 
 
