@@ -147,3 +147,6 @@ def test_numbers_for_logits_processors_have_two_names(name):
     assert all(task.params.extra_args == own[name] for task in (chat, completion, response))
     with pytest.raises(RequestError, match="extra_args"):
         task_of_body("chat", None, CHAT | {name: {"a": "b"}}, {}, None)
+    both = CHAT | {"extra_args": {"a": 1}, "vllm_xargs": {"a": 2}}
+    with pytest.raises(RequestError, match="vllm_xargs"):
+        task_of_body("chat", None, both, {}, None)
