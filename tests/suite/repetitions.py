@@ -100,8 +100,13 @@ ROWS = {
     "test_notebooks.py": r"test_notebook_runs\[0[1234]",
     "test_vllm_scripts.py": r".*\[(spec_decode_ngram|quantization|logprobs|prefix_caching|neutral_options)",
     "test_benchmarks.py": r"test_prefixes",
-    # pages beyond the README and the first answer
-    "test_docs_blocks.py": r"test_python_runs.*\[docs/(?!quickstart)",
+    # pages beyond the first answer, which start engines as users do
+    "test_docs_blocks.py": r"test_python_runs.*\[(docs/(?!quickstart)|README)",
+    # each kind of layer beside the latent one; a model with states beside the tiny one
+    "serve/engine/lora/test_layers.py": r"test_each_request.*\[(?!latent)",
+    "test_invariance_processors.py": r".*recurrent\]",
+    # it compiles the library
+    "serve/engine/startup/test_start_messages.py": r"test_kernels_of_a_cpu",
     # the type checker takes a minute of its own
     "test_lint.py": r".*\[pyright\]",
 }

@@ -211,7 +211,8 @@ def _check_calls(where: str, calls: Any) -> list[Any]:
                 arguments = json.loads(function["arguments"] or "{}")
             except (ValueError, RecursionError) as error:
                 name = f"{where}[{i}].function.arguments"
-                raise ChatTemplateError(f"{name} is not valid JSON: {error}") from error
+                deep = "it is nested too deeply" if isinstance(error, RecursionError) else error
+                raise ChatTemplateError(f"{name} is not valid JSON: {deep}") from error
             call = {**call, "function": {**function, "arguments": arguments}}
         checked.append(call)
     return checked
