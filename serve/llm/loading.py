@@ -51,7 +51,7 @@ class LoadedModel:
             self.tokenizer,
             defaults.eos_token_ids,
             self.lacking,
-            registry_of(self.options, self.family, self.config, self.params.embed.dtype),
+            registry_of(self.options, self.family, self.config, self.params.embed),
             self.config.hidden_size,
             defaults.pooling,
             sizes.processors,

@@ -9,6 +9,7 @@ from ....checkpoints.adapters.adapter import Adapter, Reader
 from ....checkpoints.families.family import Family
 from ....lora.request import LoRARequest
 from ....model.config import ModelConfig
+from ....model.sharding import on_several_devices
 from ....refusals import unknown
 from ...host.progress import over, telling
 from ...options.engine import EngineOptions
@@ -70,14 +71,12 @@ class Registry:
         return [request for request, _ in list(self._known.values())]
 
 
-def registry_of(options: EngineOptions, family: Family, config: ModelConfig, dtype: Any) -> Registry | None:
-    """The adapters of an engine's option `lora_modules`, and room for others; None where it serves none.
-    Raises CheckpointError."""
+def registry_of(options: EngineOptions, family: Family, config: ModelConfig, embed: Any) -> Registry | None:
+    """The adapters of an engine's option `lora_modules`, and room for others; None where it serves none. They
+    have the dtype and lie on the devices of the embedding. Raises CheckpointError."""
     if not options.enable_lora:
         return None
-    registry = Registry(
-        Reader(family, config, dtype, options.max_lora_rank, options.tensor_parallel_size > 1)
-    )
+    registry = Registry(Reader(family, config, embed.dtype, options.max_lora_rank, on_several_devices(embed)))
     with telling(options.use_tqdm_on_load):
         for request in over(modules_of(options.lora_modules), "reading adapters"):
             registry.load(request)

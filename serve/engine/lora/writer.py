@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ....model.config import ModelConfig
 from ....model.pair import Params, target_of, with_target
-from ....model.sharding import listed, rules_for, sharding
+from ....model.sharding import listed, on_several_devices, rules_for, sharding
 from ....model.transformer import Decoder
 from ....model.tree import Spec
 from ....model.weights.adapted import AdapterSizes, adaptable, adapted, places_in, stacks_of
@@ -25,7 +25,7 @@ def with_room(params: Decoder, config: ModelConfig, sizes: AdapterSizes) -> Deco
     too.
     """
     rng, dtype, own = np.random.default_rng(0), params.embed.dtype, params.embed.sharding
-    found = adaptable(config, isinstance(own, NamedSharding) and own.mesh.size > 1)
+    found = adaptable(config, on_several_devices(params.embed))
 
     def where(spec: Spec) -> Any:
         if not isinstance(own, NamedSharding):

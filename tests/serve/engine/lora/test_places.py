@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from duetto.lora.request import LoRARequest
@@ -124,5 +125,5 @@ def test_reading_adapters_is_shown(monkeypatch, capsys, shown: bool):
     modules = ("a=/x", "b=/y")
     options = EngineOptions(enable_lora=True, lora_modules=modules, use_tqdm_on_load=shown)
     model: Any = None
-    assert registry_of(options, model, model, None) is not None
+    assert registry_of(options, model, model, jnp.zeros(1)) is not None
     assert ("reading adapters: 2/2" in capsys.readouterr().err) == shown
