@@ -76,7 +76,8 @@ def registry_of(options: EngineOptions, family: Family, config: ModelConfig, emb
     have the dtype and lie on the devices of the embedding. Raises CheckpointError."""
     if not options.enable_lora:
         return None
-    registry = Registry(Reader(family, config, embed.dtype, options.max_lora_rank, on_several_devices(embed)))
+    has_mesh = options.tensor_parallel_size > 1 or on_several_devices(embed)
+    registry = Registry(Reader(family, config, embed.dtype, options.max_lora_rank, has_mesh))
     with telling(options.use_tqdm_on_load):
         for request in over(modules_of(options.lora_modules), "reading adapters"):
             registry.load(request)

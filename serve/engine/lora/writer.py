@@ -72,6 +72,7 @@ class Writer:
             return params
         stacks = stacks_of(target_of(params))
         for place, adapter in due.items():
+            assert adapter.terms.keys() <= stacks.keys(), f"{adapter.name} has terms beside other weights"
             for path, pair in stacks.items():
                 terms = adapter.terms.get(path, (None, None))
                 (a, own), (b, first) = with_axes(pair)
