@@ -62,11 +62,13 @@ class ResumableStream:
 
     def take(self, data: bytes) -> bytes:
         """Take a piece of an answer, and return what can be passed on."""
-        *blocks, self._rest = (self._rest + data).split(b"\n\n")
-        passed = b"".join(self._passed(block) for block in blocks)
-        if len(self._rest) + sum(map(len, self._held)) > MOST_ANSWER:
+        if len(self._rest) + sum(map(len, self._held)) + len(data) > MOST_ANSWER:
             raise ConnectionLost(f"more than {MOST_ANSWER} bytes of a stream have no tokens")
-        return passed
+        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        found = [tokens_in(block) for block in blocks if block.startswith(TOKENS)]
+        for tokens in found:  # nothing raises from here on: what counts is passed on
+            self._count(tokens)
+        return b"".join(map(self._passed, blocks))
 
     @property
     def held(self) -> bytes:
@@ -77,15 +79,12 @@ class ResumableStream:
         if not block.startswith(COMMENT):
             self._held.append(block + b"\n\n")
             return b""
-        if block.startswith(TOKENS):
-            self._count(tokens_in(block))
-        elif block.startswith(REALM):
+        if block.startswith(REALM):
             self.realm = block[len(REALM) :].decode("latin-1")
             return b""
-        elif block == END:
-            self.is_whole = True
-        else:
+        if not block.startswith(TOKENS) and block != END:
             return block + b"\n\n"  # a comment that keeps the connection open
+        self.is_whole = self.is_whole or block == END
         found, self._held = self._held, []
         self._events += len(found)
         return b"".join(found)
