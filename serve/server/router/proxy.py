@@ -19,7 +19,7 @@ from ...text.openai.errors import RequestError, object_of
 from ..routes.body import SOURCE, read_body
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
-from .http import ConnectionLost, Headers, HttpConnection, ServerAddress
+from .http import AnswerTooLong, ConnectionLost, Headers, HttpConnection, ServerAddress, joined
 from .prompts import Naming, charge
 from .queue import PrefillPool, RequestQueue
 from .resumable import PassThroughStream, ResumableStream, first_data
@@ -177,6 +177,11 @@ class Proxy:
                 tell(f"duetto: {replica} does not go on with another's answer: {unfit}")
                 job.refused_by(replica)
                 continue
+            except AnswerTooLong as long:
+                tell(f"duetto: {replica}: {long}")
+                if not request.has_head:
+                    raise
+                return await fail(long, send)
             except ConnectionLost as lost:
                 tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
                 replica.is_ready = False  # until its next health check
@@ -227,7 +232,7 @@ class Proxy:
         self, replica: Replica, request: ProxyRequest, job: RoutedRequest, send: Send, last: bool
     ) -> bool:
         """Send the request to a replica and pass its answer on. Returns whether it answered. Raises
-        ConnectionLost and RealmMismatch."""
+        ConnectionLost, RealmMismatch and AnswerTooLong."""
         connection = await HttpConnection.to(ServerAddress.of(replica.address))
         replica.connections[connection] = None
         try:
@@ -265,7 +270,7 @@ class Proxy:
         stream = request.stream
         assert stream is not None
         async with aclosing(connection.pieces()) as pieces:
-            events = b"".join([stream.take(piece) async for piece in pieces])
+            events = await joined(stream.take(piece) async for piece in pieces)
         body = first_data(events + stream.held)
         if not stream.is_whole and not (last and body):
             raise ConnectionLost("the answer has ended before it was whole")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from .http import MOST_ANSWER, ConnectionLost
+from .http import ConnectionLost, check_size
 from .prompts import CHOICES
 
 TOKENS, REALM, COMMENT, END, DATA = b": tokens ", b": realm ", b":", b": end", b"data: "
@@ -61,9 +61,9 @@ class ResumableStream:
         self._rest, self._held = b"", []
 
     def take(self, data: bytes) -> bytes:
-        """Take a piece of an answer, and return what can be passed on."""
-        if len(self._rest) + sum(map(len, self._held)) + len(data) > MOST_ANSWER:
-            raise ConnectionLost(f"more than {MOST_ANSWER} bytes of a stream have no tokens")
+        """Take a piece of an answer, and return what can be passed on. Raises ConnectionLost for tokens that
+        cannot be read, and AnswerTooLong."""
+        check_size(len(self._rest) + sum(map(len, self._held)) + len(data))
         *blocks, self._rest = (self._rest + data).split(b"\n\n")
         found = [tokens_in(block) for block in blocks if block.startswith(TOKENS)]
         for tokens in found:  # nothing raises from here on: what counts is passed on
