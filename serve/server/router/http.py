@@ -16,7 +16,7 @@ from ..service.errors import HttpError
 
 PIECE = 1 << 16  # bytes that are read at a time
 CONNECT = 5.0  # seconds
-MOST_HEAD = 1 << 18  # bytes of an answer's headers
+MOST_HEAD = 1 << 18  # bytes that are read without one of the body: a head, or what stands behind the body
 MOST_ANSWER = 1 << 30  # bytes of an answer that is no stream, or of what a stream holds back
 Headers = list[tuple[bytes, bytes]]
 
@@ -139,6 +139,9 @@ class HttpConnection:
             if not data:
                 raise ConnectionLost("the answer has no end")
             self._parser.feed_data(data)
+            self._head_bytes = 0 if self._body else self._head_bytes + len(data)
+            if self._head_bytes > MOST_HEAD:  # counted here: the parser calls only once a header is complete
+                raise ConnectionLost(f"the answer has more than {MOST_HEAD} bytes of headers")
         except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise ConnectionLost(str(error)) from None
 
@@ -153,9 +156,6 @@ class HttpConnection:
     # ------------------------------------------------------------ callbacks of the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MOST_HEAD:
-            raise ConnectionLost(f"the answer's head has more than {MOST_HEAD} bytes")
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
