@@ -148,6 +148,7 @@ TOO_LONG = {
     "stream, event": (True, STREAM, b"data: " + LONG),
     "stream, events": (True, STREAM, b"data: {}\n\n" * (1 << 17)),
     "whole, not resumable": (False, JSON, LONG),
+    "stream, not resumable": (False, STREAM, b"data: " + LONG),
 }
 
 
