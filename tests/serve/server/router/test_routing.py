@@ -314,7 +314,7 @@ def test_what_is_wrong_a_replica_says(routing, body):
         raise AssertionError from error
 
 
-def test_a_long_body_is_read_in_another_thread(routing, monkeypatch):
+def test_a_long_body_is_read_in_another_thread_at_once(routing, monkeypatch):
     readers = []
 
     def reading(body):
@@ -322,11 +322,19 @@ def test_a_long_body_is_read_in_another_thread(routing, monkeypatch):
         return read(body)
 
     monkeypatch.setattr("duetto.serve.server.router.proxy.read", reading)
+    to_thread, calls = asyncio.to_thread, []
+
+    async def counted(*given: Any) -> Any:
+        calls.append(given)
+        return await to_thread(*given)
+
+    monkeypatch.setattr(asyncio, "to_thread", counted)
 
     async def test(router):
         await router.words(prompt="short")
         await router.words(prompt="long" * 4096)
         assert [one is threading.current_thread() for one in readers] == [True, False]
+        assert len(calls) == 1  # the prompt is named there too
 
     routing(test, count=1)
 
