@@ -2,22 +2,23 @@
 used twice: if its server closed it at that moment, it would be unknown whether the request had begun."""
 
 import asyncio
-import contextlib
 import errno
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httptools
 
+from ..service.errors import HttpError
+
 PIECE = 1 << 16  # bytes that are read at a time
 CONNECT = 5.0  # seconds
-MOST_HEAD = 1 << 18  # bytes of an answer's headers
-MOST_ANSWER = 1 << 28  # bytes of an answer that is no stream, or of what a stream holds back
+MOST_HEAD = 1 << 18  # bytes that are read without one of the body: a head, or what stands behind the body
+MOST_ANSWER = 1 << 30  # bytes of an answer that is no stream, or of what a stream holds back
 Headers = list[tuple[bytes, bytes]]
-
 
 OWN = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # errors of this process, not of a server
 
@@ -28,6 +29,28 @@ class ConnectionLost(Exception):
 
 class OutOfResources(ConnectionLost):
     """This process has no descriptor or memory for a connection, whatever the server's state."""
+
+
+class AnswerTooLong(HttpError):
+    """An answer is larger than a router holds. Other replicas would answer the same."""
+
+    def __init__(self):
+        super().__init__(502, f"the answer has more than {MOST_ANSWER} bytes", "answer_too_long")
+
+
+def check_size(size: int) -> None:
+    """Raise AnswerTooLong for more bytes of an answer than a router holds."""
+    if size > MOST_ANSWER:
+        raise AnswerTooLong
+
+
+async def joined(pieces: AsyncIterable[bytes]) -> bytes:
+    """Return all pieces as one. Raises AnswerTooLong."""
+    found = bytearray()
+    async for piece in pieces:
+        found += piece
+        check_size(len(found))
+    return bytes(found)
 
 
 @dataclass(frozen=True)
@@ -105,12 +128,9 @@ class HttpConnection:
                 await self._read()
 
     async def body(self) -> bytes:
-        found = bytearray()
-        async for piece in self.pieces():
-            found += piece
-            if len(found) > MOST_ANSWER:
-                raise ConnectionLost(f"the answer has more than {MOST_ANSWER} bytes")
-        return bytes(found)
+        """Return the whole body. Raises AnswerTooLong."""
+        async with aclosing(self.pieces()) as pieces:
+            return await joined(pieces)
 
     async def _read(self) -> None:
         try:
@@ -119,6 +139,9 @@ class HttpConnection:
             if not data:
                 raise ConnectionLost("the answer has no end")
             self._parser.feed_data(data)
+            self._head_bytes = 0 if self._body else self._head_bytes + len(data)
+            if self._head_bytes > MOST_HEAD:  # counted here: the parser calls only once a header is complete
+                raise ConnectionLost(f"the answer has more than {MOST_HEAD} bytes of headers")
         except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             raise ConnectionLost(str(error)) from None
 
@@ -127,15 +150,12 @@ class HttpConnection:
 
     async def close(self) -> None:
         self._writer.close()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             await self._writer.wait_closed()
 
     # ------------------------------------------------------------ callbacks of the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._head_bytes += len(name) + len(value)
-        if self._head_bytes > MOST_HEAD:
-            raise ConnectionLost(f"the answer's head has more than {MOST_HEAD} bytes")
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:

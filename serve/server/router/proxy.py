@@ -19,7 +19,7 @@ from ...text.openai.errors import RequestError, object_of
 from ..routes.body import SOURCE, read_body
 from ..service.errors import HttpError
 from ..service.streams import ClientLeft, while_read
-from .http import ConnectionLost, Headers, HttpConnection, ServerAddress
+from .http import AnswerTooLong, ConnectionLost, Headers, HttpConnection, ServerAddress, joined
 from .prompts import Naming, charge
 from .queue import PrefillPool, RequestQueue
 from .resumable import PassThroughStream, ResumableStream, first_data
@@ -120,11 +120,9 @@ class Proxy:
                 is_post = scope["method"] == "POST"
                 body = await read_body(Request(scope, receive), self.server) if is_post else b""
                 reading = partial(self._read_request, scope, body)
-                request, fields = await asyncio.to_thread(reading) if len(body) > LONG else reading()
-                job = RoutedRequest(await self._named(request.path, fields, len(body)))
-                tokens = charge(scope["path"], fields, job.prompt)
+                request, prompt, tokens = await asyncio.to_thread(reading) if len(body) > LONG else reading()
                 place = self.line.place(scope.get("client_name", ""), tokens)
-                await while_read(receive, self._answer(request, job, place, send))
+                await while_read(receive, self._answer(request, RoutedRequest(prompt), place, send))
             except ClientLeft:
                 pass
 
@@ -144,21 +142,16 @@ class Proxy:
         if not self.under_way:
             self.idle.set()
 
-    def _read_request(self, scope: Scope, body: bytes) -> tuple[ProxyRequest, Mapping[str, Any]]:
+    def _read_request(self, scope: Scope, body: bytes) -> tuple[ProxyRequest, Prompt, int]:
+        """Return a request, its prompt, and the tokens that it counts for."""
         path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
         headers = [(name, value) for name, value in scope["headers"] if name not in ANEW]
         request = ProxyRequest(scope["method"], path, headers, body, scope["path"] in GENERATE)
         fields = read(body)
         if self.options.resume and request.generates and fields and fields.get("resume") is None:
             request.stream = ResumableStream(fields)
-        return request, fields
-
-    async def _named(self, path: str, fields: Mapping[str, Any], size: int) -> Prompt:
-        if not fields:
-            return Prompt()
-        if size > LONG:
-            return await asyncio.to_thread(self.naming, path, fields)
-        return self.naming(path, fields)
+        prompt = self.naming(path, fields) if fields else Prompt()
+        return request, prompt, charge(scope["path"], fields, prompt)
 
     # ------------------------------------------------------------ replicas, one after the other
 
@@ -177,6 +170,11 @@ class Proxy:
                 tell(f"duetto: {replica} does not go on with another's answer: {unfit}")
                 job.refused_by(replica)
                 continue
+            except AnswerTooLong as long:
+                tell(f"duetto: {replica}: {long}")
+                if not request.has_head:
+                    raise
+                return await fail(long, send)
             except ConnectionLost as lost:
                 tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
                 replica.is_ready = False  # until its next health check
@@ -227,7 +225,7 @@ class Proxy:
         self, replica: Replica, request: ProxyRequest, job: RoutedRequest, send: Send, last: bool
     ) -> bool:
         """Send the request to a replica and pass its answer on. Returns whether it answered. Raises
-        ConnectionLost and RealmMismatch."""
+        ConnectionLost, RealmMismatch and AnswerTooLong."""
         connection = await HttpConnection.to(ServerAddress.of(replica.address))
         replica.connections[connection] = None
         try:
@@ -265,7 +263,7 @@ class Proxy:
         stream = request.stream
         assert stream is not None
         async with aclosing(connection.pieces()) as pieces:
-            events = b"".join([stream.take(piece) async for piece in pieces])
+            events = await joined(stream.take(piece) async for piece in pieces)
         body = first_data(events + stream.held)
         if not stream.is_whole and not (last and body):
             raise ConnectionLost("the answer has ended before it was whole")

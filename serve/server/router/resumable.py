@@ -7,21 +7,44 @@ from typing import Any
 
 import msgspec
 
-from .http import MOST_ANSWER, ConnectionLost
+from .http import ConnectionLost, check_size
 from .prompts import CHOICES
 
 TOKENS, REALM, COMMENT, END, DATA = b": tokens ", b": realm ", b":", b": end", b"data: "
+
+
+class EventPieces:
+    """Cuts a stream at the ends of its events, wherever its pieces end."""
+
+    def __init__(self):
+        self.rest = bytearray()  # of an incomplete event
+
+    def take(self, data: bytes) -> list[bytes]:
+        """Take a piece, and return the events that are whole, without their empty lines."""
+        unread = max(0, len(self.rest) - 1)  # an end may have begun in the last piece
+        self.rest += data
+        if self.rest.find(b"\n\n", unread) < 0:
+            return []
+        *whole, rest = bytes(self.rest).split(b"\n\n")
+        self.rest = bytearray(rest)
+        return whole
 
 
 class PassThroughStream:
     """Passes whole events on; the stream ends where its replica's does."""
 
     def __init__(self):
-        self.held = b""  # bytes of an incomplete event
+        self._pieces = EventPieces()
 
     def take(self, data: bytes) -> bytes:
-        whole, end, self.held = (self.held + data).rpartition(b"\n\n")
-        return whole + end
+        """Take a piece of a stream, and return what can be passed on. Raises AnswerTooLong."""
+        check_size(len(self._pieces.rest) + len(data))
+        return b"".join(block + b"\n\n" for block in self._pieces.take(data))
+
+    @property
+    def held(self) -> bytes:
+        """The bytes of an incomplete event."""
+        return bytes(self._pieces.rest)
 
 
 class ResumableStream:
@@ -36,8 +59,7 @@ class ResumableStream:
         self._outputs: list[list[int]] = []
         self.realm = ""
         self._events = 0  # passed on
-        self._rest = b""  # bytes of an incomplete event
-        self._held: list[bytes] = []  # events whose tokens are not known
+        self.begin()
         self.is_whole = False
 
     @property
@@ -58,15 +80,20 @@ class ResumableStream:
         self._outputs, self.realm = [], ""
 
     def begin(self) -> None:
-        self._rest, self._held = b"", []
+        """Begin to read a replica's answer, or its continuation."""
+        self._pieces = EventPieces()
+        self._held: list[bytes] = []  # events whose tokens are not known
+        self._held_bytes = 0
 
     def take(self, data: bytes) -> bytes:
-        """Take a piece of an answer, and return what can be passed on."""
-        *blocks, self._rest = (self._rest + data).split(b"\n\n")
-        passed = b"".join(self._passed(block) for block in blocks)
-        if len(self._rest) + sum(map(len, self._held)) > MOST_ANSWER:
-            raise ConnectionLost(f"more than {MOST_ANSWER} bytes of a stream have no tokens")
-        return passed
+        """Take a piece of an answer, and return what can be passed on. Raises ConnectionLost for tokens that
+        cannot be read, and AnswerTooLong."""
+        check_size(len(self._pieces.rest) + self._held_bytes + len(data))
+        blocks = self._pieces.take(data)
+        found = [tokens_in(block) for block in blocks if block.startswith(TOKENS)]
+        for tokens in found:  # nothing raises from here on: what counts is passed on
+            self._count(tokens)
+        return b"".join(map(self._passed, blocks))
 
     @property
     def held(self) -> bytes:
@@ -76,17 +103,15 @@ class ResumableStream:
     def _passed(self, block: bytes) -> bytes:
         if not block.startswith(COMMENT):
             self._held.append(block + b"\n\n")
+            self._held_bytes += len(self._held[-1])
             return b""
-        if block.startswith(TOKENS):
-            self._count(tokens_in(block))
-        elif block.startswith(REALM):
+        if block.startswith(REALM):
             self.realm = block[len(REALM) :].decode("latin-1")
             return b""
-        elif block == END:
-            self.is_whole = True
-        else:
+        if not block.startswith(TOKENS) and block != END:
             return block + b"\n\n"  # a comment that keeps the connection open
-        found, self._held = self._held, []
+        self.is_whole = self.is_whole or block == END
+        found, self._held, self._held_bytes = self._held, [], 0
         self._events += len(found)
         return b"".join(found)
 

@@ -124,15 +124,12 @@ GARBAGE = {
     "no tokens": STREAM + b"data: {}\n\n: tokens x\n\n",
     "choice -1": STREAM + b'data: {}\n\n: tokens {"-1":[1]}\n\n',
     "choice 10^12": STREAM + b'data: {}\n\n: tokens {"1000000000000":[1]}\n\n',
-    "endless event": STREAM + b"data: " + b"a" * (1 << 20),
 }
 
 
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_replica_that_answers_garbage_is_lost(routing, monkeypatch, garbage, is_stream):
-    monkeypatch.setattr("duetto.serve.server.router.resumable.MOST_ANSWER", 1 << 16)
-
+def test_a_replica_that_answers_garbage_is_lost(routing, garbage, is_stream):
     async def test(router):
         router.fakes[0].garbage = router.fakes[1].garbage = [garbage]
         reply = await router.client.post("/v1/completions", json={"prompt": "x", "stream": is_stream})
@@ -140,6 +137,38 @@ def test_a_replica_that_answers_garbage_is_lost(routing, monkeypatch, garbage, i
         assert said(reply.text) == WHOLE if is_stream else reply.json()["said"] == [*range(6)]
 
     routing(test)
+
+
+JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000000\r\n\r\n"
+LONG = b"a" * (1 << 20)
+TOO_LONG = {
+    "whole": (True, JSON, LONG),
+    "whole, as an event": (True, STREAM, b"data: " + LONG),
+    "whole, of many comments": (True, STREAM, b": ping\n\n" * (1 << 17)),
+    "stream, event": (True, STREAM, b"data: " + LONG),
+    "stream, events": (True, STREAM, b"data: {}\n\n" * (1 << 17)),
+    "whole, not resumable": (False, JSON, LONG),
+    "stream, not resumable": (False, STREAM, b"data: " + LONG),
+}
+
+
+@pytest.mark.parametrize("case", TOO_LONG)
+def test_an_answer_that_is_too_long_is_asked_for_once(routing, monkeypatch, case):
+    """Its replica is well, and another would answer the same."""
+    monkeypatch.setattr("duetto.serve.server.router.http.MOST_ANSWER", 1 << 16)
+    (resume, head, text), is_stream = TOO_LONG[case], case.startswith("stream")
+
+    async def test(router):
+        for fake in router.fakes:
+            fake.garbage = [head + text]
+        reply = await router.client.post("/v1/completions", json={"prompt": "x", "stream": is_stream})
+        assert reply.status_code == 200 if is_stream else 502
+        error = json.loads(reply.text.split("data: ")[-1])["error"]
+        assert error["code"] == "answer_too_long" and error["message"].endswith("more than 65536 bytes")
+        assert sum(len(fake.asked) for fake in router.fakes) == 1
+        assert all(one.is_ready and not one.lost and not one.load for one in router.replicas)
+
+    routing(test, health_period=60.0, resume=resume)
 
 
 def test_without_resume_streams_are_passed_on_as_they_are(routing):
@@ -285,7 +314,7 @@ def test_what_is_wrong_a_replica_says(routing, body):
         raise AssertionError from error
 
 
-def test_a_long_body_is_read_in_another_thread(routing, monkeypatch):
+def test_a_long_body_is_read_in_another_thread_at_once(routing, monkeypatch):
     readers = []
 
     def reading(body):
@@ -293,11 +322,19 @@ def test_a_long_body_is_read_in_another_thread(routing, monkeypatch):
         return read(body)
 
     monkeypatch.setattr("duetto.serve.server.router.proxy.read", reading)
+    to_thread, calls = asyncio.to_thread, []
+
+    async def counted(*given: Any) -> Any:
+        calls.append(given)
+        return await to_thread(*given)
+
+    monkeypatch.setattr(asyncio, "to_thread", counted)
 
     async def test(router):
         await router.words(prompt="short")
         await router.words(prompt="long" * 4096)
         assert [one is threading.current_thread() for one in readers] == [True, False]
+        assert len(calls) == 1  # the prompt is named there too
 
     routing(test, count=1)
 
