@@ -51,10 +51,14 @@ class KernelNorm:
 
 
 def with_kernel_norms(params: T, target: str) -> T:
-    """A tree of parameters with the norms of the residual stream, of queries and of keys as `KernelNorm`."""
+    """A tree of parameters with the norms of the residual stream, of queries and of keys as `KernelNorm`.
+
+    Left to XLA: the norms of latents, and of what recurrent layers read out.
+    """
 
     def bare(gain: Any) -> Any:
-        return None if gain is None else KernelNorm(gain, None, target, is_bare=True)
+        is_done = gain is None or isinstance(gain, KernelNorm)
+        return gain if is_done else KernelNorm(gain, None, target, is_bare=True)
 
     def leaf(x: Any) -> Any:
         if isinstance(x, Norm):

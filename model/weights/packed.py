@@ -26,8 +26,8 @@ def packed(params: T, isa: str, donate: bool = False) -> T:
     `Packed`, for an instruction set; an output matrix that is the embedding too is a copy.
 
     Left as they are: latents' projections, other records, weights of other dtypes and schemes, and those that
-    lie on several devices. If a weight is packed, kernels compute the norms too. With `donate` each weight is
-    deleted when its copy is ready, but no embedding.
+    lie on several devices. If a weight is packed, kernels compute norms too (`with_kernel_norms`). With
+    `donate` each weight is deleted when its copy is ready, but no embedding.
     """
     target = library.target("product", isa)
 

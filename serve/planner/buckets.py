@@ -9,8 +9,12 @@ times.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
+import jax.numpy as jnp
+
+from ...model.transformer import decoder_spec
+from ...model.tree import abstract
 from ..options.checks import EDGE, SMALLEST_CHUNK, round_up
 from ..options.engine import EngineOptions
 from ..runtime.compiled.shapes import Sizes
@@ -110,7 +114,8 @@ def rehearse(work: Sequence[tuple[int, int]], options: EngineOptions) -> Iterato
     longest, W = max(options.prefill_tokens, *(p + n for p, n in work)), options.page_size
     sizes = Sizes(longest, options.seats, (options.seats * (1 - -longest // W),), W)
     options, calls = replace(options, max_model_len=longest, max_prefill_delay=0.0), CallLog()
-    own = Simulation(PRESETS["135m"], cast(Any, None), options, sizes, calls, "cpu")
+    params = abstract(decoder_spec(PRESETS["135m"]), jnp.bfloat16)
+    own = Simulation(PRESETS["135m"], params, options, sizes, calls, "cpu")
     for prompt, output in work:
         own.arrive(own.request_of(TraceEntry(0.0, prompt, output)), 0.0)
     while not own.is_idle:

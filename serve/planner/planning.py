@@ -26,7 +26,7 @@ from ..engine.startup.origin import Origin, stored_form
 from ..engine.startup.stages import with_head
 from ..options.engine import EngineOptions
 from ..runtime.compiled.compile import StepArguments, arguments_like, lower
-from ..runtime.compiled.shapes import Shape, Sizes, can_share, shared_row, table, with_kernels_of
+from ..runtime.compiled.shapes import Shape, Sizes, shapes_of, with_kernels_of
 from ..runtime.compiled.sizing import choose_sizes
 from ..runtime.pipeline.lowering import StageLowering
 from ..runtime.pipeline.route import route
@@ -61,9 +61,8 @@ class EnginePlan:
 
     @property
     def shapes(self) -> list[Shape]:
-        platform, layers = self.target.devices[0].platform, self.config.layers
-        row = shared_row(self.options, layers, self.sizes.kv_cache_dtype, jnp.dtype(self.dtype))
-        return table(self.options, self.sizes, can_share(layers), platform, row)
+        platform, dtype = self.target.devices[0].platform, jnp.dtype(self.dtype)
+        return shapes_of(self.options, self.sizes, self.config.layers, platform, dtype)
 
 
 def plan_job(

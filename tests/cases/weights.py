@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from duetto.model.attention import causal
-from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
+from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
 from duetto.model.layers import einsum
 from duetto.model.transformer import Decoder, forward, unembed
 from duetto.model.tree import Spec, is_spec
@@ -35,7 +35,7 @@ MIXED = ModelConfig(
     300,
     64,
     (
-        LayerKind(GroupedQuery(4, 2, 16), Dense(96)),
+        LayerKind(GroupedQuery(4, 2, 16, qk_norm=NormKind()), Dense(96)),
         LayerKind(Latent(4, 32, 16, 8, 12, query_rank=24), EXPERTS),
         LayerKind(GroupedQuery(4, 2, 16, bias=True, sinks=True), SINKING),
     ),

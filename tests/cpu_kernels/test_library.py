@@ -16,9 +16,14 @@ def absent(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[library.Kernel
     """None beside the sources, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "LIBRARY", "none.so")
-    build.cached.cache_clear()
+    forget()
     yield library.library()
+    forget()
+
+
+def forget() -> None:
     build.cached.cache_clear()
+    build.library_file.cache_clear()
 
 
 def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
@@ -79,6 +84,13 @@ def test_the_name_of_kernels_has_their_instruction_set_and_version():
     for isa in build.ISAS:
         name = library.target("product", isa)
         assert library.isa_of(name) == isa and f"_{build.VERSION}_" in name
+
+
+def test_a_process_keeps_its_library_if_another_is_built_beside_the_sources(absent, monkeypatch, tmp_path):
+    before = library.target("product", "avx2")
+    (tmp_path / build.LIBRARY).write_bytes(b"built later")
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    assert library.target("product", "avx2") == before
 
 
 @pytest.mark.skipif(not library.library().isas, reason=library.library().refusal or "there are kernels")

@@ -31,10 +31,8 @@ from ...runtime.compiled.shapes import (
     Canonical,
     Shape,
     Sizes,
-    can_share,
     least_row,
-    shared_row,
-    table,
+    shapes_of,
     with_kernels_of,
 )
 from ...runtime.compiled.sizing import choose_sizes
@@ -104,8 +102,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     sizes = choose_sizes(pair, options, everything, memory_limit(device))
     own = processors_of(options.logits_processors, config.vocab_size, sizes.max_model_len)
     sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0, processors=own)
-    row = shared_row(options, pair.layers, sizes.kv_cache_dtype, params.embed.dtype)
-    shapes = table(options, sizes, can_share(pair.layers), device.platform, row)
+    shapes = shapes_of(options, sizes, pair.layers, device.platform, params.embed.dtype)
     canonical = Canonical.on(device.platform, options, sizes)
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes

@@ -15,7 +15,7 @@ from ....kvcache.quantised import kept_as
 from ....model.config import Experts, ModelConfig
 from ....model.transformer import Decoder
 from ...options.engine import EngineOptions
-from ...runtime.compiled.shapes import Shape, can_share, doublings, table
+from ...runtime.compiled.shapes import Shape, doublings, shapes_of
 from .fitting import Fitted, PlannedModel, fit
 from .times import Demands, Efficiency, Roofline
 
@@ -157,9 +157,10 @@ class Space:
         fitted = fit(self.job, options, self.params(options.quantization))
         o, sizes = fitted.options, fitted.sizes
         times = Roofline(self.demands(o), self.job.target.peaks, fitted.layout, self.efficiency)
-        shapes = table(o, sizes, can_share(self.job.config.layers), self.job.target.platform)
+        platform, dtype = self.job.target.platform, jnp.dtype(self.job.dtype)
+        shapes = shapes_of(o, sizes, self.job.config.layers, platform, dtype)
         replicas, right = self.job.target.count // fitted.layout.size, self.acceptance or 0.0
-        return Candidate(fitted, times, shapes, replicas, self.job.target.platform, right)
+        return Candidate(fitted, times, shapes, replicas, platform, right)
 
     def params(self, quantization: str | None) -> Decoder:
         if quantization not in self._params:

@@ -12,7 +12,7 @@ from ...engine.core.request import Request, RequestTimes
 from ...engine.speculation.drafter import ConstantDrafter
 from ...engine.startup.start import limits_of
 from ...options.engine import EngineOptions
-from ...runtime.compiled.shapes import Sizes, can_share, table
+from ...runtime.compiled.shapes import Sizes, shapes_of
 from ...runtime.equal_bits.classes import ShapeClasses
 from ..workloads.traces import BLOCK, TraceEntry
 from .device import TOKEN, SimulatedClock, SimulatedPrograms
@@ -46,7 +46,7 @@ class Simulation:
         self.clock, self.host, self.sizes = SimulatedClock(), host, sizes
         pair = PairConfig(config).within(sizes.max_model_len)
         self.programs = SimulatedPrograms(pair, sizes, times, self.clock, acceptance, inline, host.seat)
-        shapes = table(options, sizes, can_share(pair.layers), platform)
+        shapes = shapes_of(options, sizes, pair.layers, platform, params.embed.dtype)
         classes = classes or ShapeClasses.of(shapes, same_bits=True)
         limits = limits_of(options, sizes, classes.shapes, pair.block, times.stages)
         self.engine = Engine(

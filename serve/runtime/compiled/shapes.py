@@ -134,6 +134,14 @@ def shared_row(options: EngineOptions, layers: Sequence[LayerKind], kv_cache_dty
     return SHORT_ROW_TOKENS if is_short else ROW_TOKENS
 
 
+def shapes_of(
+    options: EngineOptions, sizes: Sizes, layers: Sequence[LayerKind], platform: str, dtype: Any
+) -> list[Shape]:
+    """Return the `table` of an engine whose model has these layers and computes in `dtype`."""
+    row = shared_row(options, layers, sizes.kv_cache_dtype, dtype) if platform == "cpu" else ROW_TOKENS
+    return table(options, sizes, can_share(layers), platform, row)
+
+
 def table(
     options: EngineOptions, sizes: Sizes, shared: bool, platform: str, row: int = ROW_TOKENS
 ) -> list[Shape]:

@@ -20,7 +20,7 @@ from ....kvcache.tables import Tables
 from ....model.pair import Params
 from ....model.recurrent.kinds import STATE
 from ....model.weights.adapted import NO_ADAPTER, places_in
-from ....sampling.params import SamplingParams, knobs_row
+from ....sampling.params import NO_TOKEN, SamplingParams, knobs_row
 from ...host.devices import time_calls
 from ..compiled.batches import empty_batch, fill
 from ..compiled.compile import Programs, StepArguments
@@ -146,8 +146,11 @@ class Probe:
             ends = [min(start + shape.tokens, tokens) for start in starts]
             for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
                 fill(batch, row, self.text[text, start:end], start, self._own(pages), 0)
-            logprob = self._run(shape, batch).sampled.logprob
-            found = {end: logprob[row, 0].tobytes() for row, end in enumerate(ends)}
+            sampled = self._run(shape, batch).sampled
+            has_sample = sampled.token[:, 0] != NO_TOKEN  # not all, if there are fewer slots than rows
+            found = {
+                end: sampled.logprob[row, 0].tobytes() for row, end in enumerate(ends) if has_sample[row]
+            }
             scores |= {
                 end: x
                 for end, x in found.items()

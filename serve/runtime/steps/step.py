@@ -163,8 +163,9 @@ def sample_last(
     position = batch.start + last + 1
     wanted = (batch.count > 0) & (position >= slots.known[batch.slot])
     seats, most = slots.live.shape[0], len(rows)
-    if most > seats and not on_several_devices(hidden):  # one row of a slot samples at most
-        rows = jnp.argsort(~wanted, stable=True)[:seats].astype(jnp.int32)
+    # one row of a slot samples at most; of a probe, whose rows have one slot, the last
+    if most > seats and not on_several_devices(hidden):
+        rows = jnp.argsort(wanted, stable=True)[-seats:].astype(jnp.int32)
         last, position, wanted = last[rows], position[rows], wanted[rows]
         batch = replace(batch, slot=batch.slot[rows])
     hidden = hidden[rows, last]

@@ -56,9 +56,10 @@ def headers() -> Path | None:
     return folder if (folder / "xla" / "ffi" / "api" / "ffi.h").exists() else None
 
 
+@cache
 def library_file() -> Path:
-    """The library that a process loads: that beside the sources, else that in the user's cache. Raises
-    RuntimeError for a user without a home."""
+    """The library that a process loads: that beside the sources, else that in the user's cache, also if one
+    is built beside the sources later. Raises RuntimeError for a user without a home."""
     beside = HERE / LIBRARY
     return beside if beside.exists() else cached()
 

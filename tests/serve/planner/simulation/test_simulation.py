@@ -11,6 +11,7 @@ from cases.models import RANDOM, TINY
 from cases.simulated import Even, simulation
 
 from duetto.kvcache.pool import PagePool
+from duetto.model.config import Dense, GroupedQuery, LayerKind
 from duetto.model.sharding import Layout
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract
@@ -66,6 +67,16 @@ def test_times_of_a_lone_request_are_those_of_its_calls():
     assert found["ttft"]["p50"] == pytest.approx(1) and found["tpot"]["p50"] == pytest.approx(1)
     assert found["e2e"]["p50"] == pytest.approx(11) == found["seconds"] and found["busy"] == pytest.approx(1)
     assert found["steps"] == {"decode[8,1]": 10, "prefill[1,128]": 1}
+
+
+def test_prompts_share_prefills_in_the_rows_of_an_engine_with_cpu_kernels():
+    config = replace(TINY, layers=(LayerKind(GroupedQuery(6, 2, 16), Dense(96)),))
+
+    def rows(cpu_kernels: bool) -> set[int]:
+        own = simulation(config=config, cpu_kernels=cpu_kernels).engine.classes.prefill
+        return {shape.tokens for shape in own if shape.rows > 1}
+
+    assert [rows(cpu_kernels) for cpu_kernels in (False, True)] == [{32}, {4}]
 
 
 def test_the_hosts_work_hides_behind_the_device_until_it_takes_longer():

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import Model
 
+from duetto import LLM
 from duetto.kvcache.pages import KVCache
 from duetto.serve.runtime.compiled.shapes import Canonical, Shape
 from duetto.serve.runtime.equal_bits.probe import TEXTS, Probe, Runs, Written, finish
@@ -44,6 +46,12 @@ def test_a_small_model_is_probed_with_many_texts(differs: int):
 
 def test_a_large_model_is_probed_with_one():
     assert finish(Rounded(jnp.zeros((128, 1, 1, 128), jnp.bfloat16), 1).agrees(OTHER))
+
+
+def test_prefills_of_more_rows_than_slots_serve(tiny: Model):
+    sizes = {"max_num_seqs": 1, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
+    with LLM.from_params(tiny.config, tiny.params, **sizes) as llm:
+        assert Shape("prefill", 2, 32) in llm.engine.classes.prefill
 
 
 def test_numbers_that_are_not_rounded_tell_sooner():
