@@ -307,11 +307,11 @@ def expert_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
     experts = [layer.experts for layer in layers if isinstance(layer, MoE)]
     for w in (w for f in experts for w in (f.gate, f.up, f.down)) if dtype.itemsize == 2 else ():
         own = jax.tree.map(on_a_device, w)
+        shapes = own.factors if isinstance(own, Weight) else (own.shape,)
+        found = [case for shape in shapes for case in matrix_cases(shape, dtype)]
         if isinstance(own, Quantised) and (case := codes_case(own, dtype)) is not None:
-            found = [case]
-        else:
-            shapes = own.factors if isinstance(own, Weight) else (own.shape,)
-            found = [case for shape in shapes for case in matrix_cases(shape, dtype)]
+            # jax's kernel stands in where ours is refused; ours is given codes, never these matrices
+            found = [case, *(other for other in found if other.kernel != case.kernel)]
         cases |= {case.name: case for case in found if case.name not in cases}
     yield from cases.values()
 

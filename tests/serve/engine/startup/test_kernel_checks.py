@@ -149,6 +149,20 @@ def test_products_that_only_a_gpu_can_run_are_named(hopper: None, monkeypatch: p
     assert tilings and len(set(tilings)) == len(tilings)
 
 
+def test_codes_are_checked_with_the_kernel_that_may_stand_in(hopper: None, monkeypatch: pytest.MonkeyPatch):
+    """Where ours is refused, experts' codes are widened for jax's kernel."""
+    monkeypatch.setattr(grouped, "kernel", lambda: grouped)
+    config, params = model(HEADS, Experts(8, 2, 192))
+    cases = list(kernel_cases(config, quantize_params(params, "int8"), SIZES))
+    names = [case.name for case in cases if case.kernel.name.startswith("expert")]
+    assert names == [
+        "expert_tiles 128x192, bfloat16, int8, 1x192 scales in float32",
+        "expert_product 128x192, bfloat16",
+        "expert_tiles 192x128, bfloat16, int8, 1x128 scales in float32",
+        "expert_product 192x128, bfloat16",
+    ]
+
+
 def test_rules_are_told_apart_from_checks():
     with traced_for("t4"):
         every = [checked(case) for case in kernel_cases(*model(HEADS, dtype="float16"), SIZES)]
