@@ -14,6 +14,7 @@ from cases.processors import NONE, PROCESSORS
 from cases.sampling import admit_jit, commit_jit, load_jit, sample_jit
 
 from duetto import SamplingParams, logits_processor
+from duetto.sampling import sample
 from duetto.sampling.accept import target_probs
 from duetto.sampling.custom import empty_history, knobs_of, processors_of, sources_of
 from duetto.sampling.params import knobs_row
@@ -112,6 +113,15 @@ def test_sources_name_the_file():
     assert ban.startswith("logits_processors:ban_at_first ") and ":counts " in own
     assert ban.split()[1] != own.split()[1]
     assert sources_of([functools.partial(counts)]) == sources_of([counts])
+
+
+def test_the_stages_are_made_once_for_all_functions(monkeypatch):
+    made, pipeline = [], sample.pipeline
+    monkeypatch.setattr(sample, "pipeline", lambda state: made.append(state) or pipeline(state))
+    logits, *where, state = Rows([None]).arguments(falling(3)[None])
+    rows = sample.rows_of(*map(jnp.asarray, where), state)
+    sample.in_turn(logits, rows, sample.who_wants(rows), sample.edits(state))
+    assert len(made) == 2, "once for who wants them, once for what they change"
 
 
 # ---------------------------------------------------------------- a request's numbers
