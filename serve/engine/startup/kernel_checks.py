@@ -283,7 +283,7 @@ def first_numbers(rank: int, rows: Array, _: Array) -> tuple[Array, Array]:
 
 def on_cpu() -> bool:
     """True where a kernel can only be interpreted."""
-    own: Any = jax.config.jax_default_device or jax.local_devices()[0]
+    own: Any = jax.config.values["jax_default_device"] or jax.local_devices()[0]
     return getattr(own, "platform", own) == "cpu"  # the setting may be a platform's name
 
 
