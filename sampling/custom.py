@@ -6,8 +6,9 @@ program runs, and what kept programs are found by.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from operator import attrgetter
@@ -31,7 +32,8 @@ KINDS = {bool: np.bool_, int: np.int32, float: np.float32}
 
 @pytree
 class History:
-    """A row's tokens so far, prompt and output; `tokens` is NO_TOKEN from `length` on."""
+    """A row's tokens so far, prompt and output; `tokens` is NO_TOKEN from `length` on. While a draft model
+    drafts, it has none of the draft tokens, at any depth."""
 
     tokens: Any  # int32 [S], S = max_model_len
     length: Any  # int32 [], position of the token that is being chosen
@@ -132,14 +134,48 @@ def number(what: str, value: Any, kind: type) -> Any:
 
 
 def sources_of(given: Sequence[Any] | None) -> list[str]:
-    """Return names of functions, each with a hash of the file that defines it."""
+    """Return names of functions, each with a hash of the file that defines it, its knobs, and the values that
+    it is bound to."""
     found = []
     for function in map(function_of, given or ()):
-        own = inspect.unwrap(getattr(function, "func", function))  # of a functools.partial
-        own = own if inspect.isfunction(own) else type(own)
-        text = Path(inspect.getfile(own)).read_bytes()
-        found.append(f"{own.__module__}:{own.__qualname__} {sha256(text).hexdigest()}")
+        own, hashed = inspect.unwrap(function), sha256()
+        for part in told(function, set()), told(getattr(function, ATTRIBUTE, None), set()):
+            hashed.update(part.encode())
+        found.append(f"{own.__module__}:{own.__qualname__} {hashed.hexdigest()}")
     return found
+
+
+def told(value: Any, seen: set[int]) -> str:
+    """Return a value of a function as text that is the same in all processes. One that has no such text is
+    its type's name."""
+    if inspect.isfunction(value) or hasattr(value, "__wrapped__"):
+        return "" if id(value) in seen else source_of(value, seen | {id(value)})
+    if inspect.iscode(value):
+        return told([value.co_code, value.co_names, value.co_varnames, *value.co_consts], seen)
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)):
+        return f"{value.dtype}{value.shape}{sha256(np.asarray(value).tobytes()).hexdigest()}"
+    if isinstance(value, Mapping):
+        return told([*value.items()], seen)
+    if isinstance(value, partial):
+        return told([value.func, value.args, value.keywords], seen)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(told(x, seen) for x in value)}]"
+    is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
+    return repr(value) if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def source_of(function: Any, seen: set[int]) -> str:
+    """Return a hash of a function's file, or its code if it is of a notebook or a prompt, with the values
+    that it is bound to."""
+    if not inspect.isfunction(function):
+        return told(function.__wrapped__, seen)
+    code, bound_to = function.__code__, inspect.getclosurevars(function)
+    try:
+        text = sha256(Path(code.co_filename).read_bytes()).hexdigest()
+    except (OSError, ValueError):  # there is no file that would have the globals
+        text = told([code, bound_to.globals], seen)
+    values = bound_to.nonlocals, function.__defaults__, function.__kwdefaults__
+    return told([code.co_qualname, text, values, getattr(function, "__wrapped__", None)], seen)
 
 
 def processors_of(given: Sequence[Any] | None, V: int, S: int) -> tuple[LogitsProcessor, ...]:
@@ -158,9 +194,10 @@ def function_of(given: Any) -> Callable[..., Any]:
             given = attrgetter(path)(import_module(module))
         except (ImportError, AttributeError) as error:
             raise ValueError(f"logits_processors has {given!r}: {error}") from None
-    if isinstance(given, type) or not callable(given):
+    if not callable(given) or inspect.ismethod(given) or not inspect.isfunction(inspect.unwrap(given)):
         raise TypeError(
-            f"logits_processors has {shown(given)}: a function (logits, history, knobs) -> logits"
+            f"logits_processors has {shown(given)}: a function (logits, history, knobs) -> logits; numbers "
+            "that a partial, a method or an object would hold are knobs of @logits_processor"
         )
     return given
 
@@ -212,8 +249,26 @@ def traced(
         kinds = " and ".join(f"{dtype} {list(shape)}" for shape, dtype in found) or "nothing"
         raise ValueError(f"logits processor {name} returns {kinds}: float32 {list(wanted[0][0])}")
     flat = jax.extend.core.jaxpr_as_fun(closed)
-    text = jax.jit(lambda *x: flat(*x)).lower(*leaves).as_text()
-    return lambda *args: flat(*jax.tree.leaves(args))[0], sha256(text.encode()).hexdigest()[:32]
+    hashed = sha256(jax.jit(lambda *x: flat(*x)).lower(*leaves).as_text().encode())
+    # the text has no constants where jax makes them arguments
+    for constant in (*closed.consts, *constants_of(closed.jaxpr)):
+        hashed.update(np.asarray(constant).tobytes())
+    return lambda *args: flat(*jax.tree.leaves(args))[0], hashed.hexdigest()[:32]
+
+
+def constants_of(jaxpr: Any) -> Iterator[Any]:
+    """Yield the arrays and numbers in a trace, those of inner traces included."""
+    for equation in jaxpr.eqns:
+        yield from (x.val for x in equation.invars if isinstance(x, jax.extend.core.Literal))
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_closed):
+            if is_closed(value):
+                yield from value.consts
+        for own in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from constants_of(own)
+
+
+def is_closed(x: Any) -> bool:
+    return isinstance(x, jax.extend.core.ClosedJaxpr)
 
 
 def effects_of(jaxpr: Any) -> set[str]:

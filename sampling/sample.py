@@ -135,8 +135,9 @@ def narrowed(x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Floa
 def in_turn(
     x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted, names: Iterable[str]
 ) -> Float[Array, "B V"]:
+    every = pipeline(rows.state)
     for name in names:
-        x = only(wanted[name], pipeline(rows.state)[name][2], x, rows)
+        x = only(wanted[name], every[name][2], x, rows)
     return x
 
 

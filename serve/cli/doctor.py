@@ -66,16 +66,16 @@ def run(args: argparse.Namespace) -> int:
     where = {"revision": args.revision, "download_dir": args.download_dir}
     plan = plan_job(args.model, args.shape, args.dtype, options, vendor, None, **where)
     checks = check_kernels(plan.config, target_of(abstract_arguments(plan).params), plan.sizes, anew=True)
-    found = here(measure=True)
-    assert found.peaks is not None
-    advice = list(advices(plan, checks, found.peaks))
+    # a device that a kernel holds would never be measured
+    measured = None if any(check.hung for check in checks.values()) else here(measure=True).peaks
+    advice = list(advices(plan, checks, measured))
     facts = {
         **machine(vendor),
         "model": plan.name,
         "dtype": plan.dtype,
         "max_num_seqs": plan.sizes.max_num_seqs,
         "kernels": {name: asdict(check) for name, check in checks.items()},
-        "rates": rates(found.peaks, vendor.peaks),
+        "rates": rates(measured, vendor.peaks),
         "advice": [advice._asdict() for advice in advice],
     }
     print(json.dumps(facts, indent=2) if args.json else render(facts))
@@ -125,9 +125,9 @@ def installed(package: str) -> str | None:
         return None
 
 
-def rates(measured: Peaks, vendor: Peaks | None) -> dict[str, dict[str, float | None]]:
+def rates(measured: Peaks | None, vendor: Peaks | None) -> dict[str, dict[str, float | None]]:
     """Return measured operations and bytes a second, beside the vendor's if they are known."""
-    names = "flops16", "flops32", "bandwidth"
+    names = ("flops16", "flops32", "bandwidth") if measured is not None else ()
     return {
         name: {"measured": getattr(measured, name), "vendor": getattr(vendor, name, None)} for name in names
     }
@@ -136,7 +136,7 @@ def rates(measured: Peaks, vendor: Peaks | None) -> dict[str, dict[str, float | 
 # ---------------------------------------------------------------- what would make it faster
 
 
-def advices(plan: EnginePlan, checks: KernelChecks, measured: Peaks) -> Iterator[Advice]:
+def advices(plan: EnginePlan, checks: KernelChecks, measured: Peaks | None) -> Iterator[Advice]:
     own, is_host = gpu(), plan.target.devices[0].platform == "cpu"
     for name in sorted(refused_by(checks)):
         yield Advice(True, f"{name} did not pass its check: report it with the line above")
@@ -177,9 +177,9 @@ def of_gpu(own: Gpu, plan: EnginePlan) -> Iterator[Advice]:
         )
 
 
-def of_rates(measured: Peaks, vendor: Peaks | None) -> Iterator[Advice]:
+def of_rates(measured: Peaks | None, vendor: Peaks | None) -> Iterator[Advice]:
     """Name rates that are far below the vendor's."""
-    if vendor is None:
+    if measured is None or vendor is None:
         return
     for name, what in (("flops16", "products"), ("bandwidth", "memory")):
         share = getattr(measured, name) / getattr(vendor, name)
@@ -201,7 +201,8 @@ def render(facts: dict[str, Any]) -> str:
         ("flops32", "TFLOP/s", 1e12),
         ("bandwidth", "GB/s", 1e9),
     ):
-        rate = facts["rates"][name]
+        if (rate := facts["rates"].get(name)) is None:
+            continue
         beside = "" if rate["vendor"] is None else f" of the vendor's {rate['vendor'] / scale:.4g}"
         lines.append(f"{name:<12} {rate['measured'] / scale:.4g} {unit}{beside}")
     lines += [f"{'fault' if x['is_fault'] else 'advice':<12} {x['text']}" for x in facts["advice"]]

@@ -14,6 +14,7 @@ from cases.processors import NONE, PROCESSORS
 from cases.sampling import admit_jit, commit_jit, load_jit, sample_jit
 
 from duetto import SamplingParams, logits_processor
+from duetto.sampling import sample
 from duetto.sampling.accept import target_probs
 from duetto.sampling.custom import empty_history, knobs_of, processors_of, sources_of
 from duetto.sampling.params import knobs_row
@@ -44,6 +45,16 @@ def softmax(logits, history, knobs):
     return logits - jnp.log(pairwise_sum(jnp.exp(logits)[None])[0])
 
 
+class Scaled:
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, logits, history, knobs):
+        return logits * self.by
+
+    apply = __call__
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -60,6 +71,14 @@ def softmax(logits, history, knobs):
         ("no_module:f", "No module named 'no_module'"),
         (dict, "a function .logits, history, knobs. -> logits"),
         (3, "a function"),
+        (
+            functools.partial(counts, 2),
+            "a partial, a method or an object would hold are knobs of @logits_proc",
+        ),
+        (Scaled(2.0), "knobs of @logits_processor"),
+        (Scaled(2.0).apply, "knobs of @logits_processor"),
+        (jax.jit(functools.partial(counts, 2)), "knobs of @logits_processor"),
+        (abs, "knobs of @logits_processor"),
     ],
 )
 def test_what_is_not_pure_or_no_function_is_refused(given, message):
@@ -96,6 +115,30 @@ def test_processors_are_equal_where_they_compute_the_same():
     assert pickle.loads(pickle.dumps(one)) == one, "stored programs hold it"
 
 
+@pytest.mark.parametrize("library", [np, jnp])
+@pytest.mark.parametrize("as_arguments", [False, True])
+def test_constants_are_part_of_what_is_equal(library, as_arguments, monkeypatch):
+    """Also where the text of a program has none of them, as if jax made them arguments."""
+    if as_arguments:
+        monkeypatch.setattr(jax.stages.Lowered, "as_text", lambda *_: "")
+
+    def digest(table):
+        inner = jax.jit(lambda x: x + table)
+        looped = lambda x, *_: jax.lax.fori_loop(0, 2, lambda _, y: inner(y), x)
+        return processors_of([looped], V, S)[0].digest
+
+    one, other = (library.arange(V, dtype="float32") * by for by in (1, 2))
+    assert digest(one) == digest(one) != digest(other)
+    name = "jax_use_simplified_jaxpr_constants"
+    if name in jax.config.values:
+        before = jax.config.values[name]
+        try:
+            jax.config.update(name, True)
+            assert digest(one) == digest(one) != digest(other)
+        finally:
+            jax.config.update(name, before)
+
+
 def test_the_trace_outlives_a_change_of_what_it_was_made_of():
     constants = [1.0]
     (own,) = processors_of([lambda logits, history, knobs: logits + constants[0]], V, S)
@@ -111,7 +154,46 @@ def test_sources_name_the_file():
     ban, own = sources_of(["cases.processors:ban_at_first", counts])
     assert ban.startswith("logits_processors:ban_at_first ") and ":counts " in own
     assert ban.split()[1] != own.split()[1]
-    assert sources_of([functools.partial(counts)]) == sources_of([counts])
+    assert sources_of([jax.jit(softmax)])[0].startswith(sources_of([softmax])[0].split()[0])
+
+
+def test_sources_have_what_a_function_is_bound_to():
+    """Functions of one file, and one name, that compute different things."""
+    makers = [
+        boosting,
+        lambda c, by: lambda logits, history, knobs, c=c: logits * c + by,
+        lambda c, by: jax.jit(boosting(c, by)),
+        lambda c, by: boosting(np.arange(3) * c, by),
+        lambda c, by: boosting({"a": [c]}, by),
+        lambda c, by: boosting(functools.partial(counts, c), by),
+    ]
+    for make in makers:
+        one, same, other = (sources_of([make(c, 0.0)]) for c in (1.0, 1.0, 2.0))
+        assert one == same != other
+    assert sources_of([boosting(1.0, 0.0)]) != sources_of([boosting(1.0, 0.5)]), "a default of a knob"
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "/tmp/ipykernel_0/1.py"])
+def test_functions_of_a_prompt_are_known_by_their_code(file):
+    def typed(by, globals_=""):
+        space = {"__name__": "__main__"}
+        text = f"{globals_}\ndef f(logits, history, knobs):\n    return logits * {by}"
+        exec(compile(text, file, "exec"), space)  # noqa: S102 - as a prompt does
+        return space["f"]
+
+    one, same, other = (sources_of([typed(by)]) for by in (1.0, 1.0, 2.0))
+    assert one == same != other and one[0].startswith("__main__:f ")
+    assert sources_of([typed("K", "K = 1.0")]) != sources_of([typed("K", "K = 2.0")])
+    assert processors_of([typed(2.0)], V, S)[0].name == "f"
+
+
+def test_the_stages_are_made_once_for_all_functions(monkeypatch):
+    made, pipeline = [], sample.pipeline
+    monkeypatch.setattr(sample, "pipeline", lambda state: made.append(state) or pipeline(state))
+    logits, *where, state = Rows([None]).arguments(falling(3)[None])
+    rows = sample.rows_of(*map(jnp.asarray, where), state)
+    sample.in_turn(logits, rows, sample.who_wants(rows), sample.edits(state))
+    assert len(made) == 2, "once for who wants them, once for what they change"
 
 
 # ---------------------------------------------------------------- a request's numbers

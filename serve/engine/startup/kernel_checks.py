@@ -6,13 +6,13 @@ stored beside the programs; `duetto doctor` checks anew.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from threading import Thread
-from typing import Any, NamedTuple
+from threading import Event, Thread
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,9 @@ from ...runtime.compiled.shapes import Sizes
 MOST_OFF = {2: 2.0**-6, 4: 1e-4}  # of the largest number, by bytes of a number
 BEFORE, CHUNK = (150, 7), 96  # tokens in the cache of two rows, and of each in a prefill
 EXPERTS = 4  # that a product of experts is checked with, at most
-LIMIT = 300.0  # seconds in which a kernel is compiled and has run
+LIMIT = 300.0  # seconds in which a kernel that is compiled has run
+HUNG, EARLIER = "did not end within", "at an earlier start it"  # reasons begin with them
+T = TypeVar("T")
 
 
 class KernelCase(NamedTuple):
@@ -84,11 +86,17 @@ class KernelCheck:
 
     @property
     def raised(self) -> bool:
-        return self.ran and self.difference is None and not self.hung
+        return self.ran and self.difference is None and HUNG not in self.reason
 
     @property
     def hung(self) -> bool:
-        return self.difference is None and self.seconds >= LIMIT
+        """True if it has just been started and did not end, so its device may never be free again."""
+        return self.reason.startswith(HUNG)
+
+    @property
+    def kept(self) -> "KernelCheck":
+        """The result as later starts read it, which go on without a kernel that hung."""
+        return replace(self, reason=f"{EARLIER} {self.reason}") if self.hung else self
 
 
 KernelChecks = Mapping[str, KernelCheck]
@@ -96,11 +104,8 @@ KernelChecks = Mapping[str, KernelCheck]
 
 def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, anew: bool = False) -> KernelChecks:
     """Return what is known of each kernel that an engine would use, by kernel and sizes, checked now if no
-    start has done it, or `anew`. One line says each that is refused.
-
-    Raises RuntimeError for one that does not end, since its device may never be free again; the next start
-    does without it.
-    """
+    start has done it, or `anew`. One line says each that is refused. Behind one that hung, the last, nothing
+    is checked."""
     every = list(kernel_cases(config, params, sizes))
     if not every:
         return {}
@@ -110,14 +115,9 @@ def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, anew: bool
     found = {} if anew else executable_cache.read(key, dict[str, KernelCheck]) or {}
     if missing := [case for case in every if case.name not in found]:
         with progress.stage("checking kernels", len(missing), progress.PATIENCE) as done:
-            for case, check in zip(missing, all_checked(missing, device), strict=True):
-                found[case.name] = done(check)
-                if check.hung:
-                    break
+            found |= {case.name: done(check) for case, check in all_checked(missing, device)}
         # what raised is checked again by the next start, which may have more memory
-        executable_cache.write(key, {name: check for name, check in found.items() if not check.raised})
-        if hung := [case.name for case in missing if case.name in found and found[case.name].hung]:
-            raise RuntimeError(f"{hung[0]} did not end within {LIMIT:g} s: start again, without it")
+        executable_cache.write(key, {name: check.kept for name, check in found.items() if not check.raised})
     replaced = {case.kernel.name: case.kernel.replaced_by for case in every}
     for name, check in found.items():
         if check.reason:
@@ -131,46 +131,90 @@ def refused_by(found: KernelChecks) -> set[str]:
     return {check.kernel for check in found.values() if check.reason and check.ran}
 
 
-def all_checked(cases: list[KernelCase], device: Any) -> Iterator[KernelCheck]:
-    """Yield the checks of cases in their order. Threads run them, as they mostly compile, and outlive one
-    that does not end within LIMIT, behind which nothing is checked."""
-    futures: list[Future[KernelCheck]] = [Future() for _ in cases]
-    every = iter(zip(futures, cases, strict=True))
+def require_ended(found: KernelChecks) -> None:
+    """Raise RuntimeError for a kernel that hung. The next start does without it."""
+    for name, check in found.items():
+        if check.hung:
+            raise RuntimeError(f"{name} {check.reason}: start again, without it")
 
-    def work(every: Iterable[tuple[Future[KernelCheck], KernelCase]]) -> None:
+
+def all_checked(cases: list[KernelCase], device: Any) -> Iterator[tuple[KernelCase, KernelCheck]]:
+    """Yield cases with their checks, in their order, up to the first that hung. Threads compile them, and
+    outlive the caller; the kernels run one after the other, so one that hangs holds up no other's result."""
+    futures: list[Future[Callable[[], KernelCheck]]] = [Future() for _ in cases]
+    every, stopped = iter(list(zip(futures, cases, strict=True))), Event()
+
+    def work() -> None:
         for future, case in every:
-            future.set_result(checked(case, device))
+            if stopped.is_set():
+                return
+            future.set_result(compiled(case, device))
 
     for _ in range(min(executable_cache.cores() or 1, len(cases))):
-        Thread(target=work, args=(every,), name="kernel check", daemon=True).start()
-    for future, case in zip(futures, cases, strict=True):
-        try:
-            yield future.result(LIMIT)
-        except TimeoutError:
-            yield KernelCheck(case.kernel.name, f"did not end within {LIMIT:g} s", None, LIMIT)
+        Thread(target=work, name="kernel check", daemon=True).start()
+    for case in cases:
+        check = futures.pop(0).result()()  # popped, as it holds arrays of the device
+        if check.hung:
+            stopped.set()
+        yield case, check
+        if check.hung:
+            return
 
 
 def checked(case: KernelCase, device: Any = None) -> KernelCheck:
-    """Run a case once on a device, unless a rule refuses it. A reference that cannot run refuses nothing."""
+    """Compile a case and run it once on a device, unless a rule refuses it."""
+    return compiled(case, device)()
+
+
+def compiled(case: KernelCase, device: Any = None) -> Callable[[], KernelCheck]:
+    """Compute a case's reference and compile its kernel; return what runs it. A reference that cannot run
+    refuses nothing."""
+    refused = partial(KernelCheck, case.kernel.name)
     if case.reason is not None:
-        return KernelCheck(case.kernel.name, case.reason)
+        return partial(refused, case.reason)
     begin = time.perf_counter()
-    reason, difference = "", None
     with jax.default_device(device):  # a setting of each thread
         try:
             given = case.inputs()
             expected = jax.device_get(case.reference(*given))
         except Exception as error:  # noqa: BLE001 - such as memory that other work takes
             warn(f"{case.name} is not checked: {first_line(error)}")
-            return KernelCheck(case.kernel.name, seconds=time.perf_counter() - begin)
+            return partial(refused, seconds=time.perf_counter() - begin)
         try:
-            found = jax.device_get(case.run(*given))
-            difference, most = largest_difference(found, expected), MOST_OFF[min(found.dtype.itemsize, 4)]
-            if difference > most:
-                reason = f"it differs from the reference by {difference:.2g} of the largest number"
+            program = jax.jit(case.run).lower(*given).compile()
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the reference serves
-            reason = first_line(error)
-    return KernelCheck(case.kernel.name, reason, difference, time.perf_counter() - begin)
+            return partial(refused, first_line(error), None, time.perf_counter() - begin)
+    spent = time.perf_counter() - begin
+    return lambda: compared(case.kernel.name, lambda: jax.device_get(program(*given)), expected, spent)
+
+
+def compared(kernel: str, run: Callable[[], Any], expected: Any, spent: float) -> KernelCheck:
+    """Run a kernel that took `spent` seconds to compile, and compare its result."""
+    begin, reason, difference = time.perf_counter(), "", None
+    try:
+        found = in_time(run)
+        difference, most = largest_difference(found, expected), MOST_OFF[min(found.dtype.itemsize, 4)]
+        if difference > most:
+            reason = f"it differs from the reference by {difference:.2g} of the largest number"
+    except TimeoutError:
+        reason = f"{HUNG} {LIMIT:g} s"
+    except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the reference serves
+        reason = first_line(error)
+    return KernelCheck(kernel, reason, difference, spent + time.perf_counter() - begin)
+
+
+def in_time(run: Callable[[], T]) -> T:
+    """Return what a function returns. Raises TimeoutError after LIMIT; a thread goes on, perhaps for ever."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(run())
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            future.set_exception(error)
+
+    Thread(target=work, name="kernel run", daemon=True).start()
+    return future.result(LIMIT)
 
 
 def first_line(error: Exception) -> str:
@@ -237,9 +281,10 @@ def first_numbers(rank: int, rows: Array, _: Array) -> tuple[Array, Array]:
     return rows, rows[..., :rank]
 
 
-def on_cpu(x: Array) -> bool:
+def on_cpu() -> bool:
     """True where a kernel can only be interpreted."""
-    return next(iter(x.devices())).platform == "cpu"
+    own: Any = jax.config.values["jax_default_device"] or jax.local_devices()[0]
+    return getattr(own, "platform", own) == "cpu"  # the setting may be a platform's name
 
 
 def attention_inputs(
@@ -258,7 +303,7 @@ def attention_inputs(
 
 def by_pages(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
     """Attention by the kernel."""
-    return attention.attend_pages(q, pages, reading, on_cpu(q))
+    return attention.attend_pages(q, pages, reading, on_cpu())
 
 
 def by_blocks(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
@@ -289,7 +334,7 @@ def memory_cases(mixer: DeltaNet | Mamba) -> Iterator[KernelCase]:
 
 def step_in_place(pool: Array, place: memory.StatePages, x: Terms) -> Array:
     """New memories and outputs as numbers of one array, by the kernel."""
-    new, out = memory.step_pages(pool, place, x, on_cpu(pool))
+    new, out = memory.step_pages(pool, place, x, on_cpu())
     return jnp.concatenate([new[:, place.target].reshape(-1), out.reshape(-1)])
 
 
@@ -307,11 +352,11 @@ def expert_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
     experts = [layer.experts for layer in layers if isinstance(layer, MoE)]
     for w in (w for f in experts for w in (f.gate, f.up, f.down)) if dtype.itemsize == 2 else ():
         own = jax.tree.map(on_a_device, w)
+        shapes = own.factors if isinstance(own, Weight) else (own.shape,)
+        found = [case for shape in shapes for case in matrix_cases(shape, dtype)]
         if isinstance(own, Quantised) and (case := codes_case(own, dtype)) is not None:
-            found = [case]
-        else:
-            shapes = own.factors if isinstance(own, Weight) else (own.shape,)
-            found = [case for shape in shapes for case in matrix_cases(shape, dtype)]
+            # jax's kernel stands in where ours is refused; ours is given codes, never these matrices
+            found = [case, *(other for other in found if other.kernel != case.kernel)]
         cases |= {case.name: case for case in found if case.name not in cases}
     yield from cases.values()
 
@@ -337,7 +382,7 @@ def matrix_cases(shape: tuple[int, ...], dtype: Any) -> Iterator[KernelCase]:
         return x, numbers(1, few, dtype), jnp.asarray(counts, jnp.int32)
 
     def tiled(x: Array, w: Array, sizes: Array) -> Array:
-        return expert_tiles.multiply(x, expert_tiles.ExpertMatrices(w), sizes, interpret=on_cpu(x))
+        return expert_tiles.multiply(x, expert_tiles.ExpertMatrices(w), sizes, interpret=on_cpu())
 
     own, reason = expert_tiles.EXPERTS, None
     if not expert_tiles.can_tile(dtype, few):
@@ -364,7 +409,7 @@ def codes_case(w: Quantised, dtype: Any) -> KernelCase | None:
         return numbers(0, (sum(counts), shape[1]), dtype), own, jnp.asarray(counts, jnp.int32)
 
     def run(x: Array, own: Quantised, sizes: Array) -> Array:
-        return ragged_by_kernel(x, own, sizes, interpret=on_cpu(x))
+        return ragged_by_kernel(x, own, sizes, interpret=on_cpu())
 
     def reference(x: Array, own: Quantised, sizes: Array) -> Array:
         return jax.lax.ragged_dot(x, own.widened(dtype), sizes)

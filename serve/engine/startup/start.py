@@ -50,7 +50,7 @@ from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
 from .cpu_kernels import build_kernels
 from .dtype import check_cache
-from .kernel_checks import KernelChecks, check_kernels, refused_by
+from .kernel_checks import KernelChecks, check_kernels, refused_by, require_ended
 from .mesh import check_experts, layout_of, spread
 from .stages import with_head
 
@@ -107,6 +107,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
     kernels = check_kernels(config, params, sizes)
+    require_ended(kernels)
     programs = kind_of(everything)(phases, everything, sizes, shapes, early, refused_of(kernels))
     state, aim = (
         programs.empty(everything),

@@ -10,7 +10,7 @@ from cases.gpus import traced_for
 from duetto.cpu_kernels.library import library
 from duetto.serve.cli import doctor
 from duetto.serve.cli.main import main
-from duetto.serve.engine.startup.kernel_checks import KernelCheck
+from duetto.serve.engine.startup.kernel_checks import HUNG, KernelCheck
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import EnginePlan, plan_job
 from duetto.serve.planner.roofline import targets
@@ -60,6 +60,16 @@ def test_a_kernel_that_did_not_pass_is_a_fault(capsys, monkeypatch: pytest.Monke
     text = capsys.readouterr().out
     assert "attention_decode 6/2 heads: not used: it lies" in text
     assert "attention_prefill 6/2 heads: used; off by 1.0e-03 of the largest number" in text
+
+
+def test_a_kernel_that_hangs_is_reported_and_its_device_not_measured(capsys, monkeypatch: pytest.MonkeyPatch):
+    hung = {"attention_decode 6/2 heads": KernelCheck("attention_decode", f"{HUNG} 300 s", None, 301.0)}
+    monkeypatch.setattr(doctor, "check_kernels", lambda *_, anew: hung)
+    monkeypatch.setattr(targets, "measured_peaks", lambda: pytest.fail("it would never end"))
+    facts = found(capsys)
+    assert facts["code"] == 1 and facts["rates"] == {} and set(facts["kernels"]) == set(hung)
+    assert main(["doctor"]) == 1
+    assert "not used: did not end within 300 s" in capsys.readouterr().out
 
 
 def test_a_gpu_that_jax_does_not_use_is_a_fault(capsys, monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 """Kernels that fail or lie are refused at the start, which goes on with the reference."""
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from threading import Event
@@ -30,6 +31,7 @@ from duetto.serve.engine.startup.kernel_checks import (
     checked,
     kernel_cases,
     refused_by,
+    require_ended,
 )
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
@@ -149,6 +151,20 @@ def test_products_that_only_a_gpu_can_run_are_named(hopper: None, monkeypatch: p
     assert tilings and len(set(tilings)) == len(tilings)
 
 
+def test_codes_are_checked_with_the_kernel_that_may_stand_in(hopper: None, monkeypatch: pytest.MonkeyPatch):
+    """Where ours is refused, experts' codes are widened for jax's kernel."""
+    monkeypatch.setattr(grouped, "kernel", lambda: grouped)
+    config, params = model(HEADS, Experts(8, 2, 192))
+    cases = list(kernel_cases(config, quantize_params(params, "int8"), SIZES))
+    names = [case.name for case in cases if case.kernel.name.startswith("expert")]
+    assert names == [
+        "expert_tiles 128x192, bfloat16, int8, 1x192 scales in float32",
+        "expert_product 128x192, bfloat16",
+        "expert_tiles 192x128, bfloat16, int8, 1x128 scales in float32",
+        "expert_product 192x128, bfloat16",
+    ]
+
+
 def test_rules_are_told_apart_from_checks():
     with traced_for("t4"):
         every = [checked(case) for case in kernel_cases(*model(HEADS, dtype="float16"), SIZES)]
@@ -209,17 +225,43 @@ def test_a_later_start_reads_what_was_found(hopper: None, monkeypatch: pytest.Mo
 def test_a_kernel_that_hangs_ends_the_start_and_is_not_tried_again(
     hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ):
-    free, given = Event(), (*model(HEADS), SIZES)
+    free, ran, given = Event(), [], (*model(HEADS), SIZES)
     monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
     monkeypatch.setattr(kernel_checks, "LIMIT", 0.3)
+
+    def waits(x: Any) -> Any:
+        ran.append(x.shape)
+        free.wait()
+        return x
+
     with monkeypatch.context() as patch:
-        patch.setattr(attention, "attend_pages", lambda *_: free.wait())
-        with pytest.raises(RuntimeError, match="attention_decode .* did not end within 0.3 s: start again"):
-            check_kernels(*given)
+        patch.setattr(attention, "attend_pages", lambda q, *_: jax.pure_callback(waits, q, q))
+        found = check_kernels(*given)
         free.set()
+    assert [check.kernel for check in found.values()] == ["attention_decode"]
+    assert len(ran) == 1, "nothing is checked behind it"
+    with pytest.raises(RuntimeError, match="attention_decode .* did not end within 0.3 s: start again"):
+        require_ended(found)
     monkeypatch.setattr(kernel_checks, "LIMIT", 300.0)
     found = check_kernels(*given)
     assert refused_by(found) == {"attention_decode"} and len(found) == 2
+    require_ended(found)
+    assert check_kernels(*given) == found
+
+
+def test_a_slow_compilation_is_no_kernel_that_hangs(
+    hopper: None, nowhere: None, monkeypatch: pytest.MonkeyPatch
+):
+    kernel = attention.attend_pages
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(1.5)
+        return kernel(*given)
+
+    monkeypatch.setattr(attention, "attend_pages", slowly)
+    monkeypatch.setattr(kernel_checks, "LIMIT", 1.4)
+    found = check_kernels(*model(HEADS), SIZES)
+    assert len(found) == 2 and not refused_by(found)
 
 
 def test_what_any_process_has_refused_is_refused_in_all(monkeypatch: pytest.MonkeyPatch):
