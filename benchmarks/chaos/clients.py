@@ -3,7 +3,7 @@
 import asyncio
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class Client:
         self._on_end(self.ask)
         self.ended = self.loop.time()
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             if self.status:
                 raise Violation(f"request {self.ask.number} was answered twice")

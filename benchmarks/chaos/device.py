@@ -115,7 +115,8 @@ class ChaosPrograms(NullPrograms):
         target = SimpleNamespace(vocab_size=VOCAB)
         config = SimpleNamespace(target=target, windows=tuple(windows), boundary=None, block=1, layers=())
         super().__init__(config, sizes)
-        self.same_bits, self.fail, self.ran = same_bits, None, 0
+        self.same_bits, self.ran = same_bits, 0
+        self.fail: str | None = None
         self.slots: dict[int, Slot] = {}
         self.masks: dict[
             int, tuple[int, list[int]]

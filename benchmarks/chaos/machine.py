@@ -2,7 +2,7 @@
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from duetto.serve.kv.offload.disk import PAGES, DiskTier
 from duetto.serve.kv.offload.host import HostTier
 from duetto.serve.kv.offload.later import WriteBehindTier
 from duetto.serve.kv.offload.mover import PageMover
-from duetto.serve.kv.offload.tier import Tier, TierChain
+from duetto.serve.kv.offload.tier import Key, Tier, TierChain
 from duetto.serve.kv.offload.tiering import KVOffloader
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.equal_bits.classes import ShapeClasses
@@ -112,12 +112,12 @@ class ChaosMover(PageMover):
             self.run(job)
         self._wake()
 
-    def offer(self, *args: Any) -> None:
-        super().offer(*args)
+    def offer(self, keys: Sequence[Key], leaves: Any) -> None:
+        super().offer(keys, leaves)
         self._wake()
 
-    def fetch(self, *args: Any) -> None:
-        super().fetch(*args)
+    def fetch(self, keys: Sequence[Key], ticket: Any, patience: float) -> None:
+        super().fetch(keys, ticket, patience)
         self._wake()
 
     def wait(self) -> None:

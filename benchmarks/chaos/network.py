@@ -43,12 +43,13 @@ class SimulatedTransport(asyncio.Transport):
     def pause_reading(self) -> None: ...
     def resume_reading(self) -> None: ...
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._is_closing or not data:
             return
+        data = bytes(data)
         if self._network.cuts and self._process is not None and b"\n\n" in data:
             self._network.cuts -= 1
-            self._send(self.peer.arrived, bytes(data[: self._border(data)]))
+            self._send(self.peer.arrived, data[: self._border(data)])
             return self.abort()
         at = self._border(data) if self._random.random() < SPLIT else 0
         for piece in filter(None, (bytes(data[:at]), bytes(data[at:]))):

@@ -137,7 +137,7 @@ class ServerConnection(asyncio.Protocol):
         self._data += data
         head, end, body = self._data.partition(b"\r\n\r\n")
         lines = head.split(b"\r\n")
-        headers = [tuple(line.split(b": ", 1)) for line in lines[1:]]
+        headers = [(name, value) for name, _, value in (line.partition(b": ") for line in lines[1:])]
         size = int(dict(headers).get(b"content-length", b"0")) if end else 0
         if end and len(body) >= size and not self._begun:
             self._begun = True

@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--output", type=Path, help="file for the figures")
     options = parser.parse_args()
-    found = {"naming_microseconds": naming(), "bytes_of_a_prefix": bytes_of_a_prefix()}
+    found: dict[str, Any] = {"naming_microseconds": naming(), "bytes_of_a_prefix": bytes_of_a_prefix()}
     found["placements"] = list(measured())
     text = json.dumps(found, indent=1)
     print(text)

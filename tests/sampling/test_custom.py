@@ -190,8 +190,8 @@ def test_functions_of_a_prompt_are_known_by_their_code(file):
 def test_the_stages_are_made_once_for_all_functions(monkeypatch):
     made, pipeline = [], sample.pipeline
     monkeypatch.setattr(sample, "pipeline", lambda state: made.append(state) or pipeline(state))
-    logits, *where, state = Rows([None]).arguments(falling(3)[None])
-    rows = sample.rows_of(*map(jnp.asarray, where), state)
+    logits, position, slot, live, state = Rows([None]).arguments(falling(3)[None])
+    rows = sample.rows_of(jnp.asarray(position), jnp.asarray(slot), jnp.asarray(live), state)
     sample.in_turn(logits, rows, sample.who_wants(rows), sample.edits(state))
     assert len(made) == 2, "once for who wants them, once for what they change"
 

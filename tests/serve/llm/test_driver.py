@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any, cast
@@ -134,7 +135,7 @@ def test_an_idle_driver_ends_with_its_owner():
     session = Session(cast(Any, Counting()))
     driver, alive = Driver(session), weakref.ref(session)
     assert asyncio.run(streamed(driver, session)) == [7] * TOKENS
-    thread = driver._thread
+    thread = cast(threading.Thread, driver._thread)
     del driver, session
     gc.collect()
     thread.join(60)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from duetto.serve.host.blob_store import ABANDONED
+from duetto.serve.host.blob_store import ABANDONED, FileEntry
 from duetto.serve.kv.offload.disk import FOLDERS, PAGES, DiskTier, place_at
 from duetto.serve.kv.offload.host import HostTier
 from duetto.serve.kv.offload.tier import TierChain, key_of
@@ -90,7 +90,7 @@ def test_what_is_written_during_a_refresh_is_there_after_it(tmp_path, monkeypatc
     second = next(i for i in range(1, 10_000) if tier.file(key(i)).startswith(folder))
     files = tier.blobs._scan
 
-    def meanwhile(place: str) -> list[tuple[float, str, int]]:
+    def meanwhile(place: str) -> list[FileEntry]:
         found = files(place)
         tier.offer(key(second), content(second))
         return found
