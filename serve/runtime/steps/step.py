@@ -164,7 +164,7 @@ def sample_last(
     wanted = (batch.count > 0) & (position >= slots.known[batch.slot])
     seats, most = slots.live.shape[0], len(rows)
     # one row of a slot samples at most; of a probe, whose rows have one slot, the last
-    if most > seats and not on_several_devices(hidden):
+    if hidden.shape[1] > 1 and most > seats and not on_several_devices(hidden):
         rows = jnp.argsort(wanted, stable=True)[-seats:].astype(jnp.int32)
         last, position, wanted = last[rows], position[rows], wanted[rows]
         batch = replace(batch, slot=batch.slot[rows])

@@ -6,7 +6,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from cases import requests
 from conftest import ROOT, random_model
 
 from duetto import LLM, SamplingParams
@@ -56,7 +55,7 @@ def test_edges_that_cannot_be_are_refused():
         best_edges([5], 1, 512)
 
 
-SIZES = requests.SIZES | {"enable_prefix_caching": False}
+SIZES = {"max_num_seqs": 3, "max_prefill_tokens": 64, "enable_prefix_caching": False}
 
 
 @pytest.fixture(scope="module")

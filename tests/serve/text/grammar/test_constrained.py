@@ -237,7 +237,7 @@ class Scripted:
 def guessing(serve):
     """Seven guesses a row, and so few pages that requests are preempted."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
-    sizes = {"max_batched_token_mem": 320, "page_size": 16}
+    sizes = {"max_model_len": 230, "max_batched_token_mem": 240, "page_size": 16, "max_num_seqs": 4}
     with serve(**sizes, max_prefill_tokens=32, decode_steps=1, speculative_config=config) as llm:
         yield llm
 
