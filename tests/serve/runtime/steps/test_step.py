@@ -11,6 +11,7 @@ import pytest
 from duetto import SamplingParams
 from duetto.kvcache.pages import Batch, empty_cache
 from duetto.sampling.params import knobs_row
+from duetto.serve.runtime.steps import step
 from duetto.serve.runtime.steps.scoring import NEVER
 from duetto.serve.runtime.steps.step import Seat, decode, empty_slots, prefill, seat, verify
 
@@ -151,3 +152,20 @@ def test_stop_ids_and_the_end_stop_on_the_device(tiny):
     found += ended.run(decode, [-1] * 4)[0]
     assert found == want[:3]
     assert not bool(ended.slots.live[SLOT])
+
+
+@pytest.mark.parametrize("tokens, logits", [(1, 8), (16, 8), (64, 8)])
+def test_rows_of_a_step_that_get_logits(tiny, monkeypatch, tokens, logits):
+    """Decode keeps its width at fewer slots; a prefill has at least as many rows as change no bit."""
+    seen, unembed = [], step.unembed
+    monkeypatch.setattr(
+        step, "unembed", lambda p, c, hidden: seen.append(len(hidden)) or unembed(p, c, hidden)
+    )
+    rows, one = np.zeros(8, np.int32), np.ones(8, np.int32)
+    batch = jax.tree.map(
+        jnp.asarray, Batch(np.zeros((8, tokens), np.int32), rows, one, (np.zeros((8, 2), np.int32),), rows)
+    )
+    hidden = jax.ShapeDtypeStruct((8, tokens, tiny.config.hidden_size), jnp.float32)
+    slots = empty_slots(1, tiny.config.vocab_size)
+    jax.eval_shape(lambda h: step.sample_last(tiny.params, tiny.config, slots, batch, h), hidden)
+    assert seen == [logits]
