@@ -96,7 +96,7 @@ def test_a_process_keeps_its_library_if_another_is_built_beside_the_sources(abse
 @pytest.mark.skipif(not library.library().isas, reason=library.library().refusal or "there are kernels")
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(library, "VERSION", build.VERSION + 1)
-    built = (build.HERE / build.LIBRARY).read_bytes()
+    built = build.library_file().read_bytes()
     (tmp_path / "kernels.so").write_bytes(built)
     found = library.library(tmp_path / "kernels.so")
     assert not found.isas

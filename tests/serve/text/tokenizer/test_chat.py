@@ -104,7 +104,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
         ),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]}],
-            r"tool_calls\[0\].function.arguments is not valid JSON: .*recursion",
+            r"tool_calls\[0\].function.arguments is not valid JSON: it is nested too deeply",
         ),
     ],
 )
