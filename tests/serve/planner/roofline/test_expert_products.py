@@ -25,7 +25,7 @@ WIDE, NARROW = Shape("decode", 64, 1), Shape("decode", 8, 1)
 MOST = {
     ("h200", "30b-a3b", WIDE): (1.07, 192),
     ("h200", "30b-a3b", NARROW): (1.04, 32),
-    ("h200", "30b-a3b", Shape("prefill", 1, 512)): (1.11, 42),
+    ("h200", "30b-a3b", Shape("prefill", 1, 512)): (1.11, 46),
     ("a100", "30b-a3b", WIDE): (1.06, 192),
     ("a100", "30b-a3b", NARROW): (1.04, 32),
     ("l4", "30b-a3b", WIDE): (1.06, 192),
