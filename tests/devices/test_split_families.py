@@ -54,7 +54,7 @@ SPLIT = [(name, WHOLE) for name in MIXTURES] + [(name, PARTS) for name in LAYERS
 def greedy(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two shapes, which neither draw nor score: half of the time that programs take to trace."""
     assert jax.device_count() == 2
-    monkeypatch.setattr(start, "table", lambda *_: SHAPES)
+    monkeypatch.setattr(start, "shapes_of", lambda *_: SHAPES)
     monkeypatch.setattr(sampling, "choose", lambda logits, *_: sampling.argmax(logits))
     monkeypatch.setattr(scoring, "score_prompt", unscored)
 

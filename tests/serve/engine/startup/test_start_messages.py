@@ -159,7 +159,7 @@ def test_kernels_of_a_cpu_that_multiply_nothing_are_told(tiny, monkeypatch, capf
         raise InterruptedError
 
     monkeypatch.setattr(prepared, "library", lambda: KernelLibrary(("avx2",)))
-    monkeypatch.setattr(loading, "table", stop)
+    monkeypatch.setattr(loading, "shapes_of", stop)
     params = jax.tree.map(lambda x: x.astype("float16"), tiny.params)
     with pytest.raises(InterruptedError):
         loading.start_engine(tiny.config, params, EngineOptions(cpu_kernels=True))
