@@ -139,27 +139,27 @@ def sources_of(given: Sequence[Any] | None) -> list[str]:
     found = []
     for function in map(function_of, given or ()):
         own, hashed = inspect.unwrap(function), sha256()
-        for part in told(function, set()), told(getattr(function, ATTRIBUTE, None), set()):
+        for part in as_text_of(function, set()), as_text_of(getattr(function, ATTRIBUTE, None), set()):
             hashed.update(part.encode())
         found.append(f"{own.__module__}:{own.__qualname__} {hashed.hexdigest()}")
     return found
 
 
-def told(value: Any, seen: set[int]) -> str:
+def as_text_of(value: Any, seen: set[int]) -> str:
     """Return a value of a function as text that is the same in all processes. One that has no such text is
     its type's name."""
     if inspect.isfunction(value) or hasattr(value, "__wrapped__"):
         return "" if id(value) in seen else source_of(value, seen | {id(value)})
     if inspect.iscode(value):
-        return told([value.co_code, value.co_names, value.co_varnames, *value.co_consts], seen)
+        return as_text_of([value.co_code, value.co_names, value.co_varnames, *value.co_consts], seen)
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
         return f"{value.dtype}{value.shape}{sha256(np.asarray(value).tobytes()).hexdigest()}"
     if isinstance(value, Mapping):
-        return told([*value.items()], seen)
+        return as_text_of([*value.items()], seen)
     if isinstance(value, partial):
-        return told([value.func, value.args, value.keywords], seen)
+        return as_text_of([value.func, value.args, value.keywords], seen)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(told(x, seen) for x in value)}]"
+        return f"[{', '.join(as_text_of(x, seen) for x in value)}]"
     is_plain = value is None or isinstance(value, (bool, int, float, complex, str, bytes))
     return repr(value) if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
 
@@ -168,14 +168,14 @@ def source_of(function: Any, seen: set[int]) -> str:
     """Return a hash of a function's file, or its code if it is of a notebook or a prompt, with the values
     that it is bound to."""
     if not inspect.isfunction(function):
-        return told(function.__wrapped__, seen)
+        return as_text_of(function.__wrapped__, seen)
     code, bound_to = function.__code__, inspect.getclosurevars(function)
     try:
         text = sha256(Path(code.co_filename).read_bytes()).hexdigest()
     except (OSError, ValueError):  # there is no file that would have the globals
-        text = told([code, bound_to.globals], seen)
+        text = as_text_of([code, bound_to.globals], seen)
     values = bound_to.nonlocals, function.__defaults__, function.__kwdefaults__
-    return told([code.co_qualname, text, values, getattr(function, "__wrapped__", None)], seen)
+    return as_text_of([code.co_qualname, text, values, getattr(function, "__wrapped__", None)], seen)
 
 
 def processors_of(given: Sequence[Any] | None, V: int, S: int) -> tuple[LogitsProcessor, ...]:
