@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from benchmarks.chaos.device import BROKEN, VOCAB, Oracle, token_after
-from benchmarks.chaos.faults import DISK, ENGINE, PREFILL, Fault, drawn
+from benchmarks.chaos.faults import ENGINE, LOCAL, PREFILL, Fault, drawn
 from benchmarks.chaos.handed import LossyService, PrefillSide
 from benchmarks.chaos.machine import Machine, MachineConfig, Violation, audit, audit_end
 from benchmarks.chaos.world import SimulatedLoop, hashed
@@ -202,23 +202,15 @@ class Alone:
 
     async def strike(self, fault: Fault) -> None:
         await asyncio.sleep(fault.at)
-        machine, disk = self.machine, self.machine.disk
+        machine = self.machine
         match fault.kind:
-            case kind if kind in DISK:
-                setattr(disk, f"is_{kind}", True)
-                await asyncio.sleep(fault.seconds)
-                setattr(disk, f"is_{kind}", False)
-            case "device" | "device_read":
-                machine.programs.fail = "dispatch" if fault.kind == "device" else "read"
+            case kind if kind in LOCAL:
+                await machine.strike(fault)
             case "weights":
                 machine.replace_weights(fault.number % ENGINE_NUMBERS)
                 audit(machine.engine)
             case "sleep":
                 await self._sleep(fault)
-            case "clock":
-                disk.jump += (fault.number % 20_000) - 10_000
-            case "rot":
-                disk.rot()
             case kind if kind in PREFILL and self.side is not None:
                 self.side.strike(fault)
             case _:

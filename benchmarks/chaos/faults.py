@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 DISK = "full", "broken", "slow"  # states of a disk that last a while
+LOCAL = *DISK, "device", "device_read", "rot", "clock"  # of one machine, whose process goes on
 ENGINE = (
     *DISK,
     "rot",

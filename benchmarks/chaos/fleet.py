@@ -11,7 +11,7 @@ from benchmarks.chaos.alone import family
 from benchmarks.chaos.clients import Asked, Client, Verdict
 from benchmarks.chaos.device import VOCAB, Oracle
 from benchmarks.chaos.fairness import FairnessMonitor
-from benchmarks.chaos.faults import DISK, FLEET, Fault, drawn
+from benchmarks.chaos.faults import DISK, FLEET, LOCAL, Fault, drawn
 from benchmarks.chaos.machine import Machine, MachineConfig, Violation, audit_end
 from benchmarks.chaos.network import Network
 from benchmarks.chaos.server import ChaosReplica
@@ -119,18 +119,10 @@ class Fleet:
         await asyncio.sleep(fault.at)
         self.struck.append(fault)
         replica = self.replicas[fault.machine]
-        machine, disk = replica.machine, replica.machine.disk
+        machine = replica.machine
         match fault.kind:
-            case kind if kind in DISK:
-                setattr(disk, f"is_{kind}", True)
-                await asyncio.sleep(fault.seconds)
-                setattr(disk, f"is_{kind}", False)
-            case "device" | "device_read":
-                machine.programs.fail = "dispatch" if fault.kind == "device" else "read"
-            case "rot":
-                disk.rot()
-            case "clock":
-                disk.jump += (fault.number % 20_000) - 10_000
+            case kind if kind in LOCAL:
+                await machine.strike(fault)
             case "cut" if fault.number % 2:
                 self.network.cut(Random(fault.number))
             case "cut":

@@ -1,5 +1,6 @@
 """A machine of the simulation: its disk, and the engine of the process that runs on it."""
 
+import asyncio
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 from benchmarks.chaos.device import ChaosPrograms, ChaosTransfers, number_of, weights_of
 from benchmarks.chaos.disk import SimulatedDisk
+from benchmarks.chaos.faults import DISK, Fault
 from benchmarks.chaos.world import Process, SimulatedLoop
 from duetto.kvcache.tables import window_pages
 from duetto.serve.engine.core.engine import Engine
@@ -221,6 +223,20 @@ class Machine:
         self.mover.wait()
         self.process.context.copy().run(self.engine.close)
         self.process.kill()
+
+    async def strike(self, fault: Fault) -> None:
+        """Let a fault happen that is the machine's alone."""
+        match fault.kind:
+            case kind if kind in DISK:
+                setattr(self.disk, f"is_{kind}", True)
+                await asyncio.sleep(fault.seconds)
+                setattr(self.disk, f"is_{kind}", False)
+            case "device" | "device_read":
+                self.programs.fail = "dispatch" if fault.kind == "device" else "read"
+            case "clock":
+                self.disk.jump += (fault.number % 20_000) - 10_000
+            case _:
+                self.disk.rot()
 
     def replace_weights(self, number: int) -> None:
         """Let the running engine have other weights; requests go on with them."""
