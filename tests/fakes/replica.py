@@ -10,7 +10,8 @@ EVENT = 'data: {{"id": "{}", "choices": [{{"index": 0, "text": "{} "}}]}}\n\n'
 
 class FakeReplica:
     """Says the numbers from 0 on, a token each, as a stream that can go on elsewhere; `dies_after` so many of
-    its own it goes away in the middle of an event, and `hangs_after` so many it says nothing more."""
+    its own it goes away in the middle of an event, and `hangs_after` so many it says nothing more. Unless it
+    `ends` its answers it says nothing behind the last event of a stream."""
 
     def __init__(self, tokens: int = 6):
         self.tokens, self.status, self.is_ready, self.is_alive = tokens, 200, True, True
@@ -18,6 +19,7 @@ class FakeReplica:
         self.realm = "one"  # what its tokens follow from; empty: it does not name it
         self.dies_after: int | None = None
         self.hangs_after: int | None = None
+        self.ends = True  # its answers, behind their last events
         self.garbage: list[bytes] = []  # each is sent once, in place of an answer
         self.asked: list[dict[str, Any]] = []
         self.headers: list[str] = []
@@ -99,6 +101,8 @@ class FakeReplica:
             await self._say(writer, ": ping\n\n" + event + comment)
         last = json.dumps({"said": list(range(self.tokens))}) if is_whole else "[DONE]"
         await self._say(writer, f"data: {last}\n\n" + (": end\n\n" if "outputs" in resume else ""))
+        if not self.ends:
+            await asyncio.Event().wait()
         writer.write(b"0\r\n\r\n")
 
     async def _say(self, writer: asyncio.StreamWriter, text: str) -> None:

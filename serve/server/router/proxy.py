@@ -1,7 +1,7 @@
 """A request through the router: to a replica, and to another one if that is lost."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -262,8 +262,8 @@ class Proxy:
         """Send a whole answer that arrives as the last event of a stream of its tokens."""
         stream = request.stream
         assert stream is not None
-        async with aclosing(connection.pieces()) as pieces:
-            events = await joined(stream.take(piece) async for piece in pieces)
+        async with aclosing(passed(connection, stream)) as pieces:
+            events = await joined(pieces)
         body = first_data(events + stream.held)
         if not stream.is_whole and not (last and body):
             raise ConnectionLost("the answer has ended before it was whole")
@@ -282,13 +282,24 @@ class Proxy:
         if not request.has_head:
             await begin(request, 200, headers_of(connection), send)
         own = stream or PassThroughStream()
-        async with aclosing(connection.pieces()) as pieces:
-            async for piece in pieces:
-                if passed := own.take(piece):
-                    await send({"type": "http.response.body", "body": passed, "more_body": True})
+        async with aclosing(passed(connection, own)) as pieces:
+            async for events in pieces:
+                if events:
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
         if stream is not None and not stream.is_whole and not last:
             raise ConnectionLost("the stream has ended before its last event")
         await send({"type": "http.response.body", "body": own.held})
+
+
+async def passed(
+    connection: HttpConnection, stream: ResumableStream | PassThroughStream
+) -> AsyncGenerator[bytes]:
+    """Yield what can be passed on of each piece of a stream, until it is whole or its replica ends it."""
+    async with aclosing(connection.pieces()) as pieces:
+        async for piece in pieces:
+            yield stream.take(piece)
+            if stream.is_whole:
+                return
 
 
 async def begin(request: ProxyRequest, status: int, headers: Headers, send: Send) -> None:

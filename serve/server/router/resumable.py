@@ -33,6 +33,8 @@ class EventPieces:
 class PassThroughStream:
     """Passes whole events on; the stream ends where its replica's does."""
 
+    is_whole = False  # known only once the replica has ended it
+
     def __init__(self):
         self._pieces = EventPieces()
 
@@ -75,9 +77,9 @@ class ResumableStream:
         return msgspec.json.encode(self._body | {"resume": {"id": self.id, "created": self._created} | known})
 
     def forget(self) -> None:
-        """Drop the tokens: the next replica begins the answer anew."""
-        assert not self._events, "the client has events of it"
-        self._outputs, self.realm = [], ""
+        """Drop tokens and events, of which the client has received none: the next replica begins the answer
+        anew."""
+        self._outputs, self._events, self.realm = [], 0, ""
 
     def begin(self) -> None:
         """Begin to read a replica's answer, or its continuation."""

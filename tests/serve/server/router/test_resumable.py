@@ -75,3 +75,12 @@ def test_events_that_are_passed_on_are_not_held(monkeypatch):
     stream.begin()
     assert stream.take(b"data: B\n\n" + b"a" * 80) == b""
     assert stream.held == b"data: B\n\n"
+
+
+def test_an_answer_that_begins_anew_has_no_tokens_and_no_events():
+    """Events of a whole answer count as they are read, and the client has none of them before its end."""
+    stream = ResumableStream({})
+    assert stream.take(GOOD) == b"data: A\n\n"
+    stream.forget()
+    stream.begin()
+    assert resume(stream) == {"outputs": [], "events": 0, "realm": None}

@@ -86,6 +86,22 @@ def test_a_replica_that_hangs_is_lost(routing):
     routing(test, health_timeout=0.5)
 
 
+def test_nothing_is_awaited_behind_the_last_event(routing):
+    """A replica that is lost, or hangs, once its answer is whole costs the client nothing."""
+
+    async def test(router):
+        for fake in router.fakes:
+            fake.ends = False
+        async with asyncio.timeout(10):
+            assert said(await router.words()) == WHOLE
+            reply = await router.client.post("/v1/completions", json={"prompt": "x"})
+            assert reply.json() == {"said": list(range(6))}
+        assert router.proxy.resumed == router.proxy.retried == 0
+        assert all(not replica.jobs for replica in router.replicas)
+
+    routing(test)
+
+
 def test_what_has_not_begun_is_asked_again(routing):
     async def test(router):
         for fake in router.fakes[:2]:
