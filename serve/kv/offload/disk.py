@@ -12,7 +12,7 @@ from typing import Any
 from ....user_folders import refusal
 from ...host.blob_store import FILES, BlobFormat, BlobStore, DamagedBlobError, Files
 from ...host.streams import warn
-from .tier import Content, Counts, Key
+from .tier import Content, Counts, Key, Tier
 
 FOLDERS, DIGITS = 2, 40  # hexadecimal digits of a subfolder's and of a file's name: no folder has many files
 PAGES = BlobFormat(
@@ -46,7 +46,7 @@ def place_at(path: str | Path, argument: str) -> Path:
     return folder
 
 
-class DiskTier:
+class DiskTier(Tier):
     """Pages of a realm in a folder that is the user's alone. All files in it take at most `most_bytes`; with
     0 no pages are added. Files of other processes and realms are evicted like its own."""
 
@@ -92,14 +92,6 @@ class DiskTier:
     def refresh(self) -> None:
         """Find pages that other processes have kept, and forget those that they have evicted."""
         self.blobs.refresh()
-
-    def settle(self, until: float, most: int = 0) -> int:
-        """Return 0: pages are written when they are offered."""
-        return 0
-
-    def own(self) -> list[tuple[Key, Content]]:
-        """Return no pages: files outlive the process."""
-        return []
 
     def report(self) -> dict[str, Any]:
         return {"pages": len(self.blobs.sizes), "bytes": self.blobs.nbytes} | self.counts.report()

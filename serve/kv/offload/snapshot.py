@@ -47,16 +47,13 @@ def saved_at(path: str | Path) -> Path:
     """Return the folder of a saved cache of any realm. Raises ValueError where there is none."""
     folder = os.path.expanduser(path)
     try:
-        refused = "" if any(map(is_note, os.listdir(folder))) else "expected what save_cache has written"
+        has_note = any(name.startswith(NOTE) for name in os.listdir(folder))
+        refused = "" if has_note else "expected what save_cache has written"
     except (OSError, ValueError) as error:  # ValueError is a path's that no system has
         refused = getattr(error, "strerror", None) or str(error)
     if refused:
         raise ValueError(f"load_cache: no saved cache in {folder!r}: {refused}")
     return Path(folder)
-
-
-def is_note(name: str) -> bool:
-    return name.startswith(NOTE)
 
 
 def load(path: str | Path, realm: bytes) -> DiskTier:
