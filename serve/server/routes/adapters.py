@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ....fields import knob
+from ....lora.request import LoRARequest
 from ....refusals import shown
 from ...text.openai.errors import RequestError, flag, object_of
 from ...text.openai.schemas import Body
@@ -58,14 +59,14 @@ class Adapters:
         body = await self._body(request, LoadFields)
         name, path = text(body, "lora_name"), text(body, "lora_path")
         again = flag(body, "load_inplace", default=False)
-        self.service.require_adapters()
+        registry = self.service.require_adapters()
         if name in self.service.names:
             raise RequestError("invalid_request", f"{name!r} is the model's own name", "lora_name")
         if name in self.service.adapters and not again:
             reason = f"the adapter {name!r} has been loaded already: set load_inplace to load it again"
             raise RequestError("invalid_request", reason, "lora_name")
         try:
-            await asyncio.to_thread(self.service.load_adapter, name, path)
+            await asyncio.to_thread(lambda: registry.load(LoRARequest(name, registry.next_id(), path)))
         except ValueError as error:
             raise RequestError("invalid_request", str(error), "lora_path") from None
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
@@ -73,7 +74,7 @@ class Adapters:
     async def unload(self, request: Request) -> Response:
         name = text(await self._body(request, UnloadFields), "lora_name")
         try:
-            self.service.unload_adapter(name)
+            self.service.require_adapters().unload(name)
         except ValueError as error:
             raise HttpError(404, str(error), "adapter_not_found", "lora_name") from None
         return PlainTextResponse(f"Success: LoRA adapter {name!r} removed successfully.")

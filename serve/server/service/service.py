@@ -121,15 +121,6 @@ class Service:
             raise HttpError(400, "no adapters are served: set enable_lora")
         return registry
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Read an adapter and serve it under a name. Raises CheckpointError."""
-        registry = self.require_adapters()
-        registry.load(LoRARequest(name, registry.next_id(), path))
-
-    def unload_adapter(self, name: str) -> None:
-        """Remove an adapter. Raises ValueError for an unknown name, HttpError if no adapters are served."""
-        self.require_adapters().unload(name)
-
     # ------------------------------------------------------------ requests
 
     @asynccontextmanager
