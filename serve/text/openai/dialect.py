@@ -11,7 +11,7 @@ from ..grammar.compiled import within
 from ..tokenizer.reasoning import GAP, Reasoning, are_special
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.formats import format_named, template_format
-from ..tools.lark import Lark
+from ..tools.lark import Lark, quoted
 from ..tools.tool import Toolbox
 from ..tools.tool_parser import ToolFormat
 from .errors import RequestError
@@ -99,7 +99,7 @@ class Dialect:
             return ""
         marks = reasoning.marks
         if self._special(marks.end) is None:
-            thought = lark.rule("/(?s:.*)/", f"[suffix={lark.quoted(marks.end)}]")
+            thought = lark.rule("/(?s:.*)/", f"[suffix={quoted(marks.end)}]")
         else:
             thought = lark.rule(f"/(?s:.*)/ {lark.text(marks.end)}")
         thought = f"{thought} /\\n{{0,{GAP}}}/ "

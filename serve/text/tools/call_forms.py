@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from .lark import Lark
+from .lark import Lark, quoted
 from .stream_reader import Steps, TextReader, ToolCallArguments, ToolCallEnd, ToolCallStart
 from .tool import Tool, choices, read, refused, types_of
 
@@ -105,10 +105,6 @@ def decoded(text: str) -> str | None:
         return msgspec.json.decode(text, type=str)
     except msgspec.DecodeError:
         return None
-
-
-def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -230,11 +226,11 @@ class TaggedCall:
         text, is_whole = yield from reader.until(self.value[1])
         reader.consume()
         text = text.removeprefix(self.padding)
-        before, schema = f"{separator}{json.dumps(key, ensure_ascii=False)}: ", tool.schema(key)
+        before, schema = f"{separator}{quoted(key)}: ", tool.schema(key)
         if is_whole:
             yield ToolCallArguments(before + read(text.removesuffix(self.padding), schema, tool.parameters))
         elif "string" in types_of(schema, tool.parameters):
-            yield ToolCallArguments(before + json.dumps(text, ensure_ascii=False)[:-1])
+            yield ToolCallArguments(before + quoted(text)[:-1])
         else:
             yield ToolCallArguments(before + text)
         return is_whole
@@ -258,7 +254,7 @@ class TaggedCall:
         elif "string" not in types_of(schema, tool.parameters):
             value = f"{lark.json(tool.rooted(schema))} {lark.text(ending)}"
         else:
-            value = lark.rule("/(?s:.*)/", f"[suffix={lark.quoted(ending)}]")
+            value = lark.rule("/(?s:.*)/", f"[suffix={quoted(ending)}]")
         return f"{opening} {value} {lark.text(self.space)}"
 
 

@@ -11,6 +11,11 @@ WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 MARK = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # text that may be one token
 
 
+def quoted(text: str) -> str:
+    """Return a text as a string of Lark, which is one of JSON too."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 @dataclass
 class Lark:
     """The rules of a grammar. `special` returns the ids of special tokens, which no text becomes."""
@@ -24,10 +29,7 @@ class Lark:
 
     def _term(self, part: str) -> str:
         id = self.special(part) if MARK.fullmatch(part) else None
-        return self.quoted(part) if id is None else f"<[{id}]>"
-
-    def quoted(self, text: str) -> str:
-        return json.dumps(text, ensure_ascii=False)
+        return quoted(part) if id is None else f"<[{id}]>"
 
     def rule(self, terms: str, attributes: str = "") -> str:
         """Add a rule, and return its name."""

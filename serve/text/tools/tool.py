@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from .json_schema import DEFINITIONS, at, closed
+from .lark import quoted
 
 Choice = Literal["none", "auto", "required"]
 ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -88,7 +89,7 @@ def read(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         kind = kind_of(bare)
         if kind in allowed or (kind == "integer" and "number" in allowed):
             return bare
-    return json.dumps(text, ensure_ascii=False)
+    return quoted(text)
 
 
 def kind_of(text: str) -> str | None:
