@@ -88,14 +88,13 @@ class SnapshotRequest:
     def snapshot(self, revision: str | None, **how: Any) -> Path:
         from huggingface_hub import snapshot_download
 
-        left_out: list[str] = list(LEFT_OUT)
         found = snapshot_download(
             self.model,
             revision=revision,
             cache_dir=self.download_dir,
             token=self.token,
             allow_patterns=list(self.patterns),
-            ignore_patterns=left_out,
+            ignore_patterns=[*LEFT_OUT],
             **how,
         )
         return Path(found)

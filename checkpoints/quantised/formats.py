@@ -91,11 +91,7 @@ class BlockScaled(DerivedSource):
         if len(weight.shape) != 2:
             raise refuse(weight, "a matrix")
         rows, columns = weight.shape
-        shapes: dict[tuple[int, ...], tuple[int, int]] = {
-            (): weight.shape,
-            (1,): weight.shape,
-            (1, 1): weight.shape,
-        }
+        shapes: dict[tuple[int, ...], tuple[int, int]] = dict.fromkeys(((), (1,), (1, 1)), (rows, columns))
         shapes |= {(rows, 1): (1, columns), (rows,): (1, columns)}
         if block:
             shapes = {(-(-rows // block[0]), -(-columns // block[1])): block}

@@ -4,6 +4,7 @@ duetto buckets prompts.jsonl --programs 6      # edges for --prefill-buckets
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from ...checkpoints.hub import resolve
@@ -24,7 +25,7 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     from ..jobs.batch.job import BatchOptions
     from ..jobs.batch.lines import decode, task_of
     from ..jobs.batch.source import JobInput
-    from ..text.tokenizer.chat import apply_chat
+    from ..text.openai.tasks import prompt_ids
     from ..text.tokenizer.tokenizer import Tokenizer
 
     limit = BatchOptions().max_line_bytes
@@ -33,14 +34,7 @@ def lengths_of(file: str, folder: Path) -> list[tuple[int, int]]:
     with JobInput.open(file, limit) as source:
         for line in source.lines():
             task = task_of(decode(line, limit), {}, seed=0)
-            if isinstance(task.prompt, list):
-                ids = task.prompt
-            elif tokenizer is None:
-                raise ValueError(f"{folder} has no tokenizer: give prompts as token ids")
-            elif task.messages is not None:
-                ids = apply_chat(tokenizer, task.messages, **task.template_variables)
-            else:
-                ids = tokenizer.encode(task.prompt or "")
+            ids = prompt_ids(task, tokenizer, most=sys.maxsize)
             found.append((len(ids), task.params.max_tokens or 256))
     return found
 

@@ -74,21 +74,17 @@ class Answers:
         content = choices[0] if len(choices) == 1 else {"choices": choices}
         prompt = output.prompt_logprobs
         scores = {} if prompt is None else {"prompt_logprobs": [p and alternatives(p) for p in prompt]}
-        return {**name, "line": number, **without(content, "index"), "usage": usage(output), **scores}
+        content.pop("index", None)
+        return {**name, "line": number, **content, "usage": usage(output), **scores}
 
     def _plain_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
         choice = {"index": output.index, "text": output.text, **self.replies.ending(output, task)}
         if output.logprobs is None:
             return choice
-        return {
-            **choice,
+        return choice | {
             "token_ids": output.token_ids,
             "logprobs": [alternatives(p) for p in output.logprobs],
         }
-
-
-def without(record: dict[str, Any], name: str) -> dict[str, Any]:
-    return {k: v for k, v in record.items() if k != name}
 
 
 def encoded(record: dict[str, Any]) -> bytes:
