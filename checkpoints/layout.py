@@ -17,8 +17,6 @@ from .tensors import Joined
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, and its storage."""
-
     path: str
     spec: Spec
     stored: Stored

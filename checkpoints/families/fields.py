@@ -58,12 +58,10 @@ def integer(raw: Raw, name: str, default: Any = REQUIRED, most: int = MAX_COUNT)
 
 
 def layers(raw: Raw, name: str, default: Any = REQUIRED) -> Any:
-    """A number of layers."""
     return integer(raw, name, default, MAX_LAYERS)
 
 
 def experts(raw: Raw, name: str, default: Any = REQUIRED) -> Any:
-    """A number of experts."""
     return integer(raw, name, default, MAX_EXPERTS)
 
 

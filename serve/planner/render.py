@@ -25,7 +25,6 @@ PARTS = "weights", "cache", "slots", "temporaries", "total"  # of a device's mem
 
 
 def render(plan: EnginePlan, arguments: StepArguments, found: list[StagePlan]) -> str:
-    """The plan as text."""
     tiers = [render_tier(plan, tier) for tier in planned_tiers(plan, found[0].rows)]
     facts = [text for stage in found for text in render_facts(plan, stage)]
     parts = [head(plan), render_memory(plan, found), *tiers, *render_rows(plan, found), *facts]

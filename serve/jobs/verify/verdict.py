@@ -11,8 +11,6 @@ PROVED, DIFFERS, OPEN = 0, 1, 2  # exit codes: all proved, some differ, some can
 
 @dataclass
 class Verdict:
-    """The verdict on a request."""
-
     line: int  # its number, from 1
     id: str
     index: int  # of the completion

@@ -47,8 +47,6 @@ class WorkerBackend(Protocol):
 
 @dataclass
 class WorkerHandle:
-    """A worker and its requests."""
-
     worker: Any
     has: dict[str, WorkerRequest] = field(default_factory=dict)  # that were sent, by id
     new: list[WorkerRequest] = field(default_factory=list)  # to be sent

@@ -17,8 +17,6 @@ ENOUGH, MOST = 0.05, 1.0
 
 
 class WorkerRequest(NamedTuple):
-    """A request that is sent to a worker."""
-
     id: str
     prompt: list[int]
     params: SamplingParams

@@ -14,7 +14,6 @@ LINGER = 1.0  # seconds without work after which the thread ends
 
 
 def in_thread(work: Callable[[], None], name: str) -> None:
-    """Run work in a thread of its own."""
     threading.Thread(target=work, name=name, daemon=True).start()
 
 

@@ -46,8 +46,6 @@ class Version(TypedDict):
 
 
 class ServerState:
-    """Routes for the state of a server."""
-
     def __init__(self, service: Service):
         self.service, self._since = service, int(time.time())
         read = partial(engine_families, service.llm, service.names[0])
