@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ....lora.request import LoRARequest
-from ....sampling.custom import processors_of
 from ....sampling.params import SamplingParams
 from ...host.streams import tell
 from ...llm.input_processor import InputProcessor
@@ -75,9 +74,9 @@ class WorkerPool:
             self._facts = facts = backend.facts(self._handles[0].worker)
         except WorkerLost as gone:
             raise RuntimeError(f"no worker could be started: {gone}") from None
-        own = processors_of(options.logits_processors, facts.vocab_size, facts.max_model_len)
+        ends, own = facts.eos_ids, facts.processors
         self._processor = InputProcessor(
-            facts.vocab_size, facts.max_model_len, options, tokenizer, facts.eos_ids, processors=own
+            facts.vocab_size, facts.max_model_len, options, tokenizer, ends, processors=own
         )
         self.lost = self._in_a_row = 0
 

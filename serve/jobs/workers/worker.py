@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ....lora.request import LoRARequest
+from ....sampling.custom import LogitsProcessor
 from ....sampling.params import SamplingParams
 from ...llm.llm import LLM
 from ...llm.weights import realms_of
@@ -33,6 +34,7 @@ class WorkerInfo:
     products: str | None
     process: int = 0  # process id on its machine
     realm: str = ""  # of its answers
+    processors: tuple[LogitsProcessor, ...] = ()  # of its step
 
 
 class WorkerLost(Exception):
@@ -46,10 +48,16 @@ class Worker:
         self._llm = LLM(**arguments)
 
     def facts(self) -> WorkerInfo:
-        llm = self._llm
-        ends, products = llm.input_processor.eos_ids, self.report()["products"]
-        longest, realm = llm.engine.sizes.max_model_len, realms_of(llm.session, llm.input_processor).name
-        return WorkerInfo(llm.config.vocab_size, longest, ends, products, process=os.getpid(), realm=realm)
+        llm, sizes = self._llm, self._llm.engine.sizes
+        return WorkerInfo(
+            llm.config.vocab_size,
+            sizes.max_model_len,
+            llm.input_processor.eos_ids,
+            self.report()["products"],
+            os.getpid(),
+            realms_of(llm.session, llm.input_processor).name,
+            sizes.processors,
+        )
 
     def take(self, new: Sequence[WorkerRequest]) -> list[RequestOutput]:
         """Add requests and run steps; return the outputs that have finished."""

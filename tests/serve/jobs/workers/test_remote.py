@@ -1,5 +1,6 @@
 """Several engines elsewhere as one, which are lost now and then."""
 
+import pickle
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from fakes.batch import LINES, MODEL, FakeEngine, characters, runner
 
 from duetto import SamplingParams
+from duetto.sampling.custom import LogitsProcessor
 from duetto.serve.jobs.workers.remote import WorkerPool
 from duetto.serve.jobs.workers.worker import Worker, WorkerInfo, WorkerLost
 from duetto.serve.options.engine import EngineOptions
@@ -16,7 +18,10 @@ from duetto.serve.options.engine import EngineOptions
 class FakeBackend:
     """Workers that are lost with some probability whenever they are asked for what they have promised."""
 
-    def __init__(self, loss: float = 0.0, products: Any = (None,), realms: Any = ("",)):
+    def __init__(
+        self, loss: float = 0.0, products: Any = (None,), realms: Any = ("",), processors: Any = ()
+    ):
+        self.processors = processors
         self.draw, self.loss, self.products = random.Random(0), loss, list(products)
         self.realms = list(realms)
         self.hired, self.is_closed = [], False
@@ -28,7 +33,7 @@ class FakeBackend:
     def facts(self, worker: FakeEngine) -> WorkerInfo:
         place = self.hired.index(worker)
         product, realm = (of[min(place, len(of) - 1)] for of in (self.products, self.realms))
-        return WorkerInfo(256, 64, (0,), product, realm=realm)
+        return WorkerInfo(256, 64, (0,), product, realm=realm, processors=self.processors)
 
     def take(self, worker: FakeEngine, new: Any) -> Any:
         for id, prompt, params, adapter in new:
@@ -112,6 +117,17 @@ def test_what_no_worker_could_run_is_refused_at_once():
     with pytest.raises(ValueError, match="save_cache is not allowed"):
         engine.save_cache("x")
     assert engine.step() == []
+
+
+def test_numbers_for_processors_are_checked_without_the_functions():
+    """A pool's driver has no device to trace them on: their knobs come from a worker."""
+    own = LogitsProcessor("bias", (("strength", 0.0),), "digest", lambda *_: None)
+    backend = FakeBackend(processors=pickle.loads(pickle.dumps((own,))))
+    options = EngineOptions(logits_processors=["no_such_module:bias"])
+    engine = WorkerPool(backend, 1, characters(), options)
+    engine.add_request([1], SamplingParams(extra_args={"strength": 1.0}), "a")
+    with pytest.raises(ValueError, match="unknown name 'other'.* known are strength"):
+        engine.add_request([1], SamplingParams(extra_args={"other": 1.0}), "b")
 
 
 @pytest.mark.parametrize(
