@@ -9,7 +9,7 @@ from conftest import ROOT
 from benchmarks.chaos.faults import ENGINE, FLEET, PREFILL
 from benchmarks.chaos.machine import Machine, MachineConfig
 from benchmarks.chaos.page import filled
-from benchmarks.chaos.world import SimulatedLoop
+from benchmarks.chaos.simulated.world import SimulatedLoop
 from duetto.serve.kv.routing.placement import Replica
 from duetto.serve.kv.routing.prefix_index import EventPrefixIndex
 from duetto.serve.llm.metrics import snapshot

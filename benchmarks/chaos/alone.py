@@ -4,11 +4,11 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from benchmarks.chaos.device import BROKEN, VOCAB, Oracle, token_after
 from benchmarks.chaos.faults import ENGINE, LOCAL, PREFILL, Fault, drawn
 from benchmarks.chaos.handed import LossyService, PrefillSide
 from benchmarks.chaos.machine import Machine, MachineConfig, Violation, audit, audit_end
-from benchmarks.chaos.world import SimulatedLoop, hashed
+from benchmarks.chaos.simulated.device import BROKEN, VOCAB, Oracle, token_after
+from benchmarks.chaos.simulated.world import SimulatedLoop, hashed
 from duetto.sampling.params import SamplingParams
 from duetto.serve.engine.core.request import Request, RequestTimes
 from duetto.serve.kv.disagg.peer import RemoteKVTier

@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.chaos.device import Oracle, token_after
 from benchmarks.chaos.machine import Violation
 from benchmarks.chaos.server import EOS, allowed
-from benchmarks.chaos.world import SimulatedLoop
+from benchmarks.chaos.simulated.device import Oracle, token_after
+from benchmarks.chaos.simulated.world import SimulatedLoop
 from duetto.sampling.params import fold_seed
 from duetto.serve.server.router.proxy import Proxy
 from duetto.serve.server.service.errors import HttpError

@@ -9,13 +9,13 @@ from typing import Any
 
 from benchmarks.chaos.alone import family
 from benchmarks.chaos.clients import Asked, Client, Verdict
-from benchmarks.chaos.device import VOCAB, Oracle
 from benchmarks.chaos.fairness import FairnessMonitor
 from benchmarks.chaos.faults import DISK, FLEET, LOCAL, Fault, drawn
 from benchmarks.chaos.machine import Machine, MachineConfig, Violation, audit_end
-from benchmarks.chaos.network import Network
 from benchmarks.chaos.server import ChaosReplica
-from benchmarks.chaos.world import SimulatedLoop, hashed
+from benchmarks.chaos.simulated.device import VOCAB, Oracle
+from benchmarks.chaos.simulated.network import Network
+from benchmarks.chaos.simulated.world import SimulatedLoop, hashed
 from duetto.serve.kv.routing.placement import Prompt, Replica, best
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
 from duetto.serve.options.router import RouterOptions

@@ -6,11 +6,11 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from benchmarks.chaos.device import VOCAB
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.machine import Machine, audit, audit_end
 from benchmarks.chaos.server import ChaosDriver
-from benchmarks.chaos.world import Process, SimulatedLoop
+from benchmarks.chaos.simulated.device import VOCAB
+from benchmarks.chaos.simulated.world import Process, SimulatedLoop
 from duetto.serve.kv.disagg.service import Ready
 from duetto.serve.kv.offload.tier import Content, Key
 from duetto.serve.llm.disaggregated import PrefillWorker

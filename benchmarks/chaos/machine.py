@@ -10,10 +10,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, cast
 
-from benchmarks.chaos.device import ChaosPrograms, ChaosTransfers, number_of, weights_of
-from benchmarks.chaos.disk import SimulatedDisk
 from benchmarks.chaos.faults import DISK, Fault
-from benchmarks.chaos.world import Process, SimulatedLoop
+from benchmarks.chaos.simulated.device import ChaosPrograms, ChaosTransfers, number_of, weights_of
+from benchmarks.chaos.simulated.disk import SimulatedDisk
+from benchmarks.chaos.simulated.world import Process, SimulatedLoop
 from duetto.kvcache.tables import window_pages
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.plan import SchedulerConfig

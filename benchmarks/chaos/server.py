@@ -9,10 +9,10 @@ from typing import Any, cast
 import numpy as np
 from starlette.responses import Response
 
-from benchmarks.chaos.device import BROKEN, VOCAB
 from benchmarks.chaos.machine import Machine, audit
-from benchmarks.chaos.network import Network, SimulatedTransport
-from benchmarks.chaos.world import Process
+from benchmarks.chaos.simulated.device import BROKEN, VOCAB
+from benchmarks.chaos.simulated.network import Network, SimulatedTransport
+from benchmarks.chaos.simulated.world import Process
 from duetto.sampling.params import SamplingParams
 from duetto.serve.host.threads import Orders
 from duetto.serve.llm.driver import Driver, turn

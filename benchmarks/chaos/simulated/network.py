@@ -8,7 +8,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from benchmarks.chaos.world import PROCESS, Process, SimulatedLoop
+from benchmarks.chaos.simulated.world import PROCESS, Process, SimulatedLoop
 
 SPLIT = 0.4  # probability that a piece comes in two
 LATENCY = 0.004  # seconds of a piece, at most
