@@ -17,7 +17,7 @@ from ...llm.llm import LLM
 from ...text.grammar.grammars import CompileJob
 from ...text.openai.errors import RequestError
 from ...text.openai.replies import Replies
-from ...text.openai.tasks import Task, params_for, prompt_ids, refusal
+from ...text.openai.tasks import Task, params_for, prompt_ids, task_error
 from ...text.tokenizer.chat import ChatTemplateError
 from .streams import while_read
 
@@ -131,4 +131,4 @@ def refusals(task: Task) -> Iterator[None]:
     except ChatTemplateError as error:
         raise RequestError("chat_template_error", str(error), "messages") from None
     except (ValueError, TypeError) as error:
-        raise refusal(task, error) from None
+        raise task_error(task, error) from None

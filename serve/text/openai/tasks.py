@@ -205,7 +205,7 @@ def blamed(error: Exception) -> str | None:
     return name if name in SAMPLING else None
 
 
-def refusal(task: Task, error: Exception) -> RequestError:
+def task_error(task: Task, error: Exception) -> RequestError:
     """Return the error of a task with the field of its body: a grammar of calls belongs to `tools`."""
     told, name = str(error), blamed(error)
     if name == "structured_outputs" and task.toolbox is not None and task.toolbox.is_forced:
