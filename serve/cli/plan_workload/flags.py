@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....checkpoints.huggingface import read_config
+from ....refusals import require
 from ...engine.startup.dtype import dtype_name
 from ...engine.startup.folder import read_shapes
 from ...engine.startup.origin import Origin, stored_form
@@ -78,34 +79,26 @@ def refuse_flags(args: argparse.Namespace) -> None:
 
 def aim_of(args: argparse.Namespace, options: EngineOptions) -> SearchGoal:
     """Raises ValueError for limits that nothing keeps, and for what has no meaning here."""
-    if not args.target:
-        raise ValueError("--workload needs a --target, such as h200 or 8xh200")
+    own, model, price = vars(args), options.speculation.model, args.price_per_hour
+    require(bool(args.target), "--workload needs a --target, such as h200 or 8xh200")
     for name, default in COMPILED.items():
-        if vars(args)[name] != default:
-            raise ValueError(f"--{name} is not allowed with --workload: nothing is compiled")
+        require(own[name] == default, f"--{name} is not allowed with --workload: nothing is compiled")
     for name in CHOSEN:
-        if vars(options)[name] is not None:
-            raise ValueError(
-                f"{name} {vars(options)[name]!r} is not allowed with --workload: it is tried there"
-            )
-    if options.speculation.model is not None:
-        raise ValueError(
-            f"speculative_config: model {options.speculation.model!r} is not allowed with --workload: "
-            "ngram and suffix, whose guesses take no time"
-        )
-    if options.guesses and args.acceptance is None:
-        raise ValueError("speculative_config is not allowed with --workload without --acceptance")
+        value = getattr(options, name)
+        require(value is None, f"{name} {value!r} is not allowed with --workload: it is tried there")
+    refusal = f"speculative_config: model {model!r} is not allowed with --workload: "
+    require(model is None, refusal + "ngram and suffix, whose guesses take no time")
+    is_known = not options.guesses or args.acceptance is not None
+    require(is_known, "speculative_config is not allowed with --workload without --acceptance")
     for name in ("ttft", "tpot", "speed", "search_seconds"):
-        if not vars(args)[name] > 0:
-            raise ValueError(f"--{name.replace('_', '-')} {vars(args)[name]} is not allowed: above 0")
-    if args.price_per_hour is not None and not 0 < args.price_per_hour < math.inf:
-        raise ValueError(f"--price-per-hour {args.price_per_hour} is not allowed: above 0, not infinite")
+        require(own[name] > 0, f"--{name.replace('_', '-')} {own[name]} is not allowed: above 0")
+    is_price = price is None or 0 < price < math.inf
+    require(is_price, f"--price-per-hour {price} is not allowed: above 0, not infinite")
     if args.plot is not None:
         check_picture(Path(args.plot))
-    if not 0 < args.share <= 1:
-        raise ValueError(f"--share {args.share} is not allowed: above 0, at most 1")
-    if args.acceptance is not None and not 0 <= args.acceptance <= 1:
-        raise ValueError(f"--acceptance {args.acceptance} is not allowed: 0 to 1")
+    require(0 < args.share <= 1, f"--share {args.share} is not allowed: above 0, at most 1")
+    is_share = args.acceptance is None or 0 <= args.acceptance <= 1
+    require(is_share, f"--acceptance {args.acceptance} is not allowed: 0 to 1")
     return SearchGoal(SLO(args.ttft, args.tpot), args.share, args.search_seconds)
 
 
