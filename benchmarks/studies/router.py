@@ -24,7 +24,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from benchmarks.traces import BLOCK, MOONCAKE, Request, conversations, read, wit
 from duetto.kvcache.page_hash import extend, root
 from duetto.kvcache.tables import PageTables
 from duetto.serve.kv.events import KVEventBatch, Translator
-from duetto.serve.kv.routing.placement import ROW, Prompt, Replica, RoutedRequest, best, in_turn
+from duetto.serve.kv.routing.placement import ROW, Prompt, Replica, RoutedRequest, best
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
@@ -158,6 +158,14 @@ def simulate(requests: list[Request], prompts: list[Any], replicas: list[Books],
     result.found, result.asked = (sum(getattr(own, n) for own in replicas) for n in ("found", "asked"))
     result.shares = [own.replica.chosen for own in replicas]
     return result
+
+
+def in_turn(
+    replicas: Sequence[Replica], prompt: Prompt, most: int, but: Collection[Replica]
+) -> Replica | None:
+    """The next replica in round-robin order, whatever is cached."""
+    open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
+    return min(open, key=lambda one: one.chosen, default=None)
 
 
 ROUTERS: dict[str, tuple[Callable, Callable]] = {

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from benchmarks.measured_times import MeasuredTimes
 from benchmarks.traces import AZURE, Scale, TraceEntry, read
 from duetto import LLM
 from duetto.model.pair import target_of
@@ -38,7 +39,7 @@ from duetto.serve.engine.core.plan import ScheduledTokens
 from duetto.serve.engine.core.request import Request, RequestTimes
 from duetto.serve.planner.simulation.fleet import Fleet
 from duetto.serve.planner.simulation.run import GREEDY, Simulation
-from duetto.serve.planner.simulation.times import Host, MeasuredTimes, StepCall
+from duetto.serve.planner.simulation.times import Host, StepCall
 from duetto.serve.planner.workloads.traces import faster
 from duetto.serve.runtime.compiled.shapes import Shape
 

@@ -3,11 +3,12 @@
 import jax.numpy as jnp
 from cases.models import TINY
 
+from benchmarks.measured_times import MeasuredTimes
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.simulation.run import Simulation
-from duetto.serve.planner.simulation.times import Host, MeasuredTimes, StepCall
+from duetto.serve.planner.simulation.times import Host, StepCall
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 
 

@@ -130,11 +130,3 @@ def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection
         if rank < least:
             found, least = one, rank
     return found
-
-
-def in_turn(
-    replicas: Sequence[Replica], prompt: Prompt, most: int, but: Collection[Replica]
-) -> Replica | None:
-    """Return the next replica in round-robin order, whatever is cached: the baseline for measurements."""
-    open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
-    return min(open, key=lambda one: one.chosen, default=None)

@@ -18,9 +18,7 @@ from duetto.serve.options.engine import EngineOptions
 class FakeBackend:
     """Workers that are lost with some probability whenever they are asked for what they have promised."""
 
-    def __init__(
-        self, loss: float = 0.0, products: Any = (None,), realms: Any = ("",), processors: Any = ()
-    ):
+    def __init__(self, loss: float = 0.0, products: Any = (None,), realms: Any = ("",), processors: Any = ()):
         self.processors = processors
         self.draw, self.loss, self.products = random.Random(0), loss, list(products)
         self.realms = list(realms)

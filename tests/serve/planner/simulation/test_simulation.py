@@ -10,6 +10,7 @@ import pytest
 from cases.models import RANDOM, TINY
 from cases.simulated import Even, simulation
 
+from benchmarks.measured_times import MeasuredTimes
 from duetto.kvcache.pool import PagePool
 from duetto.model.config import Dense, GroupedQuery, LayerKind
 from duetto.model.sharding import Layout
@@ -21,7 +22,7 @@ from duetto.serve.planner.roofline.targets import GPUS
 from duetto.serve.planner.simulation.device import SimulatedStages
 from duetto.serve.planner.simulation.fleet import Fleet
 from duetto.serve.planner.simulation.run import Simulation
-from duetto.serve.planner.simulation.times import Demands, Efficiency, MeasuredTimes, Roofline, StepCall
+from duetto.serve.planner.simulation.times import Demands, Efficiency, Roofline, StepCall
 from duetto.serve.planner.workloads.tally import SLO
 from duetto.serve.planner.workloads.traces import TraceEntry, drawn
 from duetto.serve.runtime.compiled.shapes import Shape
