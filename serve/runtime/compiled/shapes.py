@@ -187,16 +187,21 @@ def prefills(
     The smallest has `chunk` tokens, or those of a smaller bucket of the options."""
     last = last_edge(options, most)
     edges = doublings(chunk, last)
-    wide = [edge for edge in edges if edge > SMALLEST_CHUNK][-SHARED:]
-    least = ROW_TOKENS if row < ROW_TOKENS else SMALLEST_CHUNK
-    areas = ([edge for edge in edges if edge >= least] if platform == "cpu" else wide) if shared else []
+    several = [Shape("prefill", area // row, row) for area in shared_areas(edges, platform, row) if shared]
     if options.prefill_buckets is not None:
         edges = sorted({chunk, last, *(edge for edge in options.prefill_buckets if edge < last)})
-    if row < ROW_TOKENS and areas:
-        halves = (3 * area // 2 for area in areas[:-1] if area >= SMALLEST_CHUNK)
-        areas = sorted({*areas, *halves})
-    several = [Shape("prefill", area // row, row) for area in areas]
     return [Shape("prefill", 1, edge) for edge in edges] + several
+
+
+def shared_areas(edges: list[int], platform: str, row: int) -> list[int]:
+    """Return the tokens of prefills that several prompts share in rows of `row`: of these edges, and halfway
+    between them where rows are short."""
+    if platform != "cpu":
+        return [edge for edge in edges if edge > SMALLEST_CHUNK][-SHARED:]
+    if row == ROW_TOKENS:
+        return [edge for edge in edges if edge >= SMALLEST_CHUNK]
+    areas = [edge for edge in edges if edge >= ROW_TOKENS]
+    return sorted({*areas, *(3 * area // 2 for area in areas[:-1] if area >= SMALLEST_CHUNK)})
 
 
 def can_share(layers: Iterable[LayerKind]) -> bool:
