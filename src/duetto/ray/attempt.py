@@ -8,8 +8,8 @@ from ..serve.kv.routing.placement import Replica, RoutedRequest, best, fitting
 
 
 class Attempt:
-    """One sending of a request, in place of the replica that a proxy sends it to. It goes with the call as an
-    argument, by which the request router finds the prompt. Replicas get None for it.
+    """Sending of a request, in place of the replica that a proxy sends it to. The request router finds the
+    prompt in it, since it is an argument of the call. Replicas get None for it.
 
     replica: chosen by the request router, in whose event loop all accounting runs.
     """
