@@ -44,6 +44,7 @@ NOT_RUN = {
         'llm = LLM("folder", pipeline_parallel_size=4': DEVICES,
         'llm = LLM("folder", experimental_ffn_devices=1': DEVICES,
     },
+    "docs/ray.md": {"from duetto.ray.serve import": "test_ray_serve.py runs duetto.ray.serve"},
     "docs/serving.md": {"from openai import": "tests/serve/server/http/test_documented_requests.py runs it"},
 }  # fmt: skip
 # Text that is not compared.
@@ -52,7 +53,7 @@ SHOWN = {
     "docs/architecture.md": {"serve    ": "a list of packages"},
     "docs/reproducibility.md": {"$ duetto serve DIR": "tests/serve/cli/test_verify.py runs it"},
 }
-FOREIGN = {"(umask", "cd", "curl", "for", "git", "lm_eval", "mike", "rm", "sed"}
+FOREIGN = {"(umask", "cd", "curl", "for", "git", "helm", "kubectl", "lm_eval", "mike", "rm", "sed"}
 
 
 def reason(table: dict[str, dict[str, str]], block: Block) -> str | None:

@@ -61,17 +61,20 @@ def snapshot(engine: Engine) -> list[Metric]:
 
 def gauges(engine: Engine) -> Iterator[Gauge]:
     scheduler = engine.scheduler
-    waiting = sum(not request.finished for _, request in scheduler.waiting)
-    yield Gauge("vllm:num_requests_running", dict(LABELS), float(len(scheduler.running)))
-    yield Gauge("vllm:num_requests_waiting", dict(LABELS), float(waiting))
+    running = list(scheduler.running.values())
+    waiting = [request for _, request in scheduler.waiting if not request.finished]
+    yield Gauge("vllm:num_requests_running", dict(LABELS), float(len(running)))
+    yield Gauge("vllm:num_requests_waiting", dict(LABELS), float(len(waiting)))
+    tokens = sum(len(request.tokens) for request in running + waiting)
+    yield Gauge("duetto:tokens_in_flight", dict(LABELS), float(tokens))
     yield Gauge("vllm:kv_cache_usage_perc", dict(LABELS), engine.tables.occupancy)
     for name, check in engine.kernels.items():
         yield Gauge("duetto:kernel_used", LABELS | {"kernel": name}, float(not check.reason))
     if most := scheduler.places.count:
         named = {
             "max_lora": str(most),
-            "running_lora_adapters": adapters_of(scheduler.running.values()),
-            "waiting_lora_adapters": adapters_of(request for _, request in scheduler.waiting),
+            "running_lora_adapters": adapters_of(running),
+            "waiting_lora_adapters": adapters_of(waiting),
         }
         yield Gauge("vllm:lora_requests_info", LABELS | named, time.time())
 

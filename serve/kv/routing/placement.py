@@ -117,6 +117,14 @@ class Replica:
             connection.abort()
 
 
+def fitting(replicas: Sequence[Replica], realm: str, but: Collection[Replica]) -> Sequence[Replica]:
+    """Return the replicas that can continue an answer of a realm, by their last known one; all replicas if
+    none is known to fit, or if no realm is named."""
+    if not realm:
+        return replicas
+    return [one for one in replicas if one.is_ready and one not in but and one.realm == realm] or replicas
+
+
 def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection[Replica]) -> Replica | None:
     """Return the replica that would have computed a prompt first, of those with fewer than `most`
     requests: the one with the longest cached prefix, unless its load is higher by more than the prefix

@@ -1,7 +1,7 @@
 """A request through the router: to a replica, and to another one if that is lost."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -94,9 +94,13 @@ class ProxyRequest:
         return self.body if self.stream is None else self.stream.body
 
 
+async def http_connection(replica: Replica) -> HttpConnection:
+    return await HttpConnection.to(ServerAddress.of(replica.address))
+
+
 class Proxy:
     """Forwards requests to replicas. If a replica is lost, a stream is resumed on another one from its
-    tokens; an answer that has not begun is requested again."""
+    tokens; an answer that has not begun is requested again. `connect` opens a connection to a replica."""
 
     def __init__(
         self,
@@ -105,8 +109,9 @@ class Proxy:
         naming: Naming,
         options: RouterOptions,
         server: ServerOptions,
+        connect: Callable[[Replica], Awaitable[HttpConnection]] = http_connection,
     ):
-        self.line, self.prefills, self.naming = line, prefills, naming
+        self.line, self.prefills, self.naming, self._connect = line, prefills, naming, connect
         self.options, self.server = options, server
         self.under_way = self.resumed = self.retried = 0
         self.idle = asyncio.Event()
@@ -226,7 +231,7 @@ class Proxy:
     ) -> bool:
         """Send the request to a replica and pass its answer on. Returns whether it answered. Raises
         ConnectionLost, RealmMismatch and AnswerTooLong."""
-        connection = await HttpConnection.to(ServerAddress.of(replica.address))
+        connection = await self._connect(replica)
         replica.connections[connection] = None
         try:
             with self.prefills.beside(job) if request.generates else nullcontext([]) as more:

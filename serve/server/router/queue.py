@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...kv.routing.placement import Replica, RoutedRequest, best
+from ...kv.routing.placement import Replica, RoutedRequest, best, fitting
 from ...options.server import ServerOptions
 from ..routes.body import SOURCE
 from ..service.errors import HttpError
@@ -75,7 +75,8 @@ class RequestQueue:
             place = heapq.heappop(self._places)
             if place.seat.done():
                 continue
-            found = self._choose(self._fitting(place.job), place.job.prompt, self._most, place.job.left)
+            open = fitting(self.replicas, place.job.realm, place.job.left)
+            found = self._choose(open, place.job.prompt, self._most, place.job.left)
             if found is None and not place.job.others and self._is_refused(place.job):
                 place.seat.set_exception(unavailable())
                 continue
@@ -96,14 +97,6 @@ class RequestQueue:
         wait for it."""
         able = [one for one in self.replicas if one.is_ready or (one.is_up and not job.others)]
         return bool(able) and job.left.issuperset(able)
-
-    def _fitting(self, job: RoutedRequest) -> Sequence[Replica]:
-        """Return the replicas that can continue an answer, by their last known realm; all replicas if none is
-        known to fit."""
-        if not job.realm:
-            return self.replicas
-        open = [one for one in self.replicas if one.is_ready and one not in job.left]
-        return [one for one in open if one.realm == job.realm] or self.replicas
 
     def leave(self, replica: Replica, job: RoutedRequest) -> None:
         """Release the replica of a job."""

@@ -1,10 +1,4 @@
-"""Batch inference on Ray, in the shape of `ray.data.llm`.
-
-    processor = build_processor(ProcessorConfig("Qwen/Qwen3-0.6B", concurrency=4), preprocess, postprocess)
-    dataset = processor(dataset)
-
-Ray is an extra (`pip install 'duetto[ray]'`). `Predictor` needs no Ray: any caller may give it batches.
-"""
+"""Batch inference on Ray. `Predictor` needs no Ray: any caller may give it batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,10 +6,10 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from .sampling.params import SamplingParams
-from .serve.jobs.workers.worker import Worker, WorkerInfo, WorkerLost, WorkerRequest
-from .serve.llm.llm import LLM
-from .serve.text.outputs import RequestOutput
+from ..sampling.params import SamplingParams
+from ..serve.jobs.workers.worker import Worker, WorkerInfo, WorkerLost, WorkerRequest
+from ..serve.llm.llm import LLM
+from ..serve.text.outputs import RequestOutput
 
 ERROR = "__inference_error__"
 Row = dict[str, Any]

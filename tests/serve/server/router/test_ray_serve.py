@@ -1,0 +1,213 @@
+"""A model on Ray Serve: replicas come, go, are killed and replaced, under streams and whole answers."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cases.waiting import until
+
+import duetto
+from duetto import LLM, SamplingParams
+from duetto.ray.serve import LLMConfig, build_openai_app
+from duetto.serve.runtime.multihost.supervisor import free_port
+
+pytestmark = [pytest.mark.extras, pytest.mark.minutes, pytest.mark.filterwarnings("default")]
+ENGINE: dict[str, Any] = {
+    "max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 512, "page_size": 16,
+    "max_prefill_delay": 0.0, "background_compilation": False,
+}  # fmt: skip
+RANDOM = {"load_format": "dummy"}
+LIMIT = 600.0
+ASKED = {"max_tokens": 200, "temperature": 0.9, "ignore_eos": True}
+COUNT = 6
+QUICK = {  # Serve's autoscaler looks at metrics this often
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+    "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_RECORD_INTERVAL_S": "0.5",
+    "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
+}
+
+
+class Cluster:
+    """Ray Serve on this machine, with one application."""
+
+    def __init__(self, serve: Any, port: int):
+        self.serve, self.url = serve, f"http://127.0.0.1:{port}/demo"
+
+    def run(self, deployment: dict[str, Any], engine: dict[str, Any] | None = None, **config: Any) -> None:
+        """Deploy the demo model, or an update of it, and wait until all of its replicas run."""
+        own = {"ray_actor_options": {"num_cpus": 0}, "health_check_period_s": 1} | deployment
+        made = LLMConfig(
+            {"model_id": "demo"}, ENGINE | (engine or {}), own, router_kwargs={"page_size": 16}, **config
+        )
+        ingress = {"ray_actor_options": {"num_cpus": 0}}
+        app = build_openai_app({"llm_configs": [made], "ingress_deployment_config": ingress})
+        self.serve.run(app, name="demo", route_prefix="/demo")
+
+    @property
+    def running(self) -> int:
+        found = self.serve.status().applications["demo"].deployments["engine"].replica_states
+        return found.get("RUNNING", 0)
+
+    def processes(self) -> list[int]:
+        """Process ids of the replicas."""
+        titles = {path.parent.name: path for path in Path("/proc").glob("[0-9]*/cmdline")}
+        return [int(pid) for pid, path in titles.items() if b"ServeReplica:demo:engine" in read(path)]
+
+    def count(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the process has ended
+        return b""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in QUICK.items():
+            patch.setenv(name, value)
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("PYTHONPATH", str(Path(duetto.__file__).parents[1]), prepend=os.pathsep)
+        ray = pytest.importorskip("ray", reason="needs duetto[ray]")
+        serve = pytest.importorskip("ray.serve", reason="needs duetto[ray]")
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+        port = free_port()
+        serve.start(http_options={"port": port})
+        yield Cluster(serve, port)
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture
+def fresh(cluster: Cluster) -> Iterator[Cluster]:
+    yield cluster
+    cluster.serve.delete("demo")
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[str]]:
+    """Answers of one engine, by its weights."""
+    return {"demo": answers(), "random": answers(**RANDOM)}
+
+
+def bodies() -> list[dict[str, Any]]:
+    return [ASKED | {"prompt": f"def f{i}(x):\n", "seed": i} for i in range(COUNT)]
+
+
+def answers(**engine: Any) -> list[str]:
+    prompts = [body["prompt"] for body in bodies()]
+    params = [SamplingParams(seed=body["seed"], **ASKED) for body in bodies()]
+    with LLM(use_tqdm_on_load=False, **ENGINE, **engine) as llm:
+        return [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def whole(url: str, i: int) -> tuple[str, str]:
+    reply = httpx.post(f"{url}/v1/completions", json=bodies()[i], timeout=LIMIT)
+    return reply.raise_for_status().json()["choices"][0]["text"], ""
+
+
+def stream(url: str, i: int, came: threading.Semaphore | None = None) -> tuple[str, str]:
+    """The text of a stream and the error that it ended with; `came` is released once there is some text."""
+    text = error = ""
+    body = bodies()[i] | {"stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT) as reply:
+        assert reply.status_code == 200
+        for line in (line for line in reply.iter_lines() if line.startswith("data: {")):
+            event = json.loads(line[6:])
+            error = event.get("error", {}).get("message", error)
+            was_short = len(text) <= 20
+            text += event["choices"][0]["text"] if "choices" in event else ""
+            if came is not None and was_short and len(text) > 20:
+                came.release()
+    return text, error
+
+
+@contextmanager
+def under_way(url: str, calls: Any = (stream,)) -> Iterator[list[tuple[int, Future[tuple[str, str]]]]]:
+    """Requests of each kind whose streams have begun; at the end all are answered."""
+    came = threading.Semaphore(0)
+    with ThreadPoolExecutor(2 * COUNT) as pool:
+        requests = [(i, pool.submit(stream, url, i, came)) for i in range(COUNT)]
+        requests += [
+            (i, pool.submit(call, url, i)) for call in calls if call is not stream for i in range(COUNT)
+        ]
+        assert all(came.acquire(timeout=LIMIT) for _ in range(COUNT))
+        yield requests
+
+
+def test_replicas_follow_the_load_and_all_answers_are_right(fresh, alone):
+    scaling = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 1, "downscale_delay_s": 3}
+    fresh.run({"autoscaling_config": scaling | {"look_back_period_s": 2}}, target_tokens_in_flight=300)
+    assert fresh.running == 1
+    found: list[tuple[int, str, str]] = []
+    is_over = threading.Event()
+
+    def ask(i: int) -> None:
+        while not is_over.is_set():
+            found.append((i, *(stream, whole)[len(found) % 2](fresh.url, i)))
+
+    with ThreadPoolExecutor(COUNT) as pool:
+        asking = [pool.submit(ask, i) for i in range(COUNT)]
+        try:
+            until(lambda: fresh.running == 2)
+            enough = len(found) + 4 * COUNT
+            until(lambda: len(found) >= enough or any(one.done() for one in asking))
+        finally:
+            is_over.set()
+        [one.result() for one in asking]
+    until(lambda: found.append((0, *stream(fresh.url, 0))) or fresh.running == 1)
+    assert [(i, text, error) for i, text, error in found if (text, error) != (alone["demo"][i], "")] == []
+    print(f"{len(found)} answers")
+
+
+def test_answers_outlive_a_replica_that_is_killed(fresh, alone):
+    fresh.run({"num_replicas": 2})
+    until(lambda: len(fresh.processes()) == 2)
+    with under_way(fresh.url, (stream, whole)) as asked:
+        os.kill(fresh.processes()[0], signal.SIGKILL)
+        found = [(i, one.result(LIMIT)) for i, one in asked]
+    assert [(i, one) for i, one in found if one != (alone["demo"][i], "")] == []
+    assert fresh.count("duetto:router_resumed_total") > 0
+    until(lambda: fresh.running == 2)  # Serve has replaced it
+
+
+def test_prompts_go_where_their_pages_are(fresh):
+    fresh.run({"num_replicas": 2})
+    body = {"prompt": "import os\n" * 40, "max_tokens": 1, "seed": 0}
+    cached = []
+    for _ in range(6):
+        reply = httpx.post(f"{fresh.url}/v1/completions", json=body, timeout=LIMIT).json()
+        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert not cached[0] and all(cached[1:])
+
+
+def test_an_update_joins_no_two_models(fresh, alone):
+    """First with time for the last answers of the old replicas, then without."""
+    old, new = alone["demo"], alone["random"]
+    assert all(one != other for one, other in zip(old, new, strict=True))
+    fresh.run({"num_replicas": 2})
+    with under_way(fresh.url) as asked:
+        fresh.run({"num_replicas": 2, "graceful_shutdown_timeout_s": 0.1}, RANDOM)
+        found = [(i, one.result(LIMIT)) for i, one in asked]
+    assert [(i, one) for i, one in found if one != (old[i], "")] == []
+    assert [whole(fresh.url, i)[0] for i in range(COUNT)] == new
+    with under_way(fresh.url, (stream, whole)) as asked:
+        fresh.run({"num_replicas": 2})
+        found = [(i, one.result(LIMIT)) for i, one in asked]
+    for i, (text, error) in found:
+        assert text in (old[i], new[i]) if not error else new[i].startswith(text), (i, text, error)
+    time.sleep(1)
+    assert [whole(fresh.url, i)[0] for i in range(COUNT)] == old
