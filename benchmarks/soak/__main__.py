@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kill-every", type=float, default=30.0, help="seconds between two kills (default: 30)")
     p.add_argument("--seed", type=int, default=0, help="seed of requests and faults (default: 0)")
     p.add_argument("--requests", type=int, default=180, help="number of different requests (default: 180)")
-    p.add_argument("--clients", type=int, default=12, help="number of clients (default: 12)")
+    p.add_argument("--clients", type=int, default=16, help="number of clients (default: 16)")
     p.add_argument(
         "--think", type=float, default=1.5, help="mean seconds before a client's next request (default: 1.5)"
     )

@@ -52,6 +52,11 @@ def short(chance: random.Random) -> dict[str, Any]:
     return {"prompt": f"def {word(chance)}(", "max_tokens": chance.randrange(16, 72), "ignore_eos": True}
 
 
+def lengthy(chance: random.Random) -> dict[str, Any]:
+    """An answer that is under way for so long that kills strike it."""
+    return short(chance) | {"max_tokens": chance.randrange(160, 320)}
+
+
 def shared(chance: random.Random) -> dict[str, Any]:
     """A long prompt that begins as several others do."""
     file = chance.randrange(8)
@@ -101,7 +106,8 @@ def messages(text: str) -> list[dict[str, str]]:
 
 
 KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
-    one.__name__: one for one in (short, shared, copied, scored, several, formal, chat, tools, adapted)
+    one.__name__: one
+    for one in (short, lengthy, shared, copied, scored, several, formal, chat, tools, adapted)
 }
 
 

@@ -25,7 +25,7 @@ NEVER_KILLED = ("replica-1", "router-adapters")  # their growth is that of the w
 KILLED = tuple(sorted({*ENGINES, *ROUTERS.values()} - {*NEVER_KILLED}))
 SIZES = [
     "--max-num-seqs", "8", "--max-model-len", "768", "--max-prefill-tokens", "64", "--page-size", PAGE,
-    "--max-batched-token-mem", "3072", "--max-queued", "4096", "--max-prefill-delay", "0",
+    "--max-batched-token-mem", "1280", "--max-queued", "4096", "--max-prefill-delay", "0",
     "--no-background-compilation", "--dtype", "float32", "--tool-call-parser", "hermes", "--quiet",
 ]  # fmt: skip
 OFFLOAD = ["--swap-space", "0.02", "--kv-disk-space", "0.25"]
@@ -34,6 +34,7 @@ SPECULATION = {  # method of each engine; the others do not speculate
     "replica-2": "suffix",
     "decode-1": "ngram",
 }
+DRAFTS = {"num_speculative_tokens": 7, "adaptive": False}  # also where they do not pay, as on a small model
 CHANGE = 300.0  # seconds that a change of the weights may take
 
 
@@ -81,7 +82,7 @@ class Fleet:
         words = [*self._model(), "--audit-log", str(self.folder / "audit" / name)]
         words += ["--kv-events-endpoint", self._events[name]]
         if method := SPECULATION.get(name):
-            words += ["--speculative-config", json.dumps({"method": method, "num_speculative_tokens": 7})]
+            words += ["--speculative-config", json.dumps(DRAFTS | {"method": method})]
         if name in SERVICES["adapters"]:
             return [*words, *OFFLOAD, "--kv-disk-path", str(self.folder / "pages"), *self.adapters()]
         role = "prefill" if name == "prefill" else "decode"
