@@ -2,6 +2,7 @@
 a variable of its chat template."""
 
 import json
+from functools import lru_cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,10 +51,16 @@ def reasoning_model(marks: Marks, is_special: bool) -> Tokenizer:
     return letters(source, *tokens, AddedToken("<eos>", special=True))
 
 
+@lru_cache(1)
+def grammars_of(words: Tokenizer) -> Grammars:
+    """The grammars of a tokenizer: each of them starts a process."""
+    return Grammars(words, len(words), [words.token_id("<eos>")])
+
+
 def accepts(words: Tokenizer, asked: StructuredOutputsParams, text: str) -> bool:
     """True if a grammar allows a text and an end after it."""
     end = words.token_id("<eos>")
-    constraint = Grammars(words, len(words), [end]).constraint(asked, 0)
+    constraint = grammars_of(words).constraint(asked, 0)
     constraint.follow(words.encode(text))
     bits = np.unpackbits(constraint.masks()[0].view(np.uint8), bitorder="little")
     return constraint.failure is None and bool(bits[end])
