@@ -63,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
         "--tpot", type=float, default=0.2, help="the same of a further token (default: 0.2, for a CPU)"
     )
     p.add_argument("--rounds", type=int, help="rounds of turns (default: 5)")
+    p.add_argument("--contexts", type=int, nargs="+", help="tokens before steps of decode (default: 128 512)")
+    p.add_argument("--lengths", type=int, nargs="+", help="of prefills (default: 64 128 256 512)")
     p.add_argument("--runs", type=int, help="of a whole workload (default: 2)")
     p.add_argument("--minutes", type=float, help="of the long run in `growth` (default: 1)")
     p.add_argument("--azure", type=Path, default=AZURE, help="another trace for throughput and serving")
@@ -80,9 +82,8 @@ def bench_of(args: argparse.Namespace) -> Bench:
     for name in args.engines or ():
         if name not in here:
             raise ValueError(f"engine {name!r} is unknown or not installed: {', '.join(map(repr, here))}")
-    given = {
-        name: getattr(args, name) for name in ("rounds", "runs", "minutes") if getattr(args, name) is not None
-    }
+    names = ("rounds", "contexts", "lengths", "runs", "minutes")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     folder = DEMO if args.model == "demo" else Path(args.model)
     bench = Bench(
         folder=folder if (folder / "config.json").exists() else folder_for(args.model, args.models),
