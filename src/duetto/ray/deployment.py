@@ -34,15 +34,15 @@ class EngineReplica:
     async def __init__(
         self, source: str | None, keywords: dict[str, Any], server: ServerOptions, target: int | None
     ):
+        keys = keys_in(server.api_key_file) if server.api_key_file else []
+        self._tracing = tracing_to(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
         own = {"use_tqdm_on_load": False} | keywords
         llm = await asyncio.to_thread(lambda: LLM(source, **own))
         freeze_what_lasts()
         self._service = Service(llm, server, llm.options.recommended(llm.defaults.sampling))
-        keys = keys_in(server.api_key_file) if server.api_key_file else []
-        self._tracing = tracing_to(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
+        self._copying = asyncio.create_task(copied(llm.engine, self._service.names[0]))
         self._app, self._target = app(self._service, keys, self._tracing), target
         self._name = import_module("ray.serve").get_replica_context().replica_id.unique_id
-        self._copying = asyncio.create_task(copied(llm.engine, self._service.names[0]))
 
     async def answer(
         self, method: str, path: str, headers: list[tuple[bytes, bytes]], body: bytes, attempt: None

@@ -39,8 +39,8 @@ QUICK = {  # Serve's autoscaler looks at metrics this often
 class Cluster:
     """Ray Serve on this machine, with one application."""
 
-    def __init__(self, serve: Any, port: int):
-        self.serve, self.url = serve, f"http://127.0.0.1:{port}/demo"
+    def __init__(self, ray: Any, serve: Any, port: int):
+        self.nodes, self.serve, self.url = ray.nodes, serve, f"http://127.0.0.1:{port}/demo"
 
     def run(self, deployment: dict[str, Any], engine: dict[str, Any] | None = None, **config: Any) -> None:
         """Deploy the demo model, or an update of it, and wait until all of its replicas run."""
@@ -61,6 +61,12 @@ class Cluster:
         """Process ids of the replicas."""
         titles = {path.parent.name: path for path in Path("/proc").glob("[0-9]*/cmdline")}
         return [int(pid) for pid, path in titles.items() if b"ServeReplica:demo:engine" in read(path)]
+
+    def metrics(self) -> str:
+        """Ray's metrics of this machine."""
+        return httpx.get(
+            f"http://127.0.0.1:{self.nodes()[0]['MetricsExportPort']}/metrics", timeout=LIMIT
+        ).text
 
     def count(self, name: str) -> float:
         lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT).text.splitlines()
@@ -86,7 +92,7 @@ def cluster() -> Iterator[Cluster]:
         ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
         port = free_port()
         serve.start(http_options={"port": port})
-        yield Cluster(serve, port)
+        yield Cluster(ray, serve, port)
         serve.shutdown()
         ray.shutdown()
 
@@ -184,7 +190,7 @@ def test_answers_outlive_a_replica_that_is_killed(fresh, alone):
     until(lambda: fresh.running == 2)  # Serve has replaced it
 
 
-def test_prompts_go_where_their_pages_are(fresh):
+def test_prompts_go_where_their_pages_are_and_ray_has_the_metrics(fresh):
     fresh.run({"num_replicas": 2})
     body = {"prompt": "import os\n" * 40, "max_tokens": 1, "seed": 0}
     cached = []
@@ -192,6 +198,8 @@ def test_prompts_go_where_their_pages_are(fresh):
         reply = httpx.post(f"{fresh.url}/v1/completions", json=body, timeout=LIMIT).json()
         cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert not cached[0] and all(cached[1:])
+    names = {"ray_vllm_num_requests_running", "ray_duetto_tokens_in_flight", "ray_vllm_prompt_tokens_total"}
+    until(lambda: all(f"\n{name}{{" in fresh.metrics() for name in names))
 
 
 def test_an_update_joins_no_two_models(fresh, alone):
