@@ -17,7 +17,7 @@ OUTPUT_LEN = 256  # tokens, where a dataset states none
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One request of a dataset; lengths are in tokens."""
+    """Request of a dataset; lengths are in tokens."""
 
     prompt: str
     prompt_len: int

@@ -12,7 +12,7 @@ from ..serve.text.tokenizer.chat import Message
 
 @dataclass(frozen=True)
 class TokenizeParams:
-    """How text becomes token ids."""
+    """Settings of tokenization."""
 
     add_special_tokens: bool = True
 
