@@ -1,6 +1,7 @@
 """The decoder: a tree of parameters and its forward pass. It knows no caches, batches or meshes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from .attention import Attend, Attention, attention_spec, mix_heads
 from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, Mixer, ModelConfig
-from .experts import MoE, experts_spec, mix_experts
+from .experts import MoE, chosen_experts, experts_spec, mix_experts
 from .ffn import FFN, feed_forward, ffn_spec
 from .inputs import PerLayerEmbedding, PerLayerGate, input_spec, inputs_of, inputs_spec, with_input
 from .latent import LatentAttention, latent_spec, mix_latent
@@ -100,6 +101,47 @@ def decoder_spec(c: ModelConfig) -> Decoder:
     )
 
 
+@dataclass(frozen=True)
+class Observe:
+    """Which inner values a step reports of each token. experts: the experts chosen in every layer that has
+    some. layers: numbers of layers after which hidden states are reported, 0 for the embedding."""
+
+    experts: bool = False
+    layers: tuple[int, ...] = ()
+
+
+@pytree
+class Observed:
+    """Inner values of a step's tokens. experts: int32 [B,T,layers with experts,A], best first. hidden:
+    float32 [B,T,layers,D]. None if not observed."""
+
+    experts: Any = None
+    hidden: Any = None
+
+
+class Recorder:
+    """Collects the values of one forward pass while it is traced."""
+
+    def __init__(self, observe: Observe):
+        self._observe = observe
+        self._experts: list[Int[Array, "B T A"]] = []
+        self._hidden: dict[int, Float[Array, "B T D"]] = {}
+
+    def after_layers(self, n: int, x: Float[Array, "B T D"]) -> None:
+        """Take the hidden states after the first n layers."""
+        if n in self._observe.layers:
+            self._hidden[n] = x.astype(jnp.float32)
+
+    def route(self, w: Any, kind: LayerKind, x: Float[Array, "B T D"]) -> None:
+        """Take the experts that a layer chooses for its feed-forward layer's input."""
+        if self._observe.experts and isinstance(kind.ffn, Experts):
+            self._experts.append(chosen_experts(w, kind.ffn, x))
+
+    def observed(self) -> Observed:
+        hidden = [self._hidden[n] for n in self._observe.layers]
+        return Observed(*(jnp.stack(found, 2) if found else None for found in (self._experts, hidden)))
+
+
 @jax.named_scope("embed")
 def embed(
     params: Decoder, c: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
@@ -135,6 +177,7 @@ def layer(
     state: Any,
     i: int,
     layer_input: Float[Array, "B T P"] | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """x + mix(norm(x)), then x + ffn(norm(x)); returns x and attend's state after layer i.
 
@@ -145,7 +188,10 @@ def layer(
     outer = added(c, x, mixed, w.attention_post_norm)
     if kind.ffn is None:
         return outer, state
-    made = ffn_half(w.ffn, kind, ffn_input(w, c, x, inner, outer))
+    inner = ffn_input(w, c, x, inner, outer)
+    if recorder is not None:
+        recorder.route(w.ffn, kind, inner)
+    made = ffn_half(w.ffn, kind, inner)
     return after_ffn(w, c, outer, made, layer_input), state
 
 
@@ -240,6 +286,7 @@ def forward(
     attend: Attend,
     state: Any = None,
     lengths: Int[Array, " B"] | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Hidden states after the last norm, and attend's new state. Layers are unrolled: a scan would copy their
     weights.
@@ -250,7 +297,7 @@ def forward(
     lengths = positions[:, -1] + 1 if lengths is None else lengths
     x = embed(params, config, tokens, positions)
     inputs = inputs_of(params.inputs, config, tokens, x)
-    x, state = through(params.layers, config, x, positions, lengths, attend, state, inputs)
+    x, state = through(params.layers, config, x, positions, lengths, attend, state, inputs, recorder)
     return normed(config, x, params.norm), state
 
 
@@ -263,12 +310,19 @@ def through(
     attend: Attend,
     state: Any,
     inputs: Sequence[Float[Array, "B T P"] | None] | None = None,
+    recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """x and attend's state after consecutive layers, all that `config` has; `inputs`: of each layer its own,
     if any."""
     inputs = [None] * len(layers) if inputs is None else inputs
     for i, rotary in enumerate(turns(config, positions, lengths)):
-        x, state = layer(layers[i], config.layers[i], config, x, rotary, attend, state, i, inputs[i])
+        if recorder is not None:
+            recorder.after_layers(i, x)
+        x, state = layer(
+            layers[i], config.layers[i], config, x, rotary, attend, state, i, inputs[i], recorder
+        )
+    if recorder is not None:
+        recorder.after_layers(len(layers), x)
     return x, state
 
 

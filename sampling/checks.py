@@ -83,6 +83,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "stop_token_ids": (are_ids, "token ids, 0 or more"),
     "allowed_token_ids": (lambda ids: ids != () and are_ids(ids), "token ids, at least one, or None"),
+    "trace_decode_token_ids": (lambda ids: ids != () and are_ids(ids), "token ids, at least one, or None"),
     "logit_bias": (are_ids, "token ids, 0 or more"),
     "spaces_between_special_tokens": (lambda value: value, "only True is supported"),
 }

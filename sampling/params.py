@@ -31,6 +31,11 @@ MAX_BAD_WORD_LENGTH = 8  # tokens of one banned sequence
 NO_TOKEN = -1  # where a table of token ids, or a step's result, has none
 NO_LOGPROBS = -1  # knob of a request that wants no log-probabilities
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
+# parameters that choose no token
+REPORTED = (
+    "trace_decode_token_ids", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens",
+    "output_kind",
+)  # fmt: skip
 
 
 class RequestOutputKind(Enum):
@@ -108,6 +113,9 @@ class SamplingParams:
     extra_args: Mapping[str, Value] | None = knob(
         None, "numbers for the engine's logits processors, by the names of their knobs"
     )
+    trace_decode_token_ids: Sequence[int] | None = knob(
+        None, "these tokens are the output, and are only scored: what chooses or ends tokens has no effect"
+    )
     include_stop_str_in_output: bool = knob(False, "keep the stop string that ended the text")
     skip_special_tokens: bool = knob(True, "omit special tokens from the text")
     spaces_between_special_tokens: bool = knob(True, "only true is supported")
@@ -159,9 +167,18 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return self.stop if isinstance(self.stop, tuple) else ()
 
+    def replayed(self) -> "SamplingParams":
+        """The parameters of a request that only scores its trace: what is reported is kept."""
+        assert self.trace_decode_token_ids is not None
+        own = {name: getattr(self, name) for name in REPORTED}
+        return SamplingParams(
+            temperature=0.0, max_tokens=len(self.trace_decode_token_ids), ignore_eos=True, **own
+        )
+
     def check_vocabulary(self, V: int) -> None:
         """Raise ValueError for a token id that a vocabulary of V entries lacks."""
-        lists = {"stop_token_ids": self.stop_token_ids, "allowed_token_ids": self.allowed_token_ids}
+        names = "stop_token_ids", "allowed_token_ids", "trace_decode_token_ids"
+        lists = {name: getattr(self, name) for name in names}
         for name, ids in {**lists, "logit_bias": self.logit_bias}.items():
             for token in ids or ():
                 require(0 <= token < V, name, token, f"the vocabulary's ids are 0..{V - 1}")
@@ -214,6 +231,10 @@ def check_together(p: SamplingParams) -> None:
     require(
         p.detokenize or not p.stop, "stop", p.stop, "with detokenize=False there is no text to look for it"
     )
+    trace, name = p.trace_decode_token_ids, "trace_decode_token_ids"
+    require(trace is None or p.n == 1, name, trace, "only with n=1: all completions would be equal")
+    for other in ("structured_outputs", "bad_words") if trace is not None else ():
+        require(getattr(p, other) is None, name, trace, f"{other} has no effect on it")
 
 
 def fold_seed(seed: int, sample: int = 0) -> int:
@@ -277,7 +298,7 @@ class Knobs:
         np.bool_, lambda a: has_bias(a.params, a.bad_words)
     )  # the slot's row of `bias` is read
     # the slot's rows of `allowed` are read
-    is_constrained: Any = row(np.bool_, lambda a: a.params.structured_outputs is not None)
+    is_constrained: Any = row(np.bool_, lambda a: is_constrained(a.params))
     stop_ids: Any = row(np.int32, lambda a: stop_row(a.stop_ids))  # [MAX_STOP_IDS], padded with NO_TOKEN
     # [MAX_BAD_WORDS,MAX_BAD_WORD_LENGTH], padded with NO_TOKEN on the left
     bad_words: Any = row(np.int32, lambda a: bad_word_rows(a.bad_words))
@@ -302,6 +323,10 @@ def knobs_row(
 def has_bias(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> bool:
     single = any(len(sequence) == 1 for sequence in bad_words)
     return bool(params.logit_bias) or params.allowed_token_ids is not None or single
+
+
+def is_constrained(params: SamplingParams) -> bool:
+    return params.structured_outputs is not None or params.trace_decode_token_ids is not None
 
 
 def stop_row(stop_ids: Sequence[int]) -> Int32[np.ndarray, " ids"]:

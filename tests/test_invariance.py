@@ -13,6 +13,7 @@ import pytest
 from cases.embeddings import embedded, embedded_plainly
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
 from cases.models import RANDOM
+from cases.observed import OPTIONS, observed, observed_plainly
 from cases.streams import streamed
 from conftest import Model
 
@@ -312,6 +313,37 @@ def test_samples_of_one_prompt_share_its_pages(model, base):
         )
 
 
+def traced(expected) -> list[SamplingParams]:
+    return [SamplingParams(trace_decode_token_ids=[t for t, *_ in want], logprobs=3) for want in expected]
+
+
+@pytest.mark.parametrize("model", ["tiny", "recurrent", "bfloat16"], indirect=True, scope="session")
+def test_replayed_traces_have_the_scores_of_sampled_tokens(model, base, expected):
+    """Beside each other, and beside requests that sample."""
+    texts = prompts(model.config.vocab_size)
+    found = base.generate([*texts, *texts], [*traced(expected), *PARAMS], use_tqdm=False)
+    assert [bits(o) for o in found] == [*expected, *expected]
+
+
+@pytest.mark.parametrize("model", ["windows", "borrowed"], indirect=True, scope="session")
+def test_observed_values_change_no_bit(model, serve, expected):
+    """Those of each request are its own: alone, beside others, in chunks, and through preemption."""
+    texts, found = prompts(model.config.vocab_size), []
+    for options in ({}, {**TIGHT, "batch_invariant_matmul": False}):
+        with serve(**options | OPTIONS) as llm:
+            together = llm.generate(texts, PARAMS, use_tqdm=False)
+            alone = [llm.generate(t, p, use_tqdm=False)[0] for t, p in zip(texts, PARAMS, strict=True)]
+            assert llm.report()["compilations"] == 0
+        assert [bits(o) for o in together] == expected
+        found += [[observed(o) for o in outputs] for outputs in (together, alone)]
+    assert all(one == found[0] for one in found)
+    for text, output in zip(texts, together, strict=True):
+        completion = output.outputs[0]
+        hidden, experts = observed_plainly(model.params, model.config, text + completion.token_ids[:-1])
+        assert np.allclose(completion.hidden_states, hidden, rtol=1e-3, atol=1e-4)
+        assert np.array_equal(completion.routed_experts, experts)
+
+
 # ------------------------------------------------------------ speculative decoding
 
 
@@ -387,3 +419,14 @@ def test_guesses_change_no_bit(model, guessing, expected, drafter):
     if drafter in ("wrong", "random") and model.config.windows == (None,):  # the others may finish in time
         assert after["preemptions"] > before["preemptions"]
     assert drafter not in ("perfect", "wrong") or accepted == (drafted if drafter == "perfect" else 0)
+
+
+@pytest.mark.parametrize("model", ["tiny", "recurrent"], indirect=True, scope="session")
+def test_the_rest_of_a_trace_is_drafted(model, guessing, expected):
+    """Its tokens are right, so a step verifies several; a drafter is not needed."""
+    texts = prompts(model.config.vocab_size)
+    guessing.engine.speculation.drafter = OWN["ngram"]()
+    found = guessing.generate(texts, traced(expected), use_tqdm=False)
+    assert [bits(o) for o in found] == expected
+    longest = max(len(one.guesses) for o in found for one in o.outputs[0].passes)
+    assert longest > 1 and all(one.accepted == len(one.guesses) for o in found for one in o.outputs[0].passes)

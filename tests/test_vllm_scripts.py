@@ -28,6 +28,7 @@ SAYS = {
     "default_sampling_params": [r"\d tokens, ", "unchanged None 6"],
     "engine_args_cli": [r"def f\( .* [1-5]$", "class A .* [1-5]$"],
     "engine_seed": ["different draws: True", "same engine seed: True another: False"],
+    "kv_connector": [r"computed: \[0, 0\]", "found: True", "same: True"],
     "llm_engine": [
         r"request 0 ended: \['",
         r"request 2 ended: \['.*', '.*'\]",
@@ -55,8 +56,12 @@ SAYS = {
     ],
     "profile": [r"\['.*', '.*'\]", "files: True"],
     "quantization": ["'", "refused: quantization='bitsandbytes' is not allowed"],
+    "reload_weights": ["random: True", "read: True", "after a sleep: True"],
+    "renderer": ["ids: True", r"same: True 'import sys\\n'", "chat: True"],
     "reproducibility": ["another order: True", "alone: True", "another engine: True"],
+    "sharded_state": ["same: True", "refused: .*demo: load_format='sharded_state' is not allowed: it reads "],
     "sleep_mode": ["sleeping: True", "as before: True", "sleeping: True", "as before: True"],
+    "spec_decode_heads": [r"prompts: True \d", r"drafts: True tokens: \[24, 24\]"],
     "spec_decode_ngram": ["same tokens: True", r"vllm:spec_decode_num_draft_tokens [1-9]"],
     "stop_strings": ["stopped: stop True True", "kept: True", "token: stop True", "banned: True"],
     "streaming": ["whole: True"],
@@ -67,10 +72,13 @@ SAYS = {
         "grammar: SELECT [ab] FROM t$",
     ],
     "tokens_prompt": [r"same: True \['def add.*', None, 'as named'\]", "ids: True True", "chat: True"],
+    "trace_replay": ["same tokens: True same text: True", "same scores: True"],
 }  # fmt: skip
 ARGUMENTS = {
     "engine_args_cli": "--max_model_len 256 --max-num-batched-tokens=64 --enforce-eager -tp 1 --max-tokens 5 "
-    "--temperature 0"
+    "--temperature 0",
+    "sharded_state": "--model checkpoints/demo --max-model-len 256 --max-num-seqs 8 --block-size 16 "
+    "--max-num-batched-tokens 64",
 }
 
 

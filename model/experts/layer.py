@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..config import Experts
 from ..layers import Norm, NormWeight, normalise, scaled
@@ -20,8 +20,22 @@ def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B
     tile = TILE if x.shape[1] == 1 else LARGE_TILE
     if w.norms is not None:
         return apart(w, c, flat, tile).reshape(x.shape)
-    weights, chosen = route(w, c, flat)
+    weights, chosen = routed(w, c, flat)
     return adding(w)(LocalExperts(w.experts, w.shared), flat, weights, chosen, c, tile).reshape(x.shape)
+
+
+def routed(
+    w: MoE, c: Experts, x: Float[Array, "tokens D"]
+) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
+    """`route`, after the router's own norm if the layer has one."""
+    if c.norms is None or w.norms is None:
+        return route(w, c, x)
+    return route(w, c, scaled(normalise(x, w.norms.router, c.norms), x.shape[-1] ** -0.5))
+
+
+def chosen_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Int[Array, "B T A"]:
+    """Numbers of the experts that `mix_experts` chooses; in one program they are computed once."""
+    return routed(w, c, x.reshape(-1, x.shape[-1]))[1].reshape(*x.shape[:-1], c.active)
 
 
 def adding(w: MoE) -> Callable[..., Any]:
@@ -36,7 +50,7 @@ def apart(w: MoE, c: Experts, x: Float[Array, "tokens D"], tile: int) -> Float[A
         assert c.norms is not None
         return normalise(x, norm, c.norms)
 
-    weights, chosen = route(w, c, scaled(normed(x, w.norms.router), x.shape[-1] ** -0.5))
+    weights, chosen = routed(w, c, x)
     experts = adding(w)(LocalExperts(w.experts, None), normed(x, w.norms.experts), weights, chosen, c, tile)
     mixed = normed(experts, w.norms.experts_post)
     if w.shared is None:

@@ -1,7 +1,6 @@
 """`duetto convert`: write a model in another folder format, cast or quantised if asked."""
 
 import argparse
-import json
 from pathlib import Path
 
 import jax
@@ -12,7 +11,7 @@ from ...checkpoints.hub import resolve
 from ...model.transformer import Decoder
 from ...model.weights.compress import FORMS
 from ..engine.startup.dtype import dtype_name
-from ..engine.startup.folder import read_folder
+from ..engine.startup.folder import read_folder, write_orbax
 from ..engine.startup.origin import stored_form
 from ..host.signals import raise_on_interrupt
 from ..options.engine import STORED
@@ -46,13 +45,10 @@ def convert(
     quantization = stored_form(source, quantization)
     config, params = read_folder(source, dtype_name(dtype), jax.local_devices(backend="cpu")[0], quantization)
     with fresh(target) as folder:
-        copy_description(source, folder)
         if form == "orbax":
-            raw = json.loads((folder / "config.json").read_bytes())
-            if raw.pop("quantization_config", None) is not None:  # the weights written here have another
-                (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-            orbax.save(folder, params)
+            write_orbax(folder, source, params)
         else:
+            copy_description(source, folder)
             refuse_records(params)
             huggingface.save(folder, config, params, like=source)
 

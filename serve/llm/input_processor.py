@@ -17,13 +17,14 @@ from ...sampling.checks import ALL
 from ...sampling.custom import LogitsProcessor
 from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
 from ...sampling.state import check_choice
-from ..engine.core.request import Request, ScoreLog
+from ..engine.core.request import Request, ScoreLog, TokenRecord
 from ..engine.lora.registry import Registry
 from ..host.process import give_back
 from ..options.engine import EngineOptions
 from ..text.grammar.constraint import Constraint
 from ..text.grammar.gauge import CompileLimits
 from ..text.grammar.grammars import Grammars
+from ..text.grammar.trace import TraceConstraint
 from ..text.openai.dialect import Dialect
 from ..text.openai.tasks import constrained
 from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
@@ -125,6 +126,7 @@ class InputProcessor:
                 arrival=next(self._arrivals),
                 score_from=score_from,
                 pool=None if pooling is None else Pooler(pooling, len(tokens)),
+                record=TokenRecord() if self.options.is_observing else None,
                 patience=self.options.patience(awaited),
                 constraint=self.constraint(params, len(tokens)),
                 adapter=adapter,
@@ -149,7 +151,8 @@ class InputProcessor:
             return PREFILL.clone(), self._settled(params)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
-        return params.clone(), None
+        own = params.clone()
+        return own if own.trace_decode_token_ids is None else own.replayed(), None
 
     def _settled(self, params: PoolingParams) -> PoolingParams:
         """Fill in the model's own pooling. Raises ValueError for what the model does not have."""
@@ -293,8 +296,11 @@ class InputProcessor:
             prompt_ids=prompt,
         )
 
-    def constraint(self, params: SamplingParams, start: int) -> Constraint | None:
-        grammar = params.structured_outputs
+    def constraint(self, params: SamplingParams, start: int) -> Constraint | TraceConstraint | None:
+        """Return what limits an output that begins at position `start`: a grammar, or a trace."""
+        grammar, trace = params.structured_outputs, params.trace_decode_token_ids
+        if trace is not None:
+            return TraceConstraint(trace, start, self.vocab_size)
         return None if grammar is None else self.grammars.constraint(grammar, start)
 
     def output(self, group: RequestGroup) -> RequestOutput:
@@ -324,7 +330,17 @@ class InputProcessor:
             stop_reason=request.stop_reason,
             passes=list(request.passes) or None,
             weights=list(request.weights),
+            **self._observed(request),
         )
+
+    def _observed(self, request: Request) -> dict[str, np.ndarray]:
+        """Return the inner values of a finished request's tokens, the last one's excepted: no step computes
+        it."""
+        record, most = request.record, len(request.tokens) - 1
+        if record is None or not request.finished:
+            return {}
+        found = {"routed_experts": record.experts[:most], "hidden_states": record.hidden[:most]}
+        return {name: np.stack(values) for name, values in found.items() if values}
 
     def since(self, delta: Delta, request: Request, start: int) -> CompletionOutput:
         """Return what a stream adds to a completion, of which it has delivered `start` tokens."""

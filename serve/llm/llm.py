@@ -34,7 +34,7 @@ from .session import Mode
 from .tasks import beam, embedding, likelihood, replying
 from .tasks.beam import BeamSearchOutput
 from .tasks.likelihood import By, LogLikelihood
-from .vllm import EMBEDS, LIKELIHOOD, WEIGHTS, check_all, refused
+from .vllm import EMBEDS, LIKELIHOOD, WEIGHTS, check_all, collective_rpc, of_compat, refused
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Prompts = Prompt | Sequence[Prompt]
@@ -58,7 +58,8 @@ class LLM:
     SystemExit. Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an
     unknown option. All methods may be called from any thread, but raise RuntimeError in a forked process.
 
-    `session` holds the requests of all callers, `input_processor` checks and tokenizes prompts.
+    `session` holds the requests of all callers, `input_processor` checks and tokenizes prompts, `folder` is
+    the model's.
     """
 
     @together
@@ -111,6 +112,7 @@ class LLM:
     def _begin(self, model: loading.LoadedModel) -> None:
         self.config, self.tokenizer, self.options = model.config, model.tokenizer, model.options
         self.defaults = ending(model.defaults, model.tokenizer)
+        self.folder, self._again = model.folder, model.again
         self.session, self._closing = disaggregated.started(model.config, model.params, model.options)
         self.session.log = opened(self.engine, model.options, model.tokenizer, model.folder)
         self.input_processor = model.processor(self.engine.sizes, self.defaults)
@@ -253,8 +255,6 @@ class LLM:
         """The driver of the requests of all event loops."""
         return Driver(self.session)
 
-    # ------------------------------------------------------------ one step at a time
-
     def add_request(
         self,
         prompt: Prompt,
@@ -341,17 +341,20 @@ class LLM:
         return unprepared(self.engine.params)
 
     def update_params(self, params: Decoder, mode: Mode | None = None) -> None:
-        """Serve other weights of the same shapes from now on, without a compilation.
-
-        `mode` of unfinished requests: "abort", "wait" (run them to their end before), or "keep" (continue
-        them with the new weights). Details and errors are those of `weights.update_params`.
-        """
+        """Serve other weights of the same shapes from now on, without a compilation. `mode` and errors are
+        those of `weights.update_params`."""
         weights.update_params(self.session, self.options, params, mode)
 
-    def load_params(self, path: str | Path, mode: Mode | None = None) -> int:
-        """`update_params` with a folder of the same model, in the served dtype; return the number of updates
-        so far. Raises CheckpointError for the folder."""
-        return weights.load_params(self.session, self.options, self.config, path, mode)
+    def load_params(self, path: str | Path | None = None, mode: Mode | None = None) -> int:
+        """`update_params` with a folder of the same model, None its own, in the served dtype; return the
+        number of updates so far. Raises CheckpointError for the folder."""
+        origin = weights.origin_of(path, self._again)
+        return weights.load_params(self.session, self.options, self.config, origin, mode)
+
+    def save_params(self, path: str | Path) -> None:
+        """Write the served weights, as they are stored and sharded here, as an Orbax folder that `LLM` loads.
+        Errors are those of `weights.save_params`."""
+        weights.save_params(self.config, self.params, self.folder, path)
 
     def save_cache(self, path: str | Path) -> int:
         """Write the cached pages of prompts and answers into a folder for `load_cache`; return their number.
@@ -474,7 +477,8 @@ class LLM:
     reward = refused("reward", f"models are served without heads that reward; {EMBEDS}")
     classify = refused("classify", f"models are served to generate, and have no classes; {LIKELIHOOD}")
     score = refused("score", f"in vLLM it is the similarity of two texts by a pooling model; {LIKELIHOOD}")
-    collective_rpc = refused("collective_rpc", f"the engine runs in this process, without workers; {WEIGHTS}")
+    llm_engine, renderer = of_compat("llm_engine:LLMEngine"), of_compat("renderers:Renderer")
+    collective_rpc = collective_rpc
     apply_model = refused("apply_model", f"there is no torch module; {WEIGHTS}")
 
     def _settled(self, params: Params) -> Any:

@@ -1,7 +1,8 @@
 """The parts of an `LLM`: a model from a folder, or parameters that are on a device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class LoadedModel:
     lacking: str = NONE  # why there is no tokenizer
     folder: str | None = None  # it was read from
     family: Family = FAMILIES["llama"]
+    again: Callable[[], Origin] | None = None  # finds its weights, which "dummy" has not read
 
     def processor(self, sizes: Sizes, defaults: GenerationDefaults) -> InputProcessor:
         return InputProcessor(
@@ -79,7 +81,8 @@ def read(
         config, params, defaults = load_folder(folder, dtype, mesh, chosen)
         family = read_model(folder)[0]
     words, lacking = origin.words()
-    return LoadedModel(config, params, words, defaults, chosen, lacking, str(origin.model), family)
+    again = partial(Origin.of, model, revision=revisions["revision"], **hub)
+    return LoadedModel(config, params, words, defaults, chosen, lacking, str(origin.model), family, again)
 
 
 def given(

@@ -1,14 +1,17 @@
 """Other weights for an engine in use."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
+from ...checkpoints.folders import fresh, overridden
 from ...model.config import ModelConfig
-from ...model.transformer import Decoder
+from ...model.transformer import Decoder, decoder_spec
 from ...model.weights.compress import in_form
-from ..engine.startup.folder import load_folder
+from ..engine.startup.folder import load_folder, write_orbax
 from ..engine.startup.origin import Origin
 from ..engine.startup.start import on_devices, require_finite
 from ..options.engine import EngineOptions
@@ -45,20 +48,42 @@ def update_params(session: Session, options: EngineOptions, params: Decoder, mod
     session.wake()
 
 
+def origin_of(path: str | Path | None, again: Callable[[], Origin] | None) -> Origin:
+    """Return the folder of weights: a path, or the model's own, which `again` finds. Raises ValueError for a
+    model that was not read from a folder."""
+    if path is not None:
+        return Origin.of(path)
+    if again is None:
+        raise ValueError("load_params: path is missing: the model was not read from a folder")
+    return again()
+
+
 def load_params(
-    session: Session, options: EngineOptions, config: ModelConfig, path: str | Path, mode: Mode | None
+    session: Session, options: EngineOptions, config: ModelConfig, origin: Origin, mode: Mode | None
 ) -> int:
     """Serve the weights of a folder of the same model; return their version. Errors are those of
     `LLM.load_params`."""
-    origin, served = Origin.of(path, weights=True), session.engine.params.embed
+    served, chosen = session.engine.params.embed, origin.settled(replace(options, load_format="auto"))
     placed = served.sharding
     mesh = placed.mesh if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh) else None
-    found, params, _ = load_folder(origin.model, str(served.dtype), mesh, origin.settled(options))
+    with overridden(origin.model, options.hf_overrides) as folder:
+        found, params, _ = load_folder(folder, str(served.dtype), mesh, chosen)
     if found != config:
-        raise ValueError(f"load_params: {path} is of another model: its configuration differs")
+        raise ValueError(f"load_params: {origin.model} is of another model: its configuration differs")
     with session.turn():
         update_params(session, options, params, mode)
         return session.engine.weights
+
+
+def save_params(config: ModelConfig, params: Decoder, source: str | None, path: str | Path) -> None:
+    """Write weights as a folder that `LLM` loads. Raises CheckpointError if `path` exists already, ValueError
+    for a model that was not read from a folder."""
+    if source is None:
+        raise ValueError("save_params: the model was not read from a folder, so what describes it is unknown")
+    if decoder_spec(config).head is None:  # a pipeline's last stage has a copy of the embedding
+        params = replace(params, head=None)
+    with fresh(Path(path)) as folder:
+        write_orbax(folder, Path(source), params)
 
 
 def realms_of(session: Session, processor: InputProcessor, *others: Any) -> Realms:

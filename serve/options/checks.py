@@ -186,6 +186,23 @@ def check_lora(options: "EngineOptions") -> None:
     only(options, dict.fromkeys(("data_parallel_size", "pipeline_parallel_size", "nnodes"), 1), "enable_lora")
 
 
+def check_observed(options: "EngineOptions") -> None:
+    """Check what steps report besides tokens: each step computes one token of a row, on one device or on a
+    mesh of one request's."""
+    layers = options.hidden_state_layers or ()
+    is_rising = all(a < b for a, b in zip((-1, *layers), layers, strict=False))
+    require(is_rising, f"hidden_state_layers {layers} is not allowed: rising numbers from 0")
+    if not options.is_observing:
+        return
+    name = "hidden_state_layers" if layers else "enable_return_routed_experts"
+    alone = "decode_steps", "data_parallel_size", "pipeline_parallel_size", "nnodes"
+    only(options, dict.fromkeys(alone, 1), name)
+    for other in ("kv_role", "experimental_ffn_devices"):
+        value = getattr(options, other)
+        require(value is None, f"{other} {value} is not allowed with {name}")
+    require(not options.guesses, f"speculative_config is not allowed with {name}")
+
+
 def check_buckets(options: "EngineOptions") -> None:
     """Check the lengths that prompts are padded to."""
     if (edges := options.prefill_buckets) is None:
@@ -199,4 +216,13 @@ def check_buckets(options: "EngineOptions") -> None:
     )
 
 
-ALL = check_tiers, check_handover, check_nodes, check_shards, check_key, check_buckets, check_lora
+ALL = (
+    check_tiers,
+    check_handover,
+    check_nodes,
+    check_shards,
+    check_key,
+    check_buckets,
+    check_lora,
+    check_observed,
+)

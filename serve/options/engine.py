@@ -24,8 +24,10 @@ STORED = {
     "compressed-tensors": "compressed-tensors", "mxfp4": "mxfp4",
 }  # fmt: skip
 
+# vLLM's names for ways to read the same weights: the files of a folder say how they are stored
+SAME_WEIGHTS = ("hf", "mistral", "fastsafetensors", "instanttensor", "runai_streamer", "sharded_state")
 CHOICES = {
-    "load_format": ("auto", "safetensors", "dummy"),
+    "load_format": ("auto", "safetensors", "dummy", *SAME_WEIGHTS),
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8", "fp8_e4m3", "fp8_e5m2", "fp8"),
 }
@@ -162,6 +164,15 @@ class EngineOptions:
     split_special_tokens: bool = knob(
         False, "read special tokens in the text of messages, but not those of the template, as plain text"
     )
+    enable_return_routed_experts: bool = knob(
+        False, "report the experts of each token, in every layer that has some, with each output", flag=False
+    )
+    hidden_state_layers: tuple[int, ...] | None = knob(
+        None,
+        "report hidden states of each token after these numbers of layers, such as 0,8,16, with each output; "
+        "0 is the embedding",
+        flag=False,
+    )
     logits_processors: Sequence[Any] | None = knob(
         None,
         "functions (logits, history, knobs) -> logits that are compiled into the step, or their names; "
@@ -192,7 +203,11 @@ class EngineOptions:
         "file with a secret that engines at kv_address, or processes at master_addr, share; required if "
         "other machines reach that address",
     )
-    load_format: str = knob("auto", "auto and safetensors read the weights; dummy draws random weights")
+    load_format: str = knob(
+        "auto",
+        "dummy draws random weights; sharded_state reads a folder of save_params or `duetto convert`; auto, "
+        "as all others, reads either kind of folder",
+    )
     hf_overrides: Mapping[str, Any] | None = knob(
         None, 'values that replace those of config.json, such as {"rope_scaling": {...}}', flag=False
     )
@@ -263,6 +278,11 @@ class EngineOptions:
         """Raise ValueError if `quantization` names the scheme of a checkpoint, and there is none."""
         if self.quantization in STORED:
             raise ValueError(f"quantization={self.quantization!r} says how a checkpoint is stored, {what}")
+
+    @property
+    def is_observing(self) -> bool:
+        """True if steps report inner values of every token, so that none is taken from the prefix cache."""
+        return self.enable_return_routed_experts or bool(self.hidden_state_layers)
 
     def patience(self, awaited: bool) -> float:
         """Return the maximum prefill delay in seconds; `awaited`: a caller waits for the first token."""

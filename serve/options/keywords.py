@@ -9,6 +9,7 @@ from ...fields import converted
 from ...neutral import EFFECTLESS, NEUTRAL, check_neutral
 from ...refusals import renamed, unknown
 from .engine import EngineOptions
+from .transfer import with_transfer
 
 OTHER_NAMES = {"max_num_batched_tokens": "max_prefill_tokens", "block_size": "page_size"}
 FORMER = {f.metadata["formerly"]: f.name for f in fields(EngineOptions) if "formerly" in f.metadata}
@@ -25,7 +26,7 @@ def engine_options(given: Mapping[str, Any]) -> EngineOptions:
     Warns of former names. Raises TypeError for an unknown name, ValueError for a value that is not allowed.
     """
     types, options = get_type_hints(EngineOptions), {}
-    for ours, (name, value) in current_names(given, OTHER_NAMES | FORMER).items():
+    for ours, (name, value) in current_names(with_transfer(given), OTHER_NAMES | FORMER).items():
         if ours not in types:
             check_keyword(name, value, types)
         elif value is not None:

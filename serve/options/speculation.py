@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 
 from ... import refusals
 from ...fields import converted, knob
+from ...neutral import DRAFTING, without_neutral
 from ...sampling.token_tree import TokenTree
 
 MAX_GUESSES = 64
@@ -85,11 +86,11 @@ class SpeculativeConfig:
         """Return the configuration of a JSON object; None and {} are no speculation."""
         if isinstance(values, SpeculativeConfig):
             return values
-        types = get_type_hints(cls)
-        for key in values or {}:
+        types, asked = get_type_hints(cls), without_neutral("speculative", values or {})
+        items = [(key, value) for key, value in asked.items() if key not in DRAFTING]
+        for key, _ in items:
             if key not in types:
                 raise TypeError(f"speculative_config: {refusals.unknown('key', key, types)}")
-        items = (values or {}).items()
         given = {key: converted(f"speculative_config: {key}", value, types[key]) for key, value in items}
         if given.get("method") is None:
             if given and given.get("model") is None:

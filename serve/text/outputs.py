@@ -80,6 +80,10 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     passes: list[Pass] | None = None  # with speculation, in the order of their tokens
     weights: list[tuple[int, int]] | None = None  # (first token, version of the weights) pairs
+    # of each token of prompt and continuation but the last: the experts that were chosen, int32 [tokens,
+    # layers, A], and hidden states, float32 [tokens, layers, D]
+    routed_experts: Any = field(default=None, compare=False)
+    hidden_states: Any = field(default=None, compare=False)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

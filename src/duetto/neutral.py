@@ -20,8 +20,8 @@ NEUTRAL: dict[str, Table] = {
         "task": ("auto", "generate"),
         "convert": ("auto", "none"),
         "model_impl": ("auto", "vllm"),
-        "config_format": ("auto", "hf"),
-        "tokenizer_mode": ("auto", "hf"),
+        "config_format": ("auto", "hf", "mistral"),  # a folder's files say what they are
+        "tokenizer_mode": ("auto", "hf", "slow", "mistral"),
         "logprobs_mode": ("raw_logprobs",),
         "model_weights": ("",),
         "cpu_offload_gb": (0, 0.0),
@@ -31,8 +31,7 @@ NEUTRAL: dict[str, Table] = {
         **dict.fromkeys(("rope_scaling", "quantization_config", "additional_config"), ({},)),
         **dict.fromkeys((
             "skip_tokenizer_init", "calculate_kv_scales", "disable_sliding_window", "enable_prompt_adapter",
-            "enable_prompt_embeds", "enable_return_routed_experts", "return_sampling_mask",
-            "enable_trace_replay", "tokens_only", "headless",
+            "enable_prompt_embeds", "return_sampling_mask", "tokens_only", "headless",
         ), (False,)),
         **dict.fromkeys((
             "hf_config_path", "chat_template", "rope_theta", "kv_cache_memory_bytes",
@@ -57,8 +56,17 @@ NEUTRAL: dict[str, Table] = {
         **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping"), (False,)),
         **dict.fromkeys((
             "guided_decoding", "prompt_logprob_token_ids", "truncate_prompt_tokens", "repetition_detection",
-            "trace_decode_token_ids",
         ), (None,)),
+    },
+    # keys of vLLM's `kv_transfer_config`
+    "kv_transfer": {"kv_connector_module_path": (None,)},
+    # keys of vLLM's `speculative_config`
+    "speculative": {
+        "parallel_drafting": (False,),
+        "use_heterogeneous_vocab": (False,),
+        "draft_tensor_parallel_size": (None, 1),
+        "quantization": (None,),
+        "revision": (None,),
     },
     # fields of vLLM's `StructuredOutputsParams`
     "structured_outputs": {
@@ -141,9 +149,9 @@ EFFECTLESS: dict[str, Any] = {
     **dict.fromkeys((
         "enforce_eager", "trust_remote_code", "allow_deprecated_quantization", "disable_log_stats",
         "enable_log_requests", "disable_async_output_proc", "disable_custom_all_reduce", "enable_eplb",
-        "enable_dbo", "ray_workers_use_nsight", "kv_cache_metrics", "enable_mfu_metrics", "enable_sleep_mode",
-        "fully_sharded_loras", "language_model_only", "disable_mm_preprocessor_cache",
-        "disable_chunked_mm_input", "skip_mm_profiling",
+        "enable_dbo", "enable_trace_replay", "ray_workers_use_nsight", "kv_cache_metrics",
+        "enable_mfu_metrics", "enable_sleep_mode", "fully_sharded_loras", "language_model_only",
+        "disable_mm_preprocessor_cache", "disable_chunked_mm_input", "skip_mm_profiling",
     ), False),
     **dict.fromkeys((
         "served_model_name", "code_revision", "ignore_patterns", "safetensors_load_strategy",
@@ -159,6 +167,9 @@ EFFECTLESS: dict[str, Any] = {
     )),
 }  # fmt: skip
 
+# Keys of vLLM's `speculative_config` that choose how draft tokens are computed: they are verified.
+DRAFTING = frozenset(("enforce_eager", "disable_padded_drafter_batch", "max_model_len"))
+
 # Fields of OpenAI's bodies that choose how a request is filed, cached or hurried. No value changes the text.
 HARMLESS = frozenset((
     "cache_salt", "metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "request_id",
@@ -172,11 +183,21 @@ PROMPT = (
 )  # fmt: skip
 
 
+# What to do for some names whose other values are refused.
+INSTEAD = {
+    "enable_prompt_embeds": "give prompts as token ids",
+    "runner": "LLM.embed returns embeddings without it",
+    "weight_transfer_config": "update_params and load_params replace weights",
+    "skip_tokenizer_init": "give prompts as token ids, and detokenize=False",
+}
+
+
 def check_neutral(scope: str, name: str, value: Any) -> None:
     """Raise ValueError if a name of a scope is set to a value that is not neutral."""
     if not among(value, NEUTRAL[scope][name]):
         allowed = " or ".join(map(repr, NEUTRAL[scope][name])) or "None"
-        raise ValueError(f"{name}={shown(value)} is not supported: only {allowed}")
+        instead = f"; {INSTEAD[name]}" if name in INSTEAD else ""
+        raise ValueError(f"{name}={shown(value)} is not supported: only {allowed}{instead}")
 
 
 def without_neutral(scope: str, given: Mapping[str, Any]) -> dict[str, Any]:

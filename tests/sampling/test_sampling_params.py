@@ -34,6 +34,7 @@ VLLM_DEFAULTS = {
     "bad_words": None,
     "logit_bias": None,
     "allowed_token_ids": None,
+    "trace_decode_token_ids": None,
     "min_tokens": 0,
     "max_tokens": 16,
     "ignore_eos": False,

@@ -8,10 +8,12 @@ import numpy as np
 
 from ....checkpoints.adapters.adapter import Adapter
 from ....model.pooling import Pooler
+from ....model.transformer import Observed
 from ....model.weights.adapted import NO_ADAPTER
 from ....sampling.params import NO_TOKEN, SamplingParams
 from ...kv.offload.mover import PageFetch
 from ...text.grammar.constraint import Constraint
+from ...text.grammar.trace import TraceConstraint
 from ...text.outputs import Pass, RequestMetrics
 from ...text.tokenizer.detokenizer import Detokenizer
 
@@ -33,6 +35,21 @@ class ScoreLog:
         self.rank += np.asarray(rank).tolist()
         self.top_ids += list(top_ids)
         self.top_logprobs += list(top_logprobs)
+
+
+@dataclass
+class TokenRecord:
+    """Inner values of a request's tokens in order, as steps observed them: experts [layers,A] and hidden
+    states [layers,D] of each token that was computed."""
+
+    experts: list[np.ndarray] = field(default_factory=list)
+    hidden: list[np.ndarray] = field(default_factory=list)
+
+    def take(self, observed: Observed, row: int, start: int, count: int) -> None:
+        """Take a step's row of `count` tokens from position `start` on; they replace what was there."""
+        for found, new in ((self.experts, observed.experts), (self.hidden, observed.hidden)):
+            if new is not None:
+                found[start:] = np.asarray(new)[row, :count]
 
 
 def unknown_score(top: int) -> tuple[np.ndarray, ...]:
@@ -73,9 +90,10 @@ class Request:
     arrival: int = 0
     score_from: int = 1  # first position of the prompt that is scored
     pool: Pooler | None = None  # for an embedding of the prompt
+    record: TokenRecord | None = None  # of what steps observe
     patience: float = 0.0  # seconds that its admission may be delayed to share a prefill
     source: str | None = None  # address of the prefill engine that computes its prompt
-    constraint: Constraint | None = None  # a grammar's limits on the next token
+    constraint: Constraint | TraceConstraint | None = None  # limits on the next token
     adapter: Adapter | None = None
 
     tokens: list[int] = field(default_factory=list)
@@ -115,7 +133,7 @@ class Request:
     @property
     def is_whole(self) -> bool:
         """True if all of its tokens have to be computed, and no page is taken from the cache."""
-        return self.pool is not None and self.pool.is_whole
+        return self.record is not None or (self.pool is not None and self.pool.is_whole)
 
     @property
     def salt(self) -> bytes:

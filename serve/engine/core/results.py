@@ -104,6 +104,8 @@ def take(work: ScheduledTokens, ran: DispatchedStep, row: int, tokens: list[int]
     take_prompt_scores(request, ran.output, row, work)
     if request.pool is not None and ran.output.pooled is not None:
         request.pool.take(ran.output.pooled, row, work.start, work.start + work.count)
+    if request.record is not None and ran.output.observed is not None:
+        request.record.take(ran.output.observed, row, work.start, work.count)
     emitted = [i for i, token in enumerate(tokens) if token != NO_TOKEN]
     if ran.shape.phase == "verify":
         request.computed = work.start + max(1, len(emitted))

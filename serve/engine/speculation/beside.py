@@ -13,7 +13,7 @@ from ....model.heads import Head
 from ....model.pair import Pair, PairConfig, Params
 from ....model.recurrent.kinds import STATE
 from ....model.sharding import place_at
-from ....model.transformer import Decoder
+from ....model.transformer import Decoder, Observe
 from ...options.speculation import SpeculativeConfig
 from ...runtime.steps.phases import Phases, TargetOnly
 from .draft_steps import DraftSpeculation
@@ -49,10 +49,10 @@ class SpeculatorWeights(NamedTuple):
     def join(self, params: Decoder) -> Params:
         return params if self.params is None else Pair(params, self.params)
 
-    def phases(self, config: PairConfig, chosen: SpeculativeConfig) -> Phases:
-        """Return the phases of the engine's steps."""
+    def phases(self, config: PairConfig, chosen: SpeculativeConfig, observe: Observe | None) -> Phases:
+        """Return the phases of the engine's steps; `observe` only without speculation."""
         if self.params is None:
-            return TargetOnly(config.target, chosen.acceptance)
+            return TargetOnly(config.target, chosen.acceptance, observe)
         draft = config.draft
         guesser = DraftModel(draft, chosen.acceptance) if draft else HeadProposer(config.target)
         return DraftSpeculation(config, guesser, chosen.acceptance, chosen.tree)

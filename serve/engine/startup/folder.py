@@ -1,5 +1,6 @@
 """A model's folder: its parameters in a dtype, and its generation defaults."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from .... import checkpoints
 from ....checkpoints import huggingface, orbax
-from ....checkpoints.folders import nested_in
+from ....checkpoints.folders import copy_description, nested_in
 from ....checkpoints.generation import GenerationDefaults, generation_defaults
 from ....checkpoints.huggingface import read_config
 from ....checkpoints.tensors import CheckpointError
@@ -94,6 +95,16 @@ def read_folder(
         return loaded
     config, params = orbax.load(path, dtype, where)
     return config, in_form(params, quantization, params.embed.dtype, donate=True)
+
+
+def write_orbax(folder: Path, source: Path, params: Decoder) -> None:
+    """Write parameters and what describes their model into a fresh folder: `orbax.save`. `source` is the
+    folder that the model was read from; how it stores weights is left out."""
+    copy_description(source, folder)
+    raw = json.loads((folder / "config.json").read_bytes())
+    if raw.pop("quantization_config", None) is not None:
+        (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    orbax.save(folder, params)
 
 
 def random_folder(

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ....checkpoints import heads, orbax
 from ....checkpoints.folders import overridden, read_config_json
 from ....checkpoints.generation import GenerationDefaults
 from ....checkpoints.hub import resolve, resolve_draft
 from ....checkpoints.tensors import CheckpointError
 from ....sampling.params import MAX_STOP_IDS
-from ...options.engine import STORED, EngineOptions
+from ...options.engine import SAME_WEIGHTS, STORED, EngineOptions
 from ...text.tokenizer.tokenizer import Tokenizer
 from ...text.tokenizer.vocabularies import EXPECTED, unread
 from .folder import DEMO
@@ -65,13 +66,28 @@ class Origin:
         return None, f"{NONE} ({why})" if why else NONE
 
     def settled(self, options: EngineOptions, **where: Any) -> EngineOptions:
-        """Options in which a draft model is a folder, and `quantization` what is left to do after loading."""
+        """Options in which a draft model is a folder, and `quantization` and `load_format` what is left to do
+        after loading. Raises CheckpointError for a folder that is not as they say."""
         draft, config = options.speculation.model, options.speculative_config
         if draft is not None and isinstance(config, Mapping):
-            config = {**config, "model": str(resolve_draft(draft, **where))}
+            beside = resolve_draft(draft, **where)
+            method = "heads" if (beside / heads.FILE).exists() else "draft_model"
+            config = {**config, "method": config.get("method") or method, "model": str(beside)}
         with overridden(self.model, options.hf_overrides) as folder:
             form = stored_form(folder, options.quantization)
-        return replace(options, speculative_config=config, quantization=form)
+        format = read_format(self.model, options.load_format)
+        return replace(options, speculative_config=config, quantization=form, load_format=format)
+
+
+def read_format(folder: Path, load_format: str) -> str:
+    """Return "auto" for a name of vLLM's that reads the same weights, else the name. Raises CheckpointError
+    for a "sharded_state" that is none."""
+    if load_format == "sharded_state" and not orbax.is_orbax(folder):
+        raise CheckpointError(
+            f"{folder}: load_format='sharded_state' is not allowed: it reads folders that LLM.save_params or "
+            "`duetto convert` has written"
+        )
+    return "auto" if load_format in SAME_WEIGHTS else load_format
 
 
 def stored_form(folder: Path, quantization: str | None) -> str | None:

@@ -10,9 +10,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from ....kvcache.stages import attending, devices, feeding, is_apart, params_of, stages, stations
-from ....model.config import ModelConfig
+from ....model.config import Experts, ModelConfig
 from ....model.pair import PairConfig, Params, target_of
-from ....model.transformer import Decoder
+from ....model.transformer import Decoder, Observe
 from ....model.tree import not_finite, paths
 from ....model.weights.compress import in_form
 from ....model.weights.prepared import prepared
@@ -104,7 +104,8 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0, processors=own)
     shapes = shapes_of(options, sizes, pair.layers, device.platform, params.embed.dtype)
     canonical = Canonical.on(device.platform, options, sizes)
-    phases = beside.phases(pair.within(sizes.max_model_len), options.speculation)
+    observe = observed_in(config, options)
+    phases = beside.phases(pair.within(sizes.max_model_len), options.speculation, observe)
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
     kernels = check_kernels(config, params, sizes)
     require_ended(kernels)
@@ -128,6 +129,19 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     speculation = speculation_of(options, classes, seconds)
     programs.begin(state)
     return make(classes, state, speculation=speculation)
+
+
+def observed_in(config: ModelConfig, options: EngineOptions) -> Observe | None:
+    """Return the inner values that steps report, if any. Raises ValueError for what the model lacks."""
+    if not options.is_observing:
+        return None
+    layers, experts = tuple(options.hidden_state_layers or ()), options.enable_return_routed_experts
+    wrong = [n for n in layers if n > config.num_layers]
+    if wrong:
+        raise ValueError(f"hidden_state_layers {wrong[0]} is not allowed: 0 to {config.num_layers}")
+    if experts and not any(isinstance(kind.ffn, Experts) for kind in config.layers):
+        raise ValueError("enable_return_routed_experts is not allowed: the model has no experts")
+    return Observe(experts, layers)
 
 
 def refused_of(kernels: KernelChecks) -> tuple[str, ...]:
@@ -174,7 +188,8 @@ def deferral(
 ) -> Callable[[ShapeClasses], Warmup] | None:
     """Return a maker of deferred draws, which wait for the masks of grammars while other rows go on; None if
     programs may not come late, or if a step takes several tokens of a row."""
-    if options.guesses or options.decode_steps > 1 or not may_serve_early(options, params):
+    several = options.guesses or options.decode_steps > 1
+    if several or options.is_observing or not may_serve_early(options, params):
         return None
     aim = WarmupGoal(canonical, options.reproducible, depths=())
 

@@ -24,6 +24,7 @@ ELSEWHERE = (
     "speculative_config", "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address",
     "kv_transport", "kv_transfer_timeout", "node_rank", "master_addr", "master_port",
     "distributed_timeout_seconds", "cluster_key_file", "logits_processors",
+    "enable_return_routed_experts", "hidden_state_layers",
 )  # fmt: skip
 # Journals and reports have options under the names of their first version: a rename ends no job.
 WRITTEN = {name: former for former, name in FORMER.items()}

@@ -35,10 +35,10 @@ def log_likelihood(
     """Return log-probabilities of each prompt's tokens after its first, or of its continuation's.
 
     A prompt is prefilled once for its continuations if they follow each other and prefixes are cached. `by`
-    "prefill" computes a text at once. "decode" makes a request of each token of a continuation, and feeds
-    those before it one by one: much slower, with the bits that were reported when such tokens were sampled,
-    also if prefill's last bits differ. Raises ValueError for an empty prompt, if prompts and continuations
-    differ in number, and for "decode" without continuations.
+    "prefill" computes a text at once. "decode" replays a continuation step by step: slower, with the bits
+    that were reported when such tokens were sampled, also if prefill's last bits differ. Raises ValueError
+    for an empty prompt, if prompts and continuations differ in number, for a continuation that does not fit,
+    and for "decode" without continuations.
     """
     if by not in ("prefill", "decode") or (by == "decode" and continuations is None):
         raise ValueError(f"by={by!r} is not allowed: 'prefill', or with continuations 'decode'")
@@ -66,15 +66,18 @@ def log_likelihood(
 def decoded(
     session: Session, processor: InputProcessor, prompts: list[list[int]], ends: list[list[int]]
 ) -> list[LogLikelihood]:
-    """Score continuations: each token is the only one that a request may sample after those before it."""
+    """Score continuations by trace replay. Raises ValueError for one that does not fit behind its prompt."""
     makes = [
-        partial(processor.group, prompt=a, params=only(b, i), known=[b[:i]], awaited=False)
+        partial(processor.group, prompt=a, params=traced(processor, a, b), awaited=False)
         for a, b in zip(prompts, ends, strict=True)
-        for i in range(len(b))
+        if b
     ]
-    found = results(session, processor, makes)
-    last = iter([(result.outputs[0].logprobs or [{}])[-1] for result in found])
-    return [LogLikelihood(b, [next(last)[token].logprob for token in b]) for b in ends]
+    found = iter(results(session, processor, makes))
+    scores = [next(found).outputs[0].logprobs or [] if b else [] for b in ends]
+    return [
+        LogLikelihood(b, [at[token].logprob for token, at in zip(b, score, strict=True)])
+        for b, score in zip(ends, scores, strict=True)
+    ]
 
 
 def results(session: Session, processor: InputProcessor, makes: Sequence[Make]) -> list[RequestOutput]:
@@ -84,16 +87,14 @@ def results(session: Session, processor: InputProcessor, makes: Sequence[Make]) 
     return found
 
 
-def only(tokens: list[int], i: int) -> SamplingParams:
-    """Return parameters with which only token i of a continuation can be sampled."""
-    return SamplingParams(
-        temperature=0.0,
-        max_tokens=i + 1,
-        allowed_token_ids=[tokens[i]],
-        logprobs=0,
-        ignore_eos=True,
-        detokenize=False,
-    )
+def traced(processor: InputProcessor, prompt: list[int], tokens: list[int]) -> SamplingParams:
+    params = SamplingParams(trace_decode_token_ids=tokens, logprobs=0, detokenize=False)
+    room = processor.end(prompt, params.replayed()) - len(prompt)
+    if room < len(tokens):
+        raise ValueError(
+            f"a continuation has {len(tokens)} tokens, behind its prompt there is room for {room}"
+        )
+    return params
 
 
 def continuation(processor: InputProcessor, text: str | Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from ....kvcache.pages import Batch, KVCache
 from ....model.config import ModelConfig
 from ....model.pair import PairConfig
-from ....model.transformer import Decoder
+from ....model.transformer import Decoder, Observe
 from ....sampling.accept import RULES
 from . import step
 from .step import Output, Slots
@@ -34,21 +34,22 @@ class Phases(Protocol):
 
 @dataclass(frozen=True)
 class TargetOnly:
-    """Steps of a model without a drafter on the device; `acceptance` is the rule for the host's draft
-    tokens."""
+    """Steps of a model without a drafter on the device; `acceptance` is the rule for the host's draft tokens,
+    `observe` what prefill and decode report besides."""
 
     target: ModelConfig
     acceptance: str = "coupled"
+    observe: Observe | None = None
 
     @property
     def config(self) -> PairConfig:
         return PairConfig(self.target)
 
     def prefill(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
-        return step.prefill(params, cache, slots, batch, config=self.target)
+        return step.prefill(params, cache, slots, batch, config=self.target, observe=self.observe)
 
     def decode(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
-        return step.decode(params, cache, slots, batch, config=self.target)
+        return step.decode(params, cache, slots, batch, config=self.target, observe=self.observe)
 
     def forward(
         self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch

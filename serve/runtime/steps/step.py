@@ -21,7 +21,7 @@ from ....model.layers import apart
 from ....model.pooling import Pooled
 from ....model.recurrent.kinds import STATE
 from ....model.sharding import in_any_shard, on_several_devices
-from ....model.transformer import Decoder, forward, unembed
+from ....model.transformer import Decoder, Observe, Observed, Recorder, forward, unembed
 from ....model.tree import pytree
 from ....model.weights.adapted import NO_ADAPTER, with_owners
 from ....sampling.accept import NONE_KEPT, DraftTokens, Rule, coupled
@@ -73,11 +73,12 @@ class Seat:
 @pytree
 class Output:
     """Results of a step for the host: samples [B,steps], NO_TOKEN if none; of prompts scores [B,T] and pooled
-    hidden states, else None."""
+    hidden states, else None; the observed values of its tokens, if any are."""
 
     sampled: Sampled
     prompt: Scores | None
     pooled: Pooled | None = None
+    observed: Observed | None = None
 
 
 def empty_slots(
@@ -240,18 +241,30 @@ def accept(
 
 
 def run(
-    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, config: ModelConfig
+    params: Decoder,
+    cache: KVCache,
+    slots: Slots,
+    batch: Batch,
+    config: ModelConfig,
+    recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache]:
     """Run the tokens of every row through the model, and write their keys."""
-    return through_model(params, slots, batch, config, Paged(batch, config.windows), cache)
+    return through_model(params, slots, batch, config, Paged(batch, config.windows), cache, recorder)
 
 
 def through_model(
-    params: Decoder, slots: Slots, batch: Batch, config: ModelConfig, attend: Attend, state: Any
+    params: Decoder,
+    slots: Slots,
+    batch: Batch,
+    config: ModelConfig,
+    attend: Attend,
+    state: Any,
+    recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Return the hidden states of every token, and attend's state after them."""
     params = with_owners(params, slots.adapter[batch.slot])
-    return forward(params, config, batch.tokens, positions(batch), attend, state, lengths(slots, batch))
+    ends = lengths(slots, batch)
+    return forward(params, config, batch.tokens, positions(batch), attend, state, ends, recorder)
 
 
 def lengths(slots: Slots | StageZeroSlots, batch: Batch) -> Int[Array, " B"]:
@@ -261,12 +274,19 @@ def lengths(slots: Slots | StageZeroSlots, batch: Batch) -> Int[Array, " B"]:
 
 
 def step(
-    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig
+    params: Decoder,
+    cache: KVCache,
+    slots: Slots,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    observe: Observe | None = None,
 ) -> tuple[KVCache, Slots, Output]:
     """Run the tokens of every row, write their keys, and sample after the last of them."""
-    batch = awake(slots, batch)
-    hidden, cache = run(params, cache, slots, batch, config)
-    return cache, *sampled(params, config, slots, batch, hidden)
+    batch, recorder = awake(slots, batch), None if observe is None else Recorder(observe)
+    hidden, cache = run(params, cache, slots, batch, config, recorder)
+    slots, output = sampled(params, config, slots, batch, hidden)
+    return cache, slots, output if recorder is None else replace(output, observed=recorder.observed())
 
 
 def sampled(
@@ -281,10 +301,18 @@ def sampled(
     return slots, Output(last, prompt, pooled)
 
 
-def prefill(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
+def prefill(
+    params: Decoder,
+    cache: KVCache,
+    slots: Slots,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    observe: Observe | None = None,
+):
     """Compute rows of one prompt, which see those before them, or of several; sample after those that end
     one."""
-    return step(params, cache, slots, batch, config=config)
+    return step(params, cache, slots, batch, config=config, observe=observe)
 
 
 def verify(
@@ -343,16 +371,24 @@ def judged(
     return slots, Output(found, None)
 
 
-def decode(params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig):
+def decode(
+    params: Decoder,
+    cache: KVCache,
+    slots: Slots,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    observe: Observe | None = None,
+):
     """Take T steps of one token a row, each fed with the token before it; `count` of a row is the number that
     it takes.
 
     Tokens of the batch that are not ON_DEVICE are fed as given: that replays what a preempted request had
-    generated.
+    generated. Values are observed with T = 1 only.
     """
     T = batch.tokens.shape[1]
     if T == 1:
-        return step(params, cache, slots, batch, config=config)
+        return step(params, cache, slots, batch, config=config, observe=observe)
 
     def one(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> tuple[tuple[KVCache, Slots], Sampled]:
         count = (i < batch.count).astype(jnp.int32)

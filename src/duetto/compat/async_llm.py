@@ -13,6 +13,7 @@ from ..serve.llm.llm import LLM
 from ..serve.llm.request_group import RequestGroup
 from ..serve.llm.vllm import check_all
 from ..serve.text.outputs import RequestOutput
+from .llm_engine import EngineModelConfig
 from .progress import Progress
 
 
@@ -86,6 +87,10 @@ class AsyncLLM:
         """End requests now. Unknown ids are ignored."""
         for id in [request_id] if isinstance(request_id, str) else request_id:
             await asyncio.to_thread(self.llm.abort, id)
+
+    @property
+    def model_config(self) -> EngineModelConfig:
+        return EngineModelConfig(self.llm)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Abort what runs and free the device's memory."""

@@ -1,8 +1,11 @@
 """`LLMEngine`: an `LLM` that is driven step by step, with vLLM's names and order of arguments."""
 
 from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from ..checkpoints.folders import read_config_json
 from ..lora.request import LoRARequest
 from ..sampling.params import SamplingParams
 from ..serve.llm.input_processor import Prompt
@@ -75,7 +78,38 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         return bool(self._progress)
 
+    @property
+    def model_config(self) -> "EngineModelConfig":
+        return EngineModelConfig(self.llm)
+
+    @property
+    def engine_core(self) -> "EngineCore":
+        return EngineCore(self.llm)
+
     def __getattr__(self, name: str) -> Any:
         if name == "llm":
             raise AttributeError(name)
         return getattr(self.llm, name)
+
+
+class EngineModelConfig:
+    """A served model as scripts for vLLM ask about it: `hf_config` and `hf_text_config` have the fields of
+    its config.json, none for parameters without a folder."""
+
+    def __init__(self, llm: LLM):
+        found = {} if llm.folder is None else read_config_json(Path(llm.folder))
+        self.hf_config = self.hf_text_config = SimpleNamespace(**found)
+        self.max_model_len = llm.engine.sizes.max_model_len
+
+
+class EngineCore:
+    """Methods of vLLM's engine core that scripts call."""
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+
+    def save_sharded_state(
+        self, path: str | Path, pattern: str | None = None, max_size: int | None = None
+    ) -> None:
+        """`LLM.save_params`, for `load_format="sharded_state"`. Orbax names and cuts the files."""
+        self._llm.save_params(path)

@@ -167,3 +167,32 @@ def test_given_tokens_have_the_bits_of_sampled_ones(llm):
     np.testing.assert_allclose(np.concatenate(read), np.concatenate(wanted), atol=1e-4)
     with pytest.raises(ValueError, match="by='decode' is not allowed"):
         llm.log_likelihood(prompts, by="decode")
+    empty, one = llm.log_likelihood(prompts[:2], [[], [4]], by="decode")
+    assert not empty.logprobs and one.token_ids == [4] and len(one.logprobs) == 1
+    with pytest.raises(
+        ValueError, match="a continuation has 600 tokens, behind its prompt there is room for"
+    ):
+        llm.log_likelihood(IDS, [4] * 600, by="decode")
+
+
+def test_weights_that_are_written_are_read_again(llm, other, tiny, tmp_path, restored):
+    with pytest.raises(ValueError, match="save_params: the model was not read from a folder"):
+        llm.save_params(tmp_path / "none")
+    with pytest.raises(ValueError, match="load_params: path is missing"):
+        llm.load_params()
+    huggingface.save(tmp_path / "first", tiny.config, tiny.params, "float32")
+    sizes = {"max_model_len": 256, "max_num_seqs": 8, "page_size": 16, "max_prefill_tokens": 64}
+    with LLM(tmp_path / "first", load_format="dummy", dtype="float32", **sizes) as served:
+        assert served.load_params() == 1  # though it has begun with random ones
+        assert exact(served.generate(PROMPTS, GREEDY, use_tqdm=False)) == exact(
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        )
+        served.update_params(other)
+        served.save_params(tmp_path / "second")
+        with pytest.raises(ValueError, match="second: exists already"):
+            served.save_params(tmp_path / "second")
+    with LLM(tmp_path / "second", load_format="sharded_state", dtype="float32", **sizes) as served:
+        llm.update_params(other)
+        assert exact(served.generate(PROMPTS, GREEDY, use_tqdm=False)) == exact(
+            llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        )
