@@ -5,6 +5,7 @@ they allow is checked on the device at a first start (serve/engine/startup/kerne
 traced `without` the kernels that fail there.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,11 @@ SHARED = {
     (10, 3): 232_448,
 }
 LEAST_SHARED = 101_376
+# XLA's options that are not its defaults. Without a command buffer (CUDA graph) the host waits at each turn
+# of a loop and at every conditional around it: XLA's own list, and loops. A product that is not split along
+# its inner dimension (split-K) has the same bits for more numbers of rows, for 2 % of a step at most.
+CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+OPTIONS = {"xla_gpu_enable_command_buffer": CAPTURED, "xla_gpu_experimental_force_split_k": "1"}
 # A GPU that is described without a name is a Hopper.
 DESCRIBED = "NVIDIA H200"
 REFUSED: ContextVar[frozenset[str]] = ContextVar("refused kernels", default=frozenset())
@@ -65,10 +71,15 @@ class Gpu:
         return "bfloat16" if self.capability >= TRITON else "float16"
 
     @property
-    def options(self) -> dict[str, str | bool]:
-        """Options of XLA's compiler. Where products are cuBLAS's, merging those of one input would copy their
-        weights side by side in each step."""
-        return {} if self.capability >= TRITON else {"xla_gpu_dot_merger_threshold_mb": "0"}
+    def options(self) -> dict[str, str]:
+        """Options of XLA's compiler for steps, except those that the user's XLA_FLAGS set; none if these name
+        a file. Where products are cuBLAS's, merging those of one input would copy their weights side by side
+        in each step."""
+        given = os.environ.get("XLA_FLAGS", "").strip()
+        if given and not given.startswith("-"):
+            return {}
+        ours = OPTIONS if self.capability >= TRITON else OPTIONS | {"xla_gpu_dot_merger_threshold_mb": "0"}
+        return {name: value for name, value in ours.items() if not re.search(rf"--{name}\b", given)}
 
 
 class Kernel(NamedTuple):

@@ -100,6 +100,7 @@ def machine(target: Target) -> dict[str, Any]:
         "runtime": " ".join(device.client.platform_version.split()),
         "versions": {name: found for name in PACKAGES if (found := installed(name)) is not None},
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "xla_options": own.options if own else {},
         "programs_kept_in": None if (place := executable_cache.folder()) is None else str(place),
     }
 

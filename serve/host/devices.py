@@ -1,9 +1,8 @@
-"""Devices of this machine: the one that an engine runs on, XLA's settings before it is chosen, the host's
+"""Devices of this machine: the one that an engine runs on, its memory before it is chosen, the host's
 processor, and the time of a device's work."""
 
 import os
 import platform
-import re
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -17,11 +16,6 @@ import jax
 # Files in /dev of the accelerators that jax's plugins drive: NVIDIA (also under WSL), TPU, AMD.
 NVIDIA_FILES = ("nvidia[0-9]*", "dxg")
 DEVICE_FILES = (*NVIDIA_FILES, "accel[0-9]*", "vfio/[0-9]*", "kfd")
-# XLA's flags for NVIDIA GPUs that are not its defaults. Without a command buffer (CUDA graph) the host waits
-# at each turn of a loop and at every conditional around it. A product that is not split along its inner
-# dimension (split-K) has the same bits for more numbers of rows, for 2 % of a step at most (on an H100).
-GPU_FLAGS = {"xla_gpu_enable_command_buffer": "+WHILE", "xla_gpu_experimental_force_split_k": "1"}
-
 # Fraction of a GPU's memory that jax takes at the start; its own default is 0.75. The rest is for the CUDA
 # context and its libraries.
 MEMORY_FRACTION = 0.95
@@ -33,13 +27,12 @@ def default_device() -> Any:
 
     Those plugins compile for an accelerator that is not there (`duetto plan --target`), and log errors at
     length when jax looks for one. A platform that the user chose (JAX_PLATFORMS) stays. With an NVIDIA GPU,
-    GPU_FLAGS and MEMORY_FRACTION are set first, unless jax has started. Raises RuntimeError if the chosen
-    platform has no plugin.
+    MEMORY_FRACTION is set first, unless jax has started. Raises RuntimeError if the chosen platform has no
+    plugin.
     """
     if not jax.config.values["jax_platforms"] and has_plugin() and not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
     if exists(NVIDIA_FILES):
-        set_gpu_flags()
         set_memory_fraction()
     try:
         return jax.local_devices()[0]
@@ -62,16 +55,6 @@ def has_accelerator() -> bool:
 
 def exists(files: Iterable[str]) -> bool:
     return any(True for pattern in files for _ in Path("/dev").glob(pattern))
-
-
-def set_gpu_flags() -> None:
-    """Add GPU_FLAGS to XLA_FLAGS, except those that the user has set, unless jax has started."""
-    given = os.environ.get("XLA_FLAGS", "")
-    names_a_file = bool(given) and not given.lstrip().startswith("-")
-    if is_started() or names_a_file:
-        return
-    ours = [f"--{name}={value}" for name, value in GPU_FLAGS.items() if not re.search(rf"--{name}\b", given)]
-    os.environ["XLA_FLAGS"] = " ".join([*given.split(), *ours])
 
 
 def set_memory_fraction() -> None:

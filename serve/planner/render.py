@@ -9,7 +9,7 @@ from ..runtime.compiled.compile import StepArguments
 from .planning import EnginePlan
 from .roofline.products import alike
 from .roofline.table import or_dash, render_fact, render_table
-from .roofline.targets import is_gpu
+from .roofline.targets import options_of
 from .stage_plans import (
     LIMIT,
     StagePlan,
@@ -38,11 +38,11 @@ def head(plan: EnginePlan) -> str:
     each = f" (all figures are for one of {n} devices)" if n > 1 else ""
     shards = f"{s.shards} shards, each of " if s.shards > 1 else ""
     kept = "" if s.kv_cache_dtype == "auto" else f" with a cache in {s.kv_cache_dtype}"
-    flags = f"\nXLA_FLAGS={os.environ.get('XLA_FLAGS')}" if is_gpu(plan.target) else ""
+    options = "".join(f"\n{name}={value}" for name, value in options_of(plan.target).items())
     return (
         f"{plan.name} in {plan.dtype}{kept} on {plan.target.name}{each}\n"
         f"{shards}{s.max_num_seqs} requests of up to {s.max_model_len} tokens, "
-        f"{pages} pages of {s.page_size} tokens{flags}"
+        f"{pages} pages of {s.page_size} tokens{options}"
     )
 
 
@@ -149,6 +149,7 @@ def as_json(plan: EnginePlan, arguments: StepArguments, found: list[StagePlan]) 
         "target": plan.target.name,
         "devices": len(plan.target.devices),
         "xla_flags": os.environ.get("XLA_FLAGS"),
+        "xla_options": options_of(plan.target),
         "context": plan.context,
         "sizes": asdict(plan.sizes),
         "tiers": [asdict(tier) for tier in planned_tiers(plan, found[0].rows)],

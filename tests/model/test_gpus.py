@@ -13,7 +13,7 @@ from duetto.kvcache.kernels.attention import DECODE, LATENT, PREFILL
 from duetto.kvcache.kernels.memory import STEP, steps_in_place
 from duetto.kvcache.quantised import empty_pool, kept_as
 from duetto.model.attention import AttentionParams
-from duetto.model.gpus import Gpu, gpu, gpu_of, may_use, refusal, without
+from duetto.model.gpus import OPTIONS, Gpu, gpu, gpu_of, may_use, refusal, without
 from duetto.model.weights.expert_tiles import EXPERTS
 from duetto.model.weights.fixed import FIXED
 from duetto.model.weights.grouped import GROUPED
@@ -118,6 +118,23 @@ def test_a_gpu_is_known_by_what_its_driver_says_before_its_name():
 
 def test_products_are_not_merged_where_that_would_copy_weights():
     options = {name: chip.gpu.options for name, chip in CHIPS.items()}
-    assert options.pop("t4") == {"xla_gpu_dot_merger_threshold_mb": "0"}
-    assert not any(options.values())
+    assert options.pop("t4") == OPTIONS | {"xla_gpu_dot_merger_threshold_mb": "0"}
+    assert set(map(str, options.values())) == {str(OPTIONS)}
     assert {name for name, chip in CHIPS.items() if chip.gpu.auto_dtype == "float16"} == {"t4"}
+
+
+@pytest.mark.parametrize(
+    "given, left_to_user",
+    [
+        (None, set()),
+        ("--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer_x=1", set()),
+        (" --xla_gpu_enable_command_buffer=", {"xla_gpu_enable_command_buffer"}),
+        ("--xla_gpu_experimental_force_split_k=0", {"xla_gpu_experimental_force_split_k"}),
+        ("/home/me/flags.txt", set(OPTIONS)),
+    ],
+)
+def test_the_users_flags_stay(monkeypatch: pytest.MonkeyPatch, given: str | None, left_to_user: set[str]):
+    monkeypatch.setenv("XLA_FLAGS", given or "")
+    if given is None:
+        monkeypatch.delenv("XLA_FLAGS")
+    assert CHIPS["h200"].gpu.options.keys() == OPTIONS.keys() - left_to_user

@@ -72,13 +72,10 @@ install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
 from duetto.serve.engine.startup import start
-from duetto.serve.host.devices import has_plugin, set_gpu_flags
 from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 
-if has_plugin():  # what is compiled for a GPU that is described is compiled as engines compile it
-    set_gpu_flags()
 for name, value in STRICT.items():
     jax.config.update(name.lower(), value)
 # The emitters before today's compile a step in half the time, and so small a program gains nothing from two

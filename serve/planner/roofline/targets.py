@@ -25,7 +25,6 @@ from ...host.devices import (
     default_device,
     has_accelerator,
     memory_limit,
-    set_gpu_flags,
     time_calls,
 )
 
@@ -160,8 +159,6 @@ def find_target(name: str) -> Target:
     Raises TargetError for another name, and if the compiler for it is not installed.
     """
     gpu = re.fullmatch(r"(?:(\d+)x)?(\w+)", name)
-    if gpu and gpu[2] in GPUS:
-        set_gpu_flags()
     # jax looks for devices before it describes others, and must not look for those that are absent
     default_device()
     if gpu and gpu[2] in GPUS:
@@ -213,8 +210,10 @@ def here(measure: bool = False) -> Target:
     return Target(device.device_kind, (device,), peaks, memory_limit(device))
 
 
-def is_gpu(target: Target) -> bool:
-    return target.devices[0].platform == "gpu"
+def options_of(target: Target) -> dict[str, str]:
+    """Options of XLA's compiler for a target's steps."""
+    found = gpu_of(device_of(target))
+    return found.options if found else {}
 
 
 @contextmanager

@@ -199,6 +199,8 @@ class Programs:
         self.config, self.sizes, self._phases = phases.config, sizes, phases
         self.like = like = arguments_like(phases.config, params, sizes)
         self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
+        found = gpu_of(next(iter(self._devices)))
+        self._options = found.options if found else None
         self._keys = {s: self._key(s) for s in shapes}
         with ThreadPoolExecutor(max(2, executable_cache.cores() or 0)) as pool:
             found = executable_cache.load_all(pool, self._keys, like.everywhere)
@@ -212,7 +214,7 @@ class Programs:
             with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
                 # lowered here: in other threads the user's settings for a block of code do not hold
                 jobs = [pool.submit(self._compile, s, self._lowered(s)) for s in now]
-                made = pool.map(lambda lowered: lowered.compile(), self._small())
+                made = pool.map(lambda small: small.compile(compiler_options=self._options), self._small())
                 self.seat, self.load_history, self.load_masks, self.fresh_cache, self.fresh_slots = made
                 for job in as_completed(jobs):
                     done(job.result())
@@ -270,9 +272,8 @@ class Programs:
             return make(self._phases, shape, self.like, self.sizes)
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
-        found = gpu_of(next(iter(self._devices)))
         with self.spent.on(shape):
-            program = executable_cache.compile(self._keys[shape], lowered, found.options if found else None)
+            program = executable_cache.compile(self._keys[shape], lowered, self._options)
         self.steps[shape], self.ready[shape] = program, self.age
 
     def products(self, shapes: Iterable[Shape]) -> str | None:

@@ -264,7 +264,7 @@ def load_all(
         return dict(zip(keys, found, strict=True))
 
 
-def compile(key: str | None, lowered: Lowered, options: dict[str, str | bool] | None = None) -> Any:
+def compile(key: str | None, lowered: Lowered, options: Mapping[str, str | bool] | None = None) -> Any:
     """Compile a program with these options of XLA, and store it if the device's programs can be serialised.
 
     On a CPU, a program that came from jax's cache cannot be serialised again. It is compiled once more if its

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from cases.targets import LAYERS, compile_for, found_target, job_for
 
+from duetto.model.gpus import CAPTURED
 from duetto.model.pair import target_of
 from duetto.model.sharding import device_bytes
 from duetto.model.tree import nbytes
@@ -28,6 +29,7 @@ from duetto.serve.planner.roofline.targets import (
     described,
     find_target,
     here,
+    options_of,
 )
 from duetto.serve.planner.roofline.thunks import compile_thunks
 from duetto.serve.runtime.compiled.compile import StepArguments, lower, lower_deferred
@@ -65,8 +67,8 @@ STATES = {
     "80b": ("8xh200", "qwen3-next-80b", EXPERTS, 1.55, 195),
     "80b in shards": ("8xh200", "qwen3-next-80b", SHARDS, 1.29, 250),
 }
-# XLA's own list, and what duetto adds to it; between several devices also what users may add.
-CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE,COLLECTIVES"
+# What users may add between several devices.
+COLLECTIVES = {"xla_gpu_enable_command_buffer": f"{CAPTURED},COLLECTIVES"}
 
 
 def check_in_place(found: ProgramFacts, plan: EnginePlan, arguments: StepArguments) -> None:
@@ -109,7 +111,7 @@ def test_memories_stay_where_they_lie(
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
     with described(plan.target):
         lowered = lower(TargetOnly(plan.config), shape, arguments, plan.sizes)
-        program, thunks = compile_thunks(lowered, {"xla_gpu_enable_command_buffer": CAPTURED})
+        program, thunks = compile_thunks(lowered, options_of(plan.target) | COLLECTIVES)
     assert thunks is not None and (thunks.buffers, thunks.read_backs) == (1, 0)
     found = facts(program, pools(shape, plan.config.layers, arguments.cache, plan.context))
     check_in_place(found, plan, arguments)
@@ -146,7 +148,9 @@ def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
     with described(plan.target):
         lowered = lower(TargetOnly(plan.config), shape, abstract_arguments(plan), plan.sizes)
         usual, strict = (
-            lowered.compile({"xla_gpu_exclude_nondeterministic_ops": strict}).as_text()
+            lowered.compile(
+                {**options_of(plan.target), "xla_gpu_exclude_nondeterministic_ops": strict}
+            ).as_text()
             for strict in (False, True)
         )
     assert strict.count(" sort(") == usual.count(" sort(")
@@ -160,7 +164,8 @@ def test_a_draw_apart_moves_what_a_whole_step_does():
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
     given = TargetOnly(plan.config), shape, arguments, plan.sizes
     with described(plan.target):
-        compiled = [x.compile() for x in (lower(*given), *lower_deferred(*given).parts)]
+        parts = lower(*given), *lower_deferred(*given).parts
+        compiled = [part.compile(options_of(plan.target)) for part in parts]
     whole, forward, draw = map(facts, compiled)
     assert forward.aliased_leaves == len(jax.tree.leaves(arguments.cache))
     assert draw.aliased_leaves == len(jax.tree.leaves(arguments.slots))
@@ -229,15 +234,8 @@ def test_a_gpus_memory_is_taken_as_the_user_says_or_nearly_all_of_it(monkeypatch
 
 
 def test_nothing_is_said_to_a_jax_that_has_looked_for_devices(monkeypatch):
-    for name in (*MEMORY_SETTINGS, "XLA_FLAGS"):
+    for name in MEMORY_SETTINGS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(devices, "exists", lambda files: True)
     devices.default_device()
-    assert not {*MEMORY_SETTINGS, "XLA_FLAGS"} & set(os.environ)
-
-
-def test_a_file_of_flags_stays_the_users(monkeypatch):
-    monkeypatch.setattr(devices, "is_started", lambda: False)
-    monkeypatch.setenv("XLA_FLAGS", "/home/me/flags.txt")
-    devices.set_gpu_flags()
-    assert os.environ["XLA_FLAGS"] == "/home/me/flags.txt"
+    assert not {*MEMORY_SETTINGS} & set(os.environ)
