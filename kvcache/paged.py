@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from ..model.attention import AttentionParams, Keys, Values
 from ..model.recurrent.kinds import STATE
 from ..model.recurrent.states import Recurrence, RecurrentInputs
-from .kernels.attention import attend_with
+from .kernels.attention import attend_with, has_kernel
 from .kernels.tiles import LayerPages
 from .pages import Batch, KVCache, choice, read_keys, read_values, running_softmax, stored, with_layer
 from .states import StateRows, taken_on
@@ -47,6 +48,12 @@ class Paged:
         out = attend_with(q, pools, reading, pages, by_blocks, cache.isa)
         own = {"k": with_layer(cache.k, layer, keys), "v": with_layer(cache.v, layer, values)}
         return replace(cache, **own), out
+
+    def reads_rows(
+        self, cache: KVCache, layer: int, q: Float[jax.ShapeDtypeStruct, "B T N _"], reading: AttentionParams
+    ) -> bool:
+        """True if a kernel reads a latent layer's rows in place."""
+        return has_kernel(q, (cache.k[layer], cache.v[layer]), reading)
 
     def recur(
         self, cache: KVCache, layer: int, recurrence: Recurrence, new: RecurrentInputs

@@ -171,6 +171,15 @@ class Attend(Protocol):
     ) -> tuple[Any, Float[Array, "B T N U"]]: ...
 
 
+@runtime_checkable
+class LatentAttend(Attend, Protocol):
+    """An attend that may read a latent layer's rows for many queries as they are."""
+
+    def reads_rows(self, state: Any, layer: int, q: Any, reading: AttentionParams, /) -> bool:
+        """True if that takes less than making every head's keys and values."""
+        ...
+
+
 def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
     """The parameters of one layer of `depth`."""
 

@@ -51,7 +51,7 @@ MIXERS = {
         {"attention_decode", "attention_prefill"},
     ),
     "heads of no kernel": (GroupedQuery(4, 2, 8), set()),
-    "latent": (Latent(4, 32, 16, 16, 16), {"latent_decode"}),
+    "latent": (Latent(4, 32, 16, 16, 16), {"latent_decode", "latent_prefill"}),
     "delta rule": (DeltaNet(2, 4, 16, 32), {"recurrent_step"}),
     "delta rule by dimension": (DeltaNet(2, 2, 16, 16, decay_rank=8), {"recurrent_step"}),
     "Mamba": (Mamba(1, 4, 16, 16), {"recurrent_step"}),
