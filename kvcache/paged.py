@@ -6,12 +6,26 @@ from functools import partial
 import jax
 from jaxtyping import Array, Float, Int
 
-from ..model.attention import AttentionParams, Keys, Values
+from ..model.attention import AttentionParams, Keys, NewHeads, Values
+from ..model.config import NormKind
 from ..model.recurrent.kinds import STATE
 from ..model.recurrent.states import Recurrence, RecurrentInputs
 from .kernels.attention import attend_with, has_kernel
 from .kernels.tiles import LayerPages
-from .pages import Batch, KVCache, choice, read_keys, read_values, running_softmax, stored, with_layer
+from .kernels.turn import turn_and_write, turns
+from .pages import (
+    Batch,
+    KVCache,
+    Pools,
+    choice,
+    places_of,
+    read_keys,
+    read_values,
+    running_softmax,
+    stored,
+    with_layer,
+    written,
+)
 from .states import StateRows, taken_on
 
 
@@ -48,6 +62,25 @@ class Paged:
         out = attend_with(q, pools, reading, pages, by_blocks, cache.isa)
         own = {"k": with_layer(cache.k, layer, keys), "v": with_layer(cache.v, layer, values)}
         return replace(cache, **own), out
+
+    def turns(self, cache: KVCache, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None) -> bool:
+        """True if a kernel norms, turns and stores heads like these."""
+        return turns(q, (cache.k[layer], cache.v[layer]), norm)
+
+    def turned(
+        self, cache: KVCache, layer: int, new: NewHeads, reading: AttentionParams
+    ) -> tuple[KVCache, Float[Array, "B T N U"]]:
+        table, pools = self._table(reading.window), (cache.k[layer], cache.v[layer])
+        place = places_of(pools, self.batch, table)
+
+        def plainly(new: NewHeads, pools: Pools) -> tuple[Float[Array, "B T N H"], Pools]:
+            q, k, v = new.parts(pools[0].shape[0])
+            return q, written(pools, place, k, v)
+
+        kernel = partial(turn_and_write, place=place)
+        q, (k, v) = jax.lax.platform_dependent(new, pools, cuda=kernel, default=plainly)
+        own = {"k": with_layer(cache.k, layer, k), "v": with_layer(cache.v, layer, v)}
+        return self(replace(cache, **own), layer, q, None, None, reading)
 
     def reads_rows(
         self, cache: KVCache, layer: int, q: Float[jax.ShapeDtypeStruct, "B T N _"], reading: AttentionParams

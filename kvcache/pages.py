@@ -35,6 +35,7 @@ FEW = 16  # queries of a row that share a key head
 Sums = tuple[Float[Array, "K B queries ..."], ...]
 # a layer's keys and values; a latent layer has keys only, and what these are chosen by where they are
 Pools = tuple[Pool, Shaped[Array, "K P W values"] | QuantisedPool | None]
+Places = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # of tokens: their pages, and where in these
 # of a block of some rows; the heads of a latent layer are more than its pool has
 Block = tuple[Float[Array, "heads rows S size"], Float[Array, "heads rows S U"]]
 
@@ -305,14 +306,26 @@ def stored(
     v: Values | None,
 ) -> Pools:
     """A layer's pools with the rows' new keys and values in their pages."""
-    (keys, values), W, pos = pools, pools[0].shape[2], positions(batch)
-    entry = jnp.minimum(pos // W, table.shape[1] - 1)
-    page = apart(jnp.take_along_axis(table, entry, 1), new_tokens(batch), keys.shape[1])
-    keys = write(keys, page, pos % W, k)
+    return written(pools, places_of(pools, batch, table), k, v)
+
+
+def written(pools: Pools, place: Places, k: Keys, v: Values | None) -> Pools:
+    """The same at places that are known."""
+    (keys, values), (page, offset) = pools, place
+    keys = write(keys, page, offset, k)
     if v is not None:
         assert values is not None
-        values = write(values, page, pos % W, v)
+        values = write(values, page, offset, v)
     return keys, values
+
+
+def places_of(pools: Pools, batch: Batch, table: Int[Array, "B M"]) -> Places:
+    """Pages of the rows' new tokens, and their places in these; a page past the pool for one that is not
+    written."""
+    _, P, W, _ = pools[0].shape
+    pos = positions(batch)
+    entry = jnp.minimum(pos // W, table.shape[1] - 1)
+    return apart(jnp.take_along_axis(table, entry, 1), new_tokens(batch), P), pos % W
 
 
 def with_layer(pools: tuple[Any, ...], layer: int, pool: Any) -> tuple[Any, ...]:

@@ -210,6 +210,13 @@ class VerifyAttend:
         cache, out = self.keys(state.cache, *args)
         return VerifyCache(cache, state.pending), out
 
+    def turns(self, state: VerifyCache, *args: Any) -> bool:
+        return isinstance(self.keys, TurningAttend) and self.keys.turns(state.cache, *args)
+
+    def turned(self, state: VerifyCache, *args: Any) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
+        cache, out = self.keys.turned(state.cache, *args)
+        return VerifyCache(cache, state.pending), out
+
     def recur(
         self, state: VerifyCache, layer: int, recurrence: Recurrence, new: RecurrentInputs
     ) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:

@@ -187,10 +187,18 @@ def quotient(out: Float[Array, "rows U"], total: Float[Array, " rows"]) -> Float
     return out / jnp.maximum(total, 1e-30)[:, None]
 
 
-def store(ref: Any, *index: Any, value: Float[Array, "rows ..."], mask: Bool[Array, " rows"]):
-    """Write numbers or heads of rows at vectors of indices, where the mask is true and a head has numbers."""
+def store(
+    ref: Any,
+    *index: Any,
+    value: Float[Array, "rows ..."],
+    mask: Bool[Array, " rows"],
+    piece: Piece | None = None,
+):
+    """Write numbers, or heads of rows or a piece of them, at vectors of indices, where the mask is true and a
+    head has numbers."""
     if value.ndim > 1:  # interpreted stores do not mix vectors and slices
+        first, size = piece or (0, ref.shape[-1])
         at = jnp.arange(value.shape[1], dtype=jnp.int32)[None]
-        index = (*(i[:, None] if jnp.ndim(i) else i for i in index), at)
-        mask = jnp.broadcast_to(mask[:, None] & (at < ref.shape[-1]), value.shape)
+        index = (*(i[:, None] if jnp.ndim(i) else i for i in index), first + at)
+        mask = jnp.broadcast_to(mask[:, None] & (at < size), value.shape)
     triton.store(ref.at[index], value.astype(ref.dtype), mask=mask)
