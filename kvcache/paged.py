@@ -16,8 +16,10 @@ from .kernels.turn import turn_and_write, turns
 from .pages import (
     Batch,
     KVCache,
+    Places,
     Pools,
     choice,
+    in_lanes,
     places_of,
     read_keys,
     read_values,
@@ -27,6 +29,18 @@ from .pages import (
     written,
 )
 from .states import StateRows, taken_on
+
+
+def turned(new: NewHeads, pools: Pools, place: Places) -> tuple[Float[Array, "B T N H"], Pools]:
+    """Queries that are normed and turned, and pools with the keys and values: on an NVIDIA GPU by one
+    kernel."""
+
+    def plainly(new: NewHeads, pools: Pools) -> tuple[Float[Array, "B T N H"], Pools]:
+        q, k, v = new.parts(pools[0].shape[0])
+        return q, written(pools, place, k, v)
+
+    kernel = partial(turn_and_write, place=place)
+    return jax.lax.platform_dependent(new, pools, cuda=kernel, default=plainly)
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,8 @@ class Paged:
             index = partial(read_values, pools, table, q.dtype)
             chosen = choice(reading, batch, table, keys.shape[2], index)
             read = partial(read_keys, pools, table, reading, q.dtype)
-            return running_softmax(q, batch, read, reading, chosen)
+            attend = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)
+            return attend(q) if reading.expand else in_lanes(attend, q, keys)
 
         def pages() -> LayerPages:
             return LayerPages(*pools, table, batch.start, batch.count)
@@ -71,14 +86,7 @@ class Paged:
         self, cache: KVCache, layer: int, new: NewHeads, reading: AttentionParams
     ) -> tuple[KVCache, Float[Array, "B T N U"]]:
         table, pools = self._table(reading.window), (cache.k[layer], cache.v[layer])
-        place = places_of(pools, self.batch, table)
-
-        def plainly(new: NewHeads, pools: Pools) -> tuple[Float[Array, "B T N H"], Pools]:
-            q, k, v = new.parts(pools[0].shape[0])
-            return q, written(pools, place, k, v)
-
-        kernel = partial(turn_and_write, place=place)
-        q, (k, v) = jax.lax.platform_dependent(new, pools, cuda=kernel, default=plainly)
+        q, (k, v) = turned(new, pools, places_of(pools, self.batch, table))
         own = {"k": with_layer(cache.k, layer, k), "v": with_layer(cache.v, layer, v)}
         return self(replace(cache, **own), layer, q, None, None, reading)
 

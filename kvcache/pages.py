@@ -22,7 +22,7 @@ from ..model.recurrent.kinds import STATE
 from ..model.sharding import automatic_axes, in_shards
 from ..model.tree import pytree, static
 from .groups import by_length
-from .quantised import Kept, Pool, QuantisedPool, as_dtype, decoded, empty_pool, encoded, head_bytes
+from .quantised import Kept, Pool, QuantisedPool, Scheme, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .shards import head_axes
 from .sparse_attention import Index, SelectedKeys, choose
 from .states import StatePool, empty_states, state_bytes
@@ -106,8 +106,10 @@ def empty_cache(
     kept: Kept,
     device: Any = None,
     isa: str | None = None,
+    lanes: int = 1,
 ) -> KVCache:
-    """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window.
+    """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window. Heads
+    of fewer than `lanes` numbers lie side by side.
 
     Raises ValueError for a page size that does not fit the blocks that attention reads.
     """
@@ -118,13 +120,36 @@ def empty_cache(
     def pool(kind: LayerKind, i: int) -> Pool | None:
         if kind.keys is None or (row := kind.keys.cached[i]) is None:
             return None
-        return empty_pool((row[0], count[kind.keys.window], page_size, row[1]), kept, device)
+        n = 1 if isinstance(kept, Scheme) else side_by_side(*row, lanes)
+        return empty_pool((row[0] // n, count[kind.keys.window], page_size, n * row[1]), kept, device)
 
     def states(kind: LayerKind) -> StatePool | None:
         return kind.state and empty_states(kind.state, count[STATE], page_size)
 
     keys, values = (tuple(pool(kind, i) for kind in layers) for i in range(2))
     return KVCache(keys, values, tuple(map(states, layers)), isa)
+
+
+def side_by_side(K: int, H: int, lanes: int) -> int:
+    """How many of K heads of H numbers fill so many lanes; 1 where they do not."""
+    n = lanes // H
+    return n if n and lanes % H == 0 == K % n else 1
+
+
+def in_lanes(
+    attend: Callable[[Float[Array, "B T N size"]], Float[Array, "B T N size"]],
+    q: Float[Array, "B T N H"],
+    pool: Pool,
+) -> Float[Array, "B T N H"]:
+    """Attention over a pool whose heads may lie several side by side: queries have zeros for the others."""
+    (B, T, N, H), K, size = q.shape, pool.shape[0], pool.shape[-1]
+    if size == H:
+        return attend(q)
+    n = size // H
+    own = jnp.eye(n, dtype=q.dtype)[:, None, :, None]
+    out = attend((q.reshape(B, T, K, n, -1, 1, H) * own).reshape(B, T, N, size))
+    heads = out.reshape(B, T, K, n, -1, n, H)
+    return jnp.stack([heads[:, :, :, i, :, i] for i in range(n)], axis=3).reshape(B, T, N, H)
 
 
 def write(
@@ -311,11 +336,15 @@ def stored(
 
 def written(pools: Pools, place: Places, k: Keys, v: Values | None) -> Pools:
     """The same at places that are known."""
-    (keys, values), (page, offset) = pools, place
-    keys = write(keys, page, offset, k)
+
+    def put(pool: Pool, new: Float[Array, "B T K H"]) -> Pool:
+        return write(pool, *place, new.reshape(*new.shape[:2], pool.shape[0], pool.shape[-1]))
+
+    (keys, values) = pools
+    keys = put(keys, k)
     if v is not None:
         assert values is not None
-        values = write(values, page, offset, v)
+        values = put(values, v)
     return keys, values
 
 

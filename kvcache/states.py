@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..model.attention import TurningAttend
 from ..model.layers import apart
 from ..model.recurrent.kinds import BLOCK, Leaves
 from ..model.recurrent.linear import Terms, lone_step, step
