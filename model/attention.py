@@ -1,7 +1,8 @@
 """Grouped-query attention: its parameters, the seam to caches, and the reference over contiguous keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -120,8 +121,8 @@ class AttentionParams:
     `window`: keys that a query sees, itself included; None is all before it. `chunked`: keys before the last
     multiple of the window are hidden too. `sinks`: scores of seeing nothing. `expand`: makes keys and values
     where a layer caches one kind of row only, from these and the numbers of their rows in the batch. `rank`:
-    keys are the cached rows as they are, values the first `rank` numbers of these. `selection`: hides all
-    keys but the selected ones.
+    keys are the cached rows as they are, values the first `rank` numbers of these. `turned`: the rest of the
+    queries, which are then as long as `rank`. `selection`: hides all keys but the selected ones.
     """
 
     scale: float
@@ -130,6 +131,7 @@ class AttentionParams:
     sinks: Float[Array, " N"] | None = None
     expand: Expand | None = None
     rank: int | None = None
+    turned: Float[Array, "B T N size"] | None = None
     selection: Selection | None = None
     chunked: bool = False
 
@@ -180,6 +182,12 @@ class NewHeads:
     rotary: Rotation
     gains: tuple[Any, Any] = (None, None)  # [H]
     norm: NormKind | None = static(None)
+
+    @classmethod
+    def of(cls, heads: Sequence[Float[Array, "B T _ H"]], *turn: Any) -> "NewHeads":
+        """Heads side by side: of matrices of rows XLA makes one product, and no copy."""
+        (B, T, _, H), rows = heads[0].shape, [x.reshape(-1, prod(x.shape[2:])) for x in heads]
+        return cls(jnp.concatenate(rows, axis=1).reshape(B, T, -1, H), *turn)
 
     def parts(
         self, K: int
@@ -277,7 +285,7 @@ def mix_heads(
         v = v if c.value_norm is None else normalise(v, Norm(None), c.value_norm)
     plain = turns_plainly(c) and not isinstance(w.q_norm, NormWeight)
     if plain and isinstance(attend, TurningAttend) and attend.turns(state, i, q, c.qk_norm):
-        new = NewHeads(jnp.concatenate([q, k, v], axis=2), rotary, (w.q_norm, w.k_norm), c.qk_norm)
+        new = NewHeads.of((q, k, v), rotary, (w.q_norm, w.k_norm), c.qk_norm)
         state, out = attend.turned(state, i, new, reading)
     else:
         q, k = grown(heads(q, w.q_norm), rotary), None if k is None else heads(k, w.k_norm)

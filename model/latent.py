@@ -5,6 +5,7 @@ outputs' side ("absorbed"); many queries read keys and values that are made from
 2405.04434, section 2.1), unless a kernel reads the rows for them too.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -159,7 +160,11 @@ def mix_latent(
         q, expand = jnp.concatenate([nope, rest], axis=-1), expanded(w, c)
         state, out = attend(state, i, q, row, key, AttentionParams(scale, expand=expand, selection=selection))
     else:
-        q = jnp.concatenate([einsum("btnh,rnh->btnr", nope, w.k_up), rest], axis=-1)
+        q = einsum("btnh,rnh->btnr", nope, w.k_up)
+        if by_kernel:
+            reading = replace(reading, turned=rest)
+        else:
+            q = jnp.concatenate([q, rest], axis=-1)
         state, out = attend(state, i, q, row, key, reading)
         out = einsum("btnr,rnu->btnu", out, w.v_up)
     return state, biased(einsum("btnu,nud->btd", out, w.o), w.o_bias)

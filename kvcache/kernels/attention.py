@@ -66,7 +66,8 @@ def supported(
     (*_, N, H), K = q.shape, k.shape[0]
     chosen, pools = reading.selection is not None, (k, v)
     readable = not chosen and all(pool is None or keeps_numbers(pool, q.dtype) for pool in pools)
-    same = q.shape[-1] == k.shape[-1] and readable and q.dtype.name in DTYPES
+    H += 0 if reading.turned is None else reading.turned.shape[-1]
+    same = k.shape[-1] == H and readable and q.dtype.name in DTYPES
     if reading.rank is not None:
         sizes = reading.rank in LATENTS and H - reading.rank in TURNED
         return same and sizes and K == 1 and N <= MOST_LATENT and q.dtype.itemsize == 2
@@ -87,7 +88,7 @@ def refusal_of(
 ) -> str | None:
     """Return why the GPU that is compiled for cannot run the kernel of a layer that is `supported`, or
     None."""
-    (_, T, N, H), K = q.shape, k.shape[0]
+    (_, T, N, _), (K, *_, H) = q.shape, k.shape
     own, G = kernel_of(T, reading), pl.next_power_of_2(N // K)
     rows = rows_of_chunk(G, H, q.dtype, reading) if T > 1 else min(MOST_ROWS, max(SMALL, G))
     is_tight = memory_asked(own, H, q.dtype) > 0
@@ -128,7 +129,8 @@ def attend_with(
     elsewhere by the reference, in q's dtype."""
 
     def plainly(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
-        return reference(q).astype(q.dtype)
+        whole = q if reading.turned is None else jnp.concatenate([q, reading.turned], axis=-1)
+        return reference(whole).astype(q.dtype)
 
     kernels: dict[str, Callable[[Any], Any]] = {}
     if has_kernel(q, pools, reading):
@@ -149,6 +151,8 @@ def attend_pages(
         reading.scale, reading.window, reading.softcap, rank=reading.rank, chunked=reading.chunked
     )
     attend = attention_of_shards if in_shards(q) else grouped_attention
+    if reading.turned is not None:
+        pages = pages._replace(turned=reading.turned.reshape(B, T, K, N // K, -1))
     out = attend(q.reshape(B, T, K, N // K, H), pages, sinks, plain, interpret)
     return out.reshape(B, T, N, -1)
 
@@ -184,7 +188,12 @@ def specs_of(pages: LayerPages, sinks: Any, axis: tuple[str, ...], group: tuple[
     pool, scores, queries, heads, whole = (PartitionSpec(*spec) for spec in specs)
     keys, values = jax.tree.map(lambda _: pool, pages[:2])
     tree = None if pages.own is None else (heads, None if values is None else heads, whole)
-    return queries, LayerPages(keys, values, whole, whole, whole, tree), None if sinks is None else scores
+    rest = None if pages.turned is None else queries
+    return (
+        queries,
+        LayerPages(keys, values, whole, whole, whole, tree, rest),
+        None if sinks is None else scores,
+    )
 
 
 def shards_attention(
@@ -214,8 +223,9 @@ def axes(reading: AttentionParams, interpret: bool, mesh: Any, values: Any, resu
         2
     )  # before it q and the pools, behind it three of rows; own ones with their root, sinks
     pools = [{4: "k p w h", 3: "k p w"}[rank] for rank in ranks[1:table]]
-    others = [{4: "b n k h", 1: "b", 2: "k g"}[rank] for rank in ranks[table + 1 :]]
-    return ", ".join(["b t k g h", *pools, "b m", *others]) + f" -> b t k g {'u' if reading.rank else 'h'}"
+    others = [{4: "b n k h", 1: "b", 2: "k g", 5: "b t k g r"}[rank] for rank in ranks[table + 1 :]]
+    first = "b t k g q" if 5 in ranks[1:] else "b t k g h"
+    return ", ".join([first, *pools, "b m", *others]) + f" -> b t k g {'u' if reading.rank else 'h'}"
 
 
 partitioned_attention.def_partition(on_each_device, sharding_rule=axes)

@@ -38,7 +38,7 @@ CASES = {
     "token, latent of 48": Case((130, 2), (1, 1), K=1, G=3, H=64, rank=48),
     "token, latent of many heads": Case((900, 40), (1, 1), K=1, G=80, H=48, W=128, M=8, rank=32),
     "token, latent, bfloat16": Case((400, 9), (1, 1), K=1, H=48, W=32, rank=32, dtype=jnp.bfloat16),
-    "chunk, latent": Case((0, 70, 9), (50, 33, 0), T=50, K=1, G=20, H=80, rank=64),
+    "chunk, latent": Case((0, 9, 70), (50, 0, 33), T=50, K=1, G=20, H=80, rank=64),
     "chunk, latent of many heads": Case((64, 0), (20, 7), T=20, K=1, G=80, H=48, W=64, M=4, rank=32),
     "chunk, latent, bfloat16": Case((70, 0), (40, 1), T=40, K=1, H=48, W=32, rank=32, dtype=jnp.bfloat16),
     "token, int8": Case((0, 63, 300), (1, 0, 1), W=64, M=6, dtype=jnp.bfloat16, kept="int8"),
@@ -94,6 +94,18 @@ def test_bits_follow_from_the_row_alone(name: str):
     own = pages._replace(**{f: getattr(pages, f)[last:] for f in ("table", "start", "count")})
     alone = real(interpreted(q[last:], own, reading), case.count[last:])
     np.testing.assert_array_equal(together[-len(alone) :], alone)
+
+
+@pytest.mark.parametrize("name", ["token, latent", "chunk, latent"])
+def test_queries_of_a_latent_layer_may_come_in_two_parts(name: str):
+    q, pages, reading = inputs(replace(CASES[name], dtype=jnp.bfloat16))
+    latent, rest = q[..., : reading.rank], q[..., reading.rank :]
+    parts = replace(reading, turned=rest)
+    assert supported(latent, pages.k, None, parts)
+    run = jax.jit(
+        lambda q, rest, pages: attend_pages(q, pages, replace(reading, turned=rest), interpret=True)
+    )
+    np.testing.assert_array_equal(run(latent, rest, pages), interpreted(q, pages, reading))
 
 
 @pytest.mark.parametrize("rank", [None, 32])
