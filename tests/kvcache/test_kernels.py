@@ -99,7 +99,7 @@ def test_bits_follow_from_the_row_alone(name: str):
 @pytest.mark.parametrize("name", ["token, latent", "chunk, latent"])
 def test_queries_of_a_latent_layer_may_come_in_two_parts(name: str):
     q, pages, reading = inputs(replace(CASES[name], dtype=jnp.bfloat16))
-    latent, rest = q[..., : reading.rank], q[..., reading.rank :]
+    latent, rest = jax.device_put((q[..., : reading.rank], q[..., reading.rank :]))
     parts = replace(reading, turned=rest)
     assert supported(latent, pages.k, None, parts)
     run = jax.jit(

@@ -46,12 +46,12 @@ def test_the_kernel_has_the_bits_of_each_by_itself(c: GroupedQuery, dtype: Any):
     new, pools, place = given(c, dtype)
     assert turns_plainly(c) and takes(new.heads[:, :, : c.num_heads], pools, c.qk_norm)
 
-    def apart(new: NewHeads, pools: Any) -> Any:
+    def apart(new: NewHeads, pools: Any, place: Any) -> Any:
         q, k, v = new.parts(c.num_kv_heads)
         return q, written(pools, place, k, v)
 
-    found = jax.jit(partial(turn_and_write, place=place, interpret=True))(new, pools)
-    wanted = jax.jit(apart)(new, pools)
+    found = jax.jit(partial(turn_and_write, interpret=True))(new, pools, place)
+    wanted = jax.jit(apart)(new, pools, place)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert (np.asarray(found[1][0]) != pools[0]).any(axis=(0, 3)).sum() == 5  # tokens that are written
 
