@@ -1,4 +1,4 @@
-"""Heads that lie side by side in a pool, as on a TPU: attention over them is that over pools of single heads."""
+"""Heads that lie side by side in a pool, as on a TPU, are attended to as single ones."""
 
 import jax
 import jax.numpy as jnp
