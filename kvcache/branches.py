@@ -6,7 +6,7 @@ laid over them, at the places where decode would have written them. So a node's 
 its tree; when one path is accepted its keys are written once, and the rest need no undo.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..model.attention import Attend, AttentionParams, Keys, Values
+from ..model.attention import Attend, AttentionParams, Keys, NewHeads, Values
+from ..model.config import NormKind
 from ..model.tree import pytree
 from .kernels.attention import attend_with
 from .kernels.tiles import LayerPages
+from .kernels.turn import turns
+from .paged import turned
 from .pages import (
     BLOCK,
     Batch,
@@ -25,6 +28,7 @@ from .pages import (
     KVCache,
     Pool,
     choice,
+    in_lanes,
     made_of,
     read_block,
     running_softmax,
@@ -78,6 +82,81 @@ class Nodes(NamedTuple):
         return jnp.where(own[None, :, :, None], laid, block)
 
 
+@dataclass(frozen=True)
+class BranchAttend:
+    """`attend` for rows that are nodes of trees: it writes nothing."""
+
+    batch: Batch
+    windows: tuple[int | None, ...]
+    nodes: Nodes
+
+    def __call__(
+        self,
+        state: Branches,
+        layer: int,
+        q: Float[Array, "B T N _"],
+        k: Keys | None,
+        v: Values | None,
+        reading: AttentionParams,
+    ) -> tuple[Branches, Float[Array, "B T N U"]]:
+        table = self.batch.page_tables[self.windows.index(reading.window)]
+        pools, n = (state.cache.k[layer], state.cache.v[layer]), len(self.nodes.path)
+        if k is None:
+            k, v = state.k[layer], state.v[layer]
+        else:  # heads lie as in their pool
+            new_ones = zip(pools, (k, v), strict=True)
+            k, v = (
+                None if new is None else new.reshape(-1, n, pool.shape[0], pool.shape[-1])
+                for pool, new in new_ones
+            )
+        each = zip(pools, (k, v), strict=True)
+        tails: Any = tuple(
+            new if new is None else self.nodes.paths(read_back(pool, new)) for pool, new in each
+        )
+
+        def laid_over(
+            pool: Pool,
+            tail: Float[Array, "nodes path K H"],
+            rows: Int[Array, " rows"],
+            j: Int[Array, " rows"],
+        ) -> Float[Array, "K rows S H"]:
+            return self.nodes.laid_over(read_block(pool, table[rows], j, tail.dtype), tail[rows], rows, j)
+
+        def read_values(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Float[Array, "K rows S values"]:
+            assert pools[1] is not None
+            return laid_over(pools[1], tails[1], rows, j)
+
+        def read(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Block:
+            keys = laid_over(pools[0], tails[0], rows, j)
+            if reading.expand is None:
+                return keys, read_values(rows, j)
+            return made_of(keys, rows, reading.expand)
+
+        def pages() -> LayerPages:
+            return LayerPages(*pools, table, self.batch.start, self.batch.count, (*tails, self.nodes.root))
+
+        chosen = choice(reading, self.batch, table, pools[0].shape[2], read_values)
+        by_blocks = partial(running_softmax, batch=self.batch, read=read, reading=reading, chosen=chosen)
+        if reading.expand is None:
+            by_blocks = partial(in_lanes, by_blocks, pool=pools[0])
+        out = attend_with(q, pools, reading, pages, by_blocks, state.cache.isa)
+        return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
+
+    def turns(self, state: Branches, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None) -> bool:
+        """True if a kernel norms and turns heads like these, as it does for decode."""
+        return turns(q, (state.cache.k[layer], state.cache.v[layer]), norm)
+
+    def turned(
+        self, state: Branches, layer: int, new: NewHeads, reading: AttentionParams
+    ) -> tuple[Branches, Float[Array, "B T N U"]]:
+        rows = jnp.arange(len(new.heads), dtype=jnp.int32)[:, None]
+        # pages of one token each, in which the keys and values are left for a moment
+        pools = state.cache.k[layer], state.cache.v[layer]
+        k, v = (jnp.zeros((pool.shape[0], len(rows), 1, pool.shape[-1]), pool.dtype) for pool in pools)
+        q, (k, v) = turned(new, (k, v), (rows, 0 * rows))
+        return self(state, layer, q, k.transpose(1, 2, 0, 3), v.transpose(1, 2, 0, 3), reading)
+
+
 def branching(
     batch: Batch,
     windows: tuple[int | None, ...],
@@ -92,51 +171,7 @@ def branching(
     n = len(depths)
     depth = jnp.tile(jnp.asarray(depths, jnp.int32), batch.start.shape[0] // n)
     nodes = Nodes(path, batch.start - depth, depth)
-
-    def attend(
-        state: Branches,
-        layer: int,
-        q: Float[Array, "B T N _"],
-        k: Keys | None,
-        v: Values | None,
-        reading: AttentionParams,
-    ) -> tuple[Branches, Float[Array, "B T N U"]]:
-        table = batch.page_tables[windows.index(reading.window)]
-        pools = state.cache.k[layer], state.cache.v[layer]
-        if k is None:
-            k, v = state.k[layer], state.v[layer]
-        else:
-            k, v = (None if new is None else new.reshape(-1, n, *new.shape[2:]) for new in (k, v))
-        each = zip(pools, (k, v), strict=True)
-        tails: Any = tuple(new if new is None else nodes.paths(read_back(pool, new)) for pool, new in each)
-
-        def laid_over(
-            pool: Pool,
-            tail: Float[Array, "nodes path K H"],
-            rows: Int[Array, " rows"],
-            j: Int[Array, " rows"],
-        ) -> Float[Array, "K rows S H"]:
-            return nodes.laid_over(read_block(pool, table[rows], j, tail.dtype), tail[rows], rows, j)
-
-        def read_values(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Float[Array, "K rows S values"]:
-            assert pools[1] is not None
-            return laid_over(pools[1], tails[1], rows, j)
-
-        def read(rows: Int[Array, " rows"], j: Int[Array, " rows"]) -> Block:
-            keys = laid_over(pools[0], tails[0], rows, j)
-            if reading.expand is None:
-                return keys, read_values(rows, j)
-            return made_of(keys, rows, reading.expand)
-
-        def pages() -> LayerPages:
-            return LayerPages(*pools, table, batch.start, batch.count, (*tails, nodes.root))
-
-        chosen = choice(reading, batch, table, pools[0].shape[2], read_values)
-        by_blocks = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)
-        out = attend_with(q, pools, reading, pages, by_blocks, state.cache.isa)
-        return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
-
-    return attend
+    return BranchAttend(batch, windows, nodes)
 
 
 def keep(

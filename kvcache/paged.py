@@ -3,15 +3,44 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
+import jax
 from jaxtyping import Array, Float, Int
 
-from ..model.attention import AttentionParams, Keys, Values
+from ..model.attention import AttentionParams, Keys, NewHeads, Values
+from ..model.config import NormKind
 from ..model.recurrent.kinds import STATE
 from ..model.recurrent.states import Recurrence, RecurrentInputs
-from .kernels.attention import attend_with
+from .kernels.attention import attend_with, has_kernel
 from .kernels.tiles import LayerPages
-from .pages import Batch, KVCache, choice, read_keys, read_values, running_softmax, stored, with_layer
+from .kernels.turn import turn_and_write, turns
+from .pages import (
+    Batch,
+    KVCache,
+    Places,
+    Pools,
+    choice,
+    in_lanes,
+    places_of,
+    read_keys,
+    read_values,
+    running_softmax,
+    stored,
+    with_layer,
+    written,
+)
 from .states import StateRows, taken_on
+
+
+def turned(new: NewHeads, pools: Pools, place: Places) -> tuple[Float[Array, "B T N H"], Pools]:
+    """Queries that are normed and turned, and pools with the keys and values: on an NVIDIA GPU by one
+    kernel."""
+
+    def plainly(new: NewHeads, pools: Pools) -> tuple[Float[Array, "B T N H"], Pools]:
+        q, k, v = new.parts(pools[0].shape[0])
+        return q, written(pools, place, k, v)
+
+    kernel = partial(turn_and_write, place=place)
+    return jax.lax.platform_dependent(new, pools, cuda=kernel, default=plainly)
 
 
 @dataclass(frozen=True)
@@ -39,7 +68,8 @@ class Paged:
             index = partial(read_values, pools, table, q.dtype)
             chosen = choice(reading, batch, table, keys.shape[2], index)
             read = partial(read_keys, pools, table, reading, q.dtype)
-            return running_softmax(q, batch, read, reading, chosen)
+            attend = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)
+            return attend(q) if reading.expand else in_lanes(attend, q, keys)
 
         def pages() -> LayerPages:
             return LayerPages(*pools, table, batch.start, batch.count)
@@ -47,6 +77,24 @@ class Paged:
         out = attend_with(q, pools, reading, pages, by_blocks, cache.isa)
         own = {"k": with_layer(cache.k, layer, keys), "v": with_layer(cache.v, layer, values)}
         return replace(cache, **own), out
+
+    def turns(self, cache: KVCache, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None) -> bool:
+        """True if a kernel norms, turns and stores heads like these."""
+        return turns(q, (cache.k[layer], cache.v[layer]), norm)
+
+    def turned(
+        self, cache: KVCache, layer: int, new: NewHeads, reading: AttentionParams
+    ) -> tuple[KVCache, Float[Array, "B T N U"]]:
+        table, pools = self._table(reading.window), (cache.k[layer], cache.v[layer])
+        q, (k, v) = turned(new, pools, places_of(pools, self.batch, table))
+        own = {"k": with_layer(cache.k, layer, k), "v": with_layer(cache.v, layer, v)}
+        return self(replace(cache, **own), layer, q, None, None, reading)
+
+    def reads_rows(
+        self, cache: KVCache, layer: int, q: Float[jax.ShapeDtypeStruct, "B T N _"], reading: AttentionParams
+    ) -> bool:
+        """True if a kernel reads a latent layer's rows in place."""
+        return has_kernel(q, (cache.k[layer], cache.v[layer]), reading)
 
     def recur(
         self, cache: KVCache, layer: int, recurrence: Recurrence, new: RecurrentInputs

@@ -22,7 +22,7 @@ from ..model.recurrent.kinds import STATE
 from ..model.sharding import automatic_axes, in_shards
 from ..model.tree import pytree, static
 from .groups import by_length
-from .quantised import Kept, Pool, QuantisedPool, as_dtype, decoded, empty_pool, encoded, head_bytes
+from .quantised import Kept, Pool, QuantisedPool, Scheme, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .shards import head_axes
 from .sparse_attention import Index, SelectedKeys, choose
 from .states import StatePool, empty_states, state_bytes
@@ -35,6 +35,7 @@ FEW = 16  # queries of a row that share a key head
 Sums = tuple[Float[Array, "K B queries ..."], ...]
 # a layer's keys and values; a latent layer has keys only, and what these are chosen by where they are
 Pools = tuple[Pool, Shaped[Array, "K P W values"] | QuantisedPool | None]
+Places = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # of tokens: their pages, and where in these
 # of a block of some rows; the heads of a latent layer are more than its pool has
 Block = tuple[Float[Array, "heads rows S size"], Float[Array, "heads rows S U"]]
 
@@ -105,8 +106,10 @@ def empty_cache(
     kept: Kept,
     device: Any = None,
     isa: str | None = None,
+    lanes: int = 1,
 ) -> KVCache:
-    """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window.
+    """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window. Heads
+    of fewer than `lanes` numbers lie side by side.
 
     Raises ValueError for a page size that does not fit the blocks that attention reads.
     """
@@ -117,13 +120,36 @@ def empty_cache(
     def pool(kind: LayerKind, i: int) -> Pool | None:
         if kind.keys is None or (row := kind.keys.cached[i]) is None:
             return None
-        return empty_pool((row[0], count[kind.keys.window], page_size, row[1]), kept, device)
+        n = 1 if isinstance(kept, Scheme) else side_by_side(*row, lanes)
+        return empty_pool((row[0] // n, count[kind.keys.window], page_size, n * row[1]), kept, device)
 
     def states(kind: LayerKind) -> StatePool | None:
         return kind.state and empty_states(kind.state, count[STATE], page_size)
 
     keys, values = (tuple(pool(kind, i) for kind in layers) for i in range(2))
     return KVCache(keys, values, tuple(map(states, layers)), isa)
+
+
+def side_by_side(K: int, H: int, lanes: int) -> int:
+    """How many of K heads of H numbers fill so many lanes; 1 where they do not."""
+    n = lanes // H
+    return n if n and lanes % H == 0 == K % n else 1
+
+
+def in_lanes(
+    attend: Callable[[Float[Array, "B T N size"]], Float[Array, "B T N size"]],
+    q: Float[Array, "B T N H"],
+    pool: Pool,
+) -> Float[Array, "B T N H"]:
+    """Attention over a pool whose heads may lie several side by side: queries have zeros for the others."""
+    (B, T, N, H), K, size = q.shape, pool.shape[0], pool.shape[-1]
+    if size == H:
+        return attend(q)
+    n = size // H
+    own = jnp.eye(n, dtype=q.dtype)[:, None, :, None]
+    out = attend((q.reshape(B, T, K, n, -1, 1, H) * own).reshape(B, T, N, size))
+    heads = out.reshape(B, T, K, n, -1, n, H)
+    return jnp.stack([heads[:, :, :, i, :, i] for i in range(n)], axis=3).reshape(B, T, N, H)
 
 
 def write(
@@ -305,14 +331,30 @@ def stored(
     v: Values | None,
 ) -> Pools:
     """A layer's pools with the rows' new keys and values in their pages."""
-    (keys, values), W, pos = pools, pools[0].shape[2], positions(batch)
-    entry = jnp.minimum(pos // W, table.shape[1] - 1)
-    page = apart(jnp.take_along_axis(table, entry, 1), new_tokens(batch), keys.shape[1])
-    keys = write(keys, page, pos % W, k)
+    return written(pools, places_of(pools, batch, table), k, v)
+
+
+def written(pools: Pools, place: Places, k: Keys, v: Values | None) -> Pools:
+    """The same at places that are known."""
+
+    def put(pool: Pool, new: Float[Array, "B T K H"]) -> Pool:
+        return write(pool, *place, new.reshape(*new.shape[:2], pool.shape[0], pool.shape[-1]))
+
+    (keys, values) = pools
+    keys = put(keys, k)
     if v is not None:
         assert values is not None
-        values = write(values, page, pos % W, v)
+        values = put(values, v)
     return keys, values
+
+
+def places_of(pools: Pools, batch: Batch, table: Int[Array, "B M"]) -> Places:
+    """Pages of the rows' new tokens, and their places in these; a page past the pool for one that is not
+    written."""
+    _, P, W, _ = pools[0].shape
+    pos = positions(batch)
+    entry = jnp.minimum(pos // W, table.shape[1] - 1)
+    return apart(jnp.take_along_axis(table, entry, 1), new_tokens(batch), P), pos % W
 
 
 def with_layer(pools: tuple[Any, ...], layer: int, pool: Any) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from ..model.attention import TurningAttend
 from ..model.layers import apart
 from ..model.recurrent.kinds import BLOCK, Leaves
 from ..model.recurrent.linear import Terms, lone_step, step
@@ -208,6 +209,13 @@ class VerifyAttend:
 
     def __call__(self, state: VerifyCache, *args: Any) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
         cache, out = self.keys(state.cache, *args)
+        return VerifyCache(cache, state.pending), out
+
+    def turns(self, state: VerifyCache, *args: Any) -> bool:
+        return isinstance(self.keys, TurningAttend) and self.keys.turns(state.cache, *args)
+
+    def turned(self, state: VerifyCache, *args: Any) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
+        cache, out = self.keys.turned(state.cache, *args)
         return VerifyCache(cache, state.pending), out
 
     def recur(

@@ -1,18 +1,19 @@
 """Grouped-query attention: its parameters, the seam to caches, and the reference over contiguous keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
-from .config import GroupedQuery
+from .config import GroupedQuery, NormKind
 from .layers import Norm, NormWeight, biased, einsum, normalise, rounded, softcapped
 from .recurrent.states import Recurrence, RecurrentInputs, empty_state
 from .rope import Rotation, rotate
-from .tree import Spec, pytree
+from .tree import Spec, pytree, static
 
 UNSEEN = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
 Keys = Float[Array, "B T K H"] | Float[Array, "B T 1 row"]  # of new tokens; a latent layer's are its rows
@@ -120,8 +121,8 @@ class AttentionParams:
     `window`: keys that a query sees, itself included; None is all before it. `chunked`: keys before the last
     multiple of the window are hidden too. `sinks`: scores of seeing nothing. `expand`: makes keys and values
     where a layer caches one kind of row only, from these and the numbers of their rows in the batch. `rank`:
-    keys are the cached rows as they are, values the first `rank` numbers of these. `selection`: hides all
-    keys but the selected ones.
+    keys are the cached rows as they are, values the first `rank` numbers of these. `turned`: the rest of the
+    queries, which are then as long as `rank`. `selection`: hides all keys but the selected ones.
     """
 
     scale: float
@@ -130,6 +131,7 @@ class AttentionParams:
     sinks: Float[Array, " N"] | None = None
     expand: Expand | None = None
     rank: int | None = None
+    turned: Float[Array, "B T N size"] | None = None
     selection: Selection | None = None
     chunked: bool = False
 
@@ -169,6 +171,57 @@ class Attend(Protocol):
         reading: AttentionParams,
         /,
     ) -> tuple[Any, Float[Array, "B T N U"]]: ...
+
+
+@pytree
+class NewHeads:
+    """A layer's heads of new tokens as their products make them, queries first, then keys and values: queries
+    and keys are to be normed, and turned in halves. gains: of queries' and keys' norms."""
+
+    heads: Any  # [B,T,N+2K,H]
+    rotary: Rotation
+    gains: tuple[Any, Any] = (None, None)  # [H]
+    norm: NormKind | None = static(None)
+
+    @classmethod
+    def of(cls, heads: Sequence[Float[Array, "B T _ H"]], *turn: Any) -> "NewHeads":
+        """Heads side by side: of matrices of rows XLA makes one product, and no copy."""
+        (B, T, _, H), rows = heads[0].shape, [x.reshape(-1, prod(x.shape[2:])) for x in heads]
+        return cls(jnp.concatenate(rows, axis=1).reshape(B, T, -1, H), *turn)
+
+    def parts(
+        self, K: int
+    ) -> tuple[Float[Array, "B T _ H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries and keys, normed and turned, and values of K key heads."""
+        N = self.heads.shape[2] - 2 * K
+        q, k, v = jnp.split(self.heads, (N, N + K), axis=2)
+        if self.norm is not None:
+            q, k = (normalise(x, Norm(w), self.norm) for x, w in zip((q, k), self.gains, strict=True))
+        return rotate(q, self.rotary), rotate(k, self.rotary), v
+
+
+@runtime_checkable
+class TurningAttend(Attend, Protocol):
+    """An attend that may norm, turn and store new heads at once."""
+
+    def turns(self, state: Any, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None, /) -> bool:
+        """True if it does so with heads like these queries."""
+        ...
+
+    def turned(
+        self, state: Any, layer: int, new: NewHeads, reading: AttentionParams, /
+    ) -> tuple[Any, Float[Array, "B T N H"]]:
+        """The new state and the attention's output."""
+        ...
+
+
+@runtime_checkable
+class LatentAttend(Attend, Protocol):
+    """An attend that may read a latent layer's rows for many queries as they are."""
+
+    def reads_rows(self, state: Any, layer: int, q: Any, reading: AttentionParams, /) -> bool:
+        """True if that takes less than making every head's keys and values."""
+        ...
 
 
 def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
@@ -223,18 +276,30 @@ def mix_heads(
             return normed(turned(x), gain, c)
         return turned(normed(x, gain, c))
 
-    q = grown(heads(biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), w.q_norm), rotary)
-    k = v = None
+    scale = c.head_size**-0.5 if c.scale is None else c.scale
+    reading = AttentionParams(scale, c.window, c.softcap, w.sinks, chunked=c.chunked)
+    q, k, v = biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), None, None
     if w.k is not None:
         k = biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias)
         v = k if w.v is None else biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
-        k, v = heads(k, w.k_norm), v if c.value_norm is None else normalise(v, Norm(None), c.value_norm)
-    scale = c.head_size**-0.5 if c.scale is None else c.scale
-    reading = AttentionParams(scale, c.window, c.softcap, w.sinks, chunked=c.chunked)
-    state, out = attend(state, i - c.borrows, q, k, v, reading)
+        v = v if c.value_norm is None else normalise(v, Norm(None), c.value_norm)
+    plain = turns_plainly(c) and not isinstance(w.q_norm, NormWeight)
+    if plain and isinstance(attend, TurningAttend) and attend.turns(state, i, q, c.qk_norm):
+        new = NewHeads.of((q, k, v), rotary, (w.q_norm, w.k_norm), c.qk_norm)
+        state, out = attend.turned(state, i, new, reading)
+    else:
+        q, k = grown(heads(q, w.q_norm), rotary), None if k is None else heads(k, w.k_norm)
+        state, out = attend(state, i - c.borrows, q, k, v, reading)
     if w.gate is not None:
         out = out * jax.nn.sigmoid(biased(einsum("btd,dnh->btnh", x, w.gate), w.gate_bias))
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
+
+
+def turns_plainly(c: GroupedQuery) -> bool:
+    """True for a layer with keys of its own whose queries and keys are at most normed head by head before
+    they are turned in halves."""
+    in_halves = c.rope is not None and not c.rope.interleaved and not c.rope.query_growth
+    return in_halves and c.qk_norm_over == "head" and not c.norm_turned and not c.borrows
 
 
 def grown(q: Float[Array, "B T N H"], rotary: Rotation | None) -> Float[Array, "B T N H"]:

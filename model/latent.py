@@ -2,15 +2,17 @@
 
 Few queries read the rows as they are, with the keys' and values' projections moved to the queries' and
 outputs' side ("absorbed"); many queries read keys and values that are made from the rows (DeepSeek-V2, arXiv
-2405.04434, section 2.1).
+2405.04434, section 2.1), unless a kernel reads the rows for them too.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .attention import Attend, AttentionParams, Expand, LatentRows, Made, Selection
+from .attention import Attend, AttentionParams, Expand, LatentAttend, LatentRows, Made, Selection
 from .config import Latent, LayerKind, NormKind
 from .kinds import Indexer
 from .layers import RowWeight, biased, einsum, norm_spec, normalise, rms_norm
@@ -149,14 +151,21 @@ def mix_latent(
     key, selection = choice(w, c, x, rotary)
     nope, rest = q[..., : c.nope_size], turned(c, q[..., c.nope_size :], rotary)
     scale = (c.nope_size + c.rope_size) ** -0.5 if c.scale is None else c.scale
+    parts = {"expand": lambda rows, _: (rows, rows[..., : c.rank]), "rank": c.rank}
+    reading = AttentionParams(scale, **parts, selection=selection)
+    absorbed = jax.ShapeDtypeStruct((*nope.shape[:3], c.rank + c.rope_size), x.dtype)
+    by_kernel = isinstance(attend, LatentAttend) and attend.reads_rows(state, i, absorbed, reading)
     # a latent wider than half of a head's key and value makes reading it dearer than making them
-    if x.shape[1] >= MANY and c.nope_size + c.value_size < 2 * c.rank:
+    if x.shape[1] >= MANY and c.nope_size + c.value_size < 2 * c.rank and not by_kernel:
         q, expand = jnp.concatenate([nope, rest], axis=-1), expanded(w, c)
         state, out = attend(state, i, q, row, key, AttentionParams(scale, expand=expand, selection=selection))
     else:
-        q = jnp.concatenate([einsum("btnh,rnh->btnr", nope, w.k_up), rest], axis=-1)
-        parts = {"expand": lambda rows, _: (rows, rows[..., : c.rank]), "rank": c.rank}
-        state, out = attend(state, i, q, row, key, AttentionParams(scale, **parts, selection=selection))
+        q = einsum("btnh,rnh->btnr", nope, w.k_up)
+        if by_kernel:
+            reading = replace(reading, turned=rest)
+        else:
+            q = jnp.concatenate([q, rest], axis=-1)
+        state, out = attend(state, i, q, row, key, reading)
         out = einsum("btnr,rnu->btnu", out, w.v_up)
     return state, biased(einsum("btnu,nud->btd", out, w.o), w.o_bias)
 

@@ -148,14 +148,19 @@ def normalise(
     if kind.kind == "layer":
         x32 = x32 - jnp.mean(x32, axis=axes, keepdims=True)
     normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=axes, keepdims=True) + kind.eps)
-    if w.gain is None:
-        return normed.astype(x.dtype)
-    gain = jnp.expand_dims(w.gain, range(x.ndim - w.gain.ndim))
+    return biased(scaled_by(normed, w.gain, kind, x.dtype), w.bias)
+
+
+def scaled_by(
+    normed: Float[Array, "*rows D"], gain: Float[Array, "..."] | None, kind: NormKind, dtype: Any
+) -> Float[Array, "*rows D"]:
+    """Normed numbers in float32 times their gain, in a dtype."""
+    if gain is None:
+        return normed.astype(dtype)
+    gain = jnp.expand_dims(gain, range(normed.ndim - gain.ndim))
     if kind.offset:
-        normed = (normed * (kind.offset + gain.astype(jnp.float32))).astype(x.dtype)
-    else:
-        normed = normed.astype(x.dtype) * gain
-    return biased(normed, w.bias)
+        return (normed * (kind.offset + gain.astype(jnp.float32))).astype(dtype)
+    return normed.astype(dtype) * gain
 
 
 def biased(x: Float[Array, "*shape"], bias: Float[Array, "..."] | None) -> Float[Array, "*shape"]:

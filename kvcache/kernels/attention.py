@@ -6,7 +6,7 @@ a key head are rows of one product. A single query's keys are split into parts t
 that work follows the rows' lengths (as in Stream-K, Osama et al., arXiv 2301.03598). Several queries go in
 tiles of their own. Tiles of keys begin at multiples of their size and a row's parts follow from its own
 length, so bits depend neither on neighbours, nor on the page size, nor on the widths of table and chunk.
-The backend is deprecated since jax 0.11. The engine uses `attend_with` and `LayerPages` alone.
+The backend is deprecated since jax 0.11. The engine uses `attend_with`, `has_kernel` and `LayerPages` alone.
 """
 
 from collections.abc import Callable
@@ -48,6 +48,7 @@ Split = Callable[[Any, Any], tuple[Any, Any, Any]]  # of ranges of keys, as `par
 DECODE = Kernel("attention_decode", "triton", "attention gathers pages")
 PREFILL = Kernel("attention_prefill", "triton", "attention gathers pages")
 LATENT = Kernel("latent_decode", "triton", "latent attention gathers pages")
+LATENT_PREFILL = Kernel("latent_prefill", "triton", "latent attention makes keys and values of pages")
 # Bytes of shared memory that a block asks for with all of its stages, where some GPUs have less: by kernel,
 # bytes of a number, and size of a head as a power of two. Compiled with jax 0.10.2.
 ASKED = {
@@ -62,16 +63,24 @@ ASKED_BY_LATENTS = 115_200  # with MOST_ROWS rows of a latent of 512 and a turne
 def supported(
     q: Shaped[Given, "B T N _"], k: GivenPool, v: GivenPool | None, reading: AttentionParams
 ) -> bool:
-    (_, T, N, H), K = q.shape, k.shape[0]
+    (*_, N, H), K = q.shape, k.shape[0]
     chosen, pools = reading.selection is not None, (k, v)
     readable = not chosen and all(pool is None or keeps_numbers(pool, q.dtype) for pool in pools)
-    same = q.shape[-1] == k.shape[-1] and readable and q.dtype.name in DTYPES
+    H += 0 if reading.turned is None else reading.turned.shape[-1]
+    same = k.shape[-1] == H and readable and q.dtype.name in DTYPES
     if reading.rank is not None:
         sizes = reading.rank in LATENTS and H - reading.rank in TURNED
-        return same and sizes and T == K == 1 and N <= MOST_LATENT and q.dtype.itemsize == 2
+        return same and sizes and K == 1 and N <= MOST_LATENT and q.dtype.itemsize == 2
     if v is None or reading.expand is not None:
         return False
     return same and v.shape == k.shape and H in HEAD_SIZES and N // K <= MOST_GROUPED
+
+
+def has_kernel(
+    q: Shaped[Given, "B T N _"], pools: tuple[GivenPool, GivenPool | None], reading: AttentionParams
+) -> bool:
+    """True if a kernel attends in programs for the GPU that is compiled for."""
+    return supported(q, *pools, reading) and refusal_of(q, *pools, reading) is None
 
 
 def refusal_of(
@@ -79,9 +88,9 @@ def refusal_of(
 ) -> str | None:
     """Return why the GPU that is compiled for cannot run the kernel of a layer that is `supported`, or
     None."""
-    (_, T, N, H), K = q.shape, k.shape[0]
+    (_, T, N, _), (K, *_, H) = q.shape, k.shape
     own, G = kernel_of(T, reading), pl.next_power_of_2(N // K)
-    rows = rows_of_chunk(G, H, q.dtype) if T > 1 else min(MOST_ROWS, max(SMALL, G))
+    rows = rows_of_chunk(G, H, q.dtype, reading) if T > 1 else min(MOST_ROWS, max(SMALL, G))
     is_tight = memory_asked(own, H, q.dtype) > 0
     kept = {pool.dtype for pool in jax.tree.leaves((k, v))}
     return refusal(own, least_memory(rows, H, q.dtype) if is_tight else 0, kept)
@@ -89,7 +98,8 @@ def refusal_of(
 
 def kernel_of(T: int, reading: AttentionParams) -> Kernel:
     """The kernel that attends with T queries of a row."""
-    return LATENT if reading.rank is not None else DECODE if T == 1 else PREFILL
+    one, several = (DECODE, PREFILL) if reading.rank is None else (LATENT, LATENT_PREFILL)
+    return one if T == 1 else several
 
 
 def memory_asked(kernel: Kernel, H: int, dtype: Any) -> int:
@@ -119,10 +129,11 @@ def attend_with(
     elsewhere by the reference, in q's dtype."""
 
     def plainly(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
-        return reference(q).astype(q.dtype)
+        whole = q if reading.turned is None else jnp.concatenate([q, reading.turned], axis=-1)
+        return reference(whole).astype(q.dtype)
 
     kernels: dict[str, Callable[[Any], Any]] = {}
-    if supported(q, *pools, reading) and refusal_of(q, *pools, reading) is None:
+    if has_kernel(q, pools, reading):
         kernels["cuda"] = lambda q: attend_pages(q, pages(), reading)
     if isa is not None and cpu_attention.supported(q, *pools, reading):
         kernels["cpu"] = lambda q: cpu_attention.attend_pages(q, pages(), reading, isa)
@@ -140,6 +151,8 @@ def attend_pages(
         reading.scale, reading.window, reading.softcap, rank=reading.rank, chunked=reading.chunked
     )
     attend = attention_of_shards if in_shards(q) else grouped_attention
+    if reading.turned is not None:
+        pages = pages._replace(turned=reading.turned.reshape(B, T, K, N // K, -1))
     out = attend(q.reshape(B, T, K, N // K, H), pages, sinks, plain, interpret)
     return out.reshape(B, T, N, -1)
 
@@ -175,7 +188,12 @@ def specs_of(pages: LayerPages, sinks: Any, axis: tuple[str, ...], group: tuple[
     pool, scores, queries, heads, whole = (PartitionSpec(*spec) for spec in specs)
     keys, values = jax.tree.map(lambda _: pool, pages[:2])
     tree = None if pages.own is None else (heads, None if values is None else heads, whole)
-    return queries, LayerPages(keys, values, whole, whole, whole, tree), None if sinks is None else scores
+    rest = None if pages.turned is None else queries
+    return (
+        queries,
+        LayerPages(keys, values, whole, whole, whole, tree, rest),
+        None if sinks is None else scores,
+    )
 
 
 def shards_attention(
@@ -205,8 +223,9 @@ def axes(reading: AttentionParams, interpret: bool, mesh: Any, values: Any, resu
         2
     )  # before it q and the pools, behind it three of rows; own ones with their root, sinks
     pools = [{4: "k p w h", 3: "k p w"}[rank] for rank in ranks[1:table]]
-    others = [{4: "b n k h", 1: "b", 2: "k g"}[rank] for rank in ranks[table + 1 :]]
-    return ", ".join(["b t k g h", *pools, "b m", *others]) + f" -> b t k g {'u' if reading.rank else 'h'}"
+    others = [{4: "b n k h", 1: "b", 2: "k g", 5: "b t k g r"}[rank] for rank in ranks[table + 1 :]]
+    first = "b t k g q" if 5 in ranks[1:] else "b t k g h"
+    return ", ".join([first, *pools, "b m", *others]) + f" -> b t k g {'u' if reading.rank else 'h'}"
 
 
 partitioned_attention.def_partition(on_each_device, sharding_rule=axes)
@@ -237,30 +256,34 @@ def many_queries(
     sinks: Float[Array, "K G"] | None,
     reading: AttentionParams,
     interpret: bool,
-) -> Float[Array, "B T K G H"]:
+) -> Float[Array, "B T K G U"]:
     """Tiles of queries, each by itself, the last ones first: they read the most."""
     B, T, K, G, H = q.shape
-    rows = rows_of_chunk(G, H, q.dtype)
+    rows = rows_of_chunk(G, H, q.dtype, reading)
+    tokens, groups = max(1, rows // pl.next_power_of_2(G)), pl.cdiv(G, rows)
     return pl.pallas_call(
         partial(chunk_kernel, rows=rows, reading=reading),
-        grid=(pl.cdiv(T, rows // pl.next_power_of_2(G)), K, B),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(pl.cdiv(T, tokens), K * groups, B),
+        out_shape=jax.ShapeDtypeStruct((B, T, K, G, value_size(q, reading)), q.dtype),
         cost_estimate=cost(q, pages, T / 2, reading),
         name="attend_chunk",
         **settings(q, rows, reading, interpret),
     )(q, pages, sinks)
 
 
-def rows_of_chunk(G: int, H: int, dtype: Any) -> int:
-    """Rows of a tile of queries."""
+def rows_of_chunk(G: int, H: int, dtype: Any, reading: AttentionParams) -> int:
+    """Rows of a tile of queries; a latent layer's many heads are several tiles."""
+    if reading.rank is not None:
+        return most_rows(reading)
     return max(SMALL, pl.next_power_of_2(G), 256 // dtype.itemsize // max(1, pl.next_power_of_2(H) // 128))
 
 
 def chunk_kernel(q: Any, pages: LayerPages, sinks: Any, out: Any, *, rows: int, reading: AttentionParams):
-    tile = pl.num_programs(0) - 1 - pl.program_id(0)
-    at = queries_of(q, pages, rows, (pl.program_id(2), pl.program_id(1), tile, 0), reading)
-    before = no_keys(at, sinks, q.shape[-1])
-    _, total, found = over_keys(q, pages, at, (at.low // TILE, pl.cdiv(at.end, TILE)), before, reading)
+    tile, groups = pl.num_programs(0) - 1 - pl.program_id(0), pl.cdiv(q.shape[3], rows)
+    head, group = pl.program_id(1) // groups, pl.program_id(1) % groups
+    at = queries_of(q, pages, rows, (pl.program_id(2), head, tile, group), reading)
+    before, size = no_keys(at, sinks, out.shape[-1]), tile_of(reading)
+    _, total, found = over_keys(q, pages, at, (at.low // size, pl.cdiv(at.end, size)), before, reading)
     store(out, at.row, at.token, at.head, at.member, value=quotient(found, total), mask=at.real)
 
 

@@ -26,7 +26,8 @@ class LayerPages(NamedTuple):
     [B]. A latent layer has no values: they are a part of its rows.
 
     `own` is for single tokens: keys and values [B,n,K,H] that stand for the last of a row's, from a position
-    [B] on.
+    [B] on. `turned` is the rest [B,T,K,G,size] of a latent layer's queries, which are then as long as a
+    latent.
     """
 
     k: Any
@@ -35,6 +36,7 @@ class LayerPages(NamedTuple):
     start: Any
     count: Any
     own: tuple[Any, Any, Any] | None = None
+    turned: Any = None
 
 
 class Queries(NamedTuple):
@@ -86,8 +88,10 @@ def over_keys(
 ) -> Running:
     """The running softmax of the queries over some tiles of keys."""
     place = at.row, jnp.minimum(at.token, q.shape[1] - 1), at.head, jnp.minimum(at.member, q.shape[3] - 1)
-    parts, size = pieces(reading, q.shape[-1]), tile_of(reading)
-    rows = [load(q, *place, piece=piece) for piece in parts]
+    parts, size = pieces(reading, pages.k.shape[-1]), tile_of(reading)
+    rows = [load(q, *place, piece=piece) for piece in parts[: 1 if pages.turned is not None else None]]
+    if pages.turned is not None:
+        rows.append(load(pages.turned, *place, piece=(0, parts[1][1])))
 
     def tile(j: Any, state: Any) -> Any:
         keys = j * size + jnp.arange(size, dtype=jnp.int32)
@@ -187,10 +191,18 @@ def quotient(out: Float[Array, "rows U"], total: Float[Array, " rows"]) -> Float
     return out / jnp.maximum(total, 1e-30)[:, None]
 
 
-def store(ref: Any, *index: Any, value: Float[Array, "rows ..."], mask: Bool[Array, " rows"]):
-    """Write numbers or heads of rows at vectors of indices, where the mask is true and a head has numbers."""
+def store(
+    ref: Any,
+    *index: Any,
+    value: Float[Array, "rows ..."],
+    mask: Bool[Array, " rows"],
+    piece: Piece | None = None,
+):
+    """Write numbers, or heads of rows or a piece of them, at vectors of indices, where the mask is true and a
+    head has numbers."""
     if value.ndim > 1:  # interpreted stores do not mix vectors and slices
+        first, size = piece or (0, ref.shape[-1])
         at = jnp.arange(value.shape[1], dtype=jnp.int32)[None]
-        index = (*(i[:, None] if jnp.ndim(i) else i for i in index), at)
-        mask = jnp.broadcast_to(mask[:, None] & (at < ref.shape[-1]), value.shape)
+        index = (*(i[:, None] if jnp.ndim(i) else i for i in index), first + at)
+        mask = jnp.broadcast_to(mask[:, None] & (at < size), value.shape)
     triton.store(ref.at[index], value.astype(ref.dtype), mask=mask)

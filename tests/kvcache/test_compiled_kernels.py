@@ -77,6 +77,7 @@ def compiled(
         (1, 96, None, "auto", 2),
         (256, 80, None, "auto", 1),
         (1, 576, 512, "auto", 2),
+        (256, 576, 512, "auto", 1),
         (1, 128, None, "int8", 2),
         (256, 128, None, "int8", 1),
         (1, 128, None, "fp8_e4m3", 2),

@@ -38,6 +38,9 @@ CASES = {
     "token, latent of 48": Case((130, 2), (1, 1), K=1, G=3, H=64, rank=48),
     "token, latent of many heads": Case((900, 40), (1, 1), K=1, G=80, H=48, W=128, M=8, rank=32),
     "token, latent, bfloat16": Case((400, 9), (1, 1), K=1, H=48, W=32, rank=32, dtype=jnp.bfloat16),
+    "chunk, latent": Case((0, 9, 70), (50, 0, 33), T=50, K=1, G=20, H=80, rank=64),
+    "chunk, latent of many heads": Case((64, 0), (20, 7), T=20, K=1, G=80, H=48, W=64, M=4, rank=32),
+    "chunk, latent, bfloat16": Case((70, 0), (40, 1), T=40, K=1, H=48, W=32, rank=32, dtype=jnp.bfloat16),
     "token, int8": Case((0, 63, 300), (1, 0, 1), W=64, M=6, dtype=jnp.bfloat16, kept="int8"),
     "token, heads of 80, e4m3": Case((0, 63, 250), (1, 0, 1), H=80, window=50, kept="fp8_e4m3"),
     "token, latent, int8": Case((400, 9), (1, 1), K=1, H=48, W=32, rank=32, dtype=jnp.bfloat16, kept="int8"),
@@ -78,6 +81,7 @@ def test_kernels_equal_the_reference(case: Case):
         "chunk, int8, window, sinks",
         "chunk, window, cap, sinks",
         "chunk, heads of 112",
+        "chunk, latent",
     ],
 )
 def test_bits_follow_from_the_row_alone(name: str):
@@ -92,9 +96,22 @@ def test_bits_follow_from_the_row_alone(name: str):
     np.testing.assert_array_equal(together[-len(alone) :], alone)
 
 
-def test_bits_do_not_depend_on_the_chunk():
+@pytest.mark.parametrize("name", ["token, latent", "chunk, latent"])
+def test_queries_of_a_latent_layer_may_come_in_two_parts(name: str):
+    q, pages, reading = inputs(replace(CASES[name], dtype=jnp.bfloat16))
+    latent, rest = jax.device_put((q[..., : reading.rank], q[..., reading.rank :]))
+    parts = replace(reading, turned=rest)
+    assert supported(latent, pages.k, None, parts)
+    run = jax.jit(
+        lambda q, rest, pages: attend_pages(q, pages, replace(reading, turned=rest), interpret=True)
+    )
+    np.testing.assert_array_equal(run(latent, rest, pages), interpreted(q, pages, reading))
+
+
+@pytest.mark.parametrize("rank", [None, 32])
+def test_bits_do_not_depend_on_the_chunk(rank: int | None):
     """A prompt read in one chunk, and in two of another width."""
-    case = Case((0,), (90,), T=90, K=1, window=60)
+    case = Case((0,), (90,), T=90, K=1, window=None if rank else 60, rank=rank)
     q, pages, reading = inputs(case)
     whole = interpreted(q, pages, reading)
     first = pages._replace(count=np.array([64], np.int32))
@@ -165,7 +182,7 @@ def test_latent_rows_that_the_kernels_do_not_read():
     q, pages, reading = on_device(Case((0,), (1,), K=1, G=4, rank=48, dtype=jnp.bfloat16))
     assert supported(q, pages.k, None, reading)
     assert not supported(jax.ShapeDtypeStruct((1, 1, 129, 64), q.dtype), pages.k, None, reading)
-    assert not supported(jax.ShapeDtypeStruct((1, 2, 4, 64), q.dtype), pages.k, None, reading)
+    assert supported(jax.ShapeDtypeStruct((1, 2, 4, 64), q.dtype), pages.k, None, reading)
     assert not supported(q, pages.k, None, replace(reading, rank=40))
     assert not supported(q, pages.k, None, replace(reading, rank=None))
     assert not supported(q.astype(jnp.float32), pages.k.astype(jnp.float32), None, reading)

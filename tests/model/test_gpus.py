@@ -9,7 +9,7 @@ import pytest
 from cases.gpus import traced_for
 
 from duetto.kvcache.kernels import attention
-from duetto.kvcache.kernels.attention import DECODE, LATENT, PREFILL
+from duetto.kvcache.kernels.attention import DECODE, LATENT, LATENT_PREFILL, PREFILL
 from duetto.kvcache.kernels.memory import STEP, steps_in_place
 from duetto.kvcache.quantised import empty_pool, kept_as
 from duetto.model.attention import AttentionParams
@@ -20,7 +20,7 @@ from duetto.model.weights.grouped import GROUPED
 from duetto.model.weights.nibbles import NIBBLES
 from duetto.serve.planner.roofline.targets import CHIPS
 
-TRITON = {DECODE, PREFILL, LATENT, STEP, NIBBLES, EXPERTS}
+TRITON = {DECODE, PREFILL, LATENT, LATENT_PREFILL, STEP, NIBBLES, EXPERTS}
 MOSAIC = {FIXED, GROUPED}
 ALLOWED = {
     "t4": set(), "l4": TRITON, "a100": TRITON, "b200": TRITON, "rtx4090": TRITON, "rtx5090": TRITON,

@@ -176,8 +176,10 @@ class Walk:
         return sum(map(held, operands)) + held(result(x, operands))
 
     def custom_call(self, x: Instruction, operands: list[str]) -> int:
-        """A kernel: it reads the live pages of a pool, and writes those of one that it gives back in place;
-        else its estimate (in its configuration, or a scope's name), or its operands and results, count."""
+        """A kernel: a scope's name may say its bytes. Else it reads the live pages of a pool, and writes
+        those of one that it gives back in place; else its estimate, or its operands and results, count."""
+        if said := re.search(r"bytes_accessed:(\d+)", x.rest):
+            return int(said[1])
         live = {pool.bytes: pool.live for pool in self.pools}
         estimate = re.search(r'"?bytes_accessed"?:\s*"?(\d+)', x.rest)
         if estimate and not any(nbytes(kind) in live for kind in operands):

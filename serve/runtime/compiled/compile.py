@@ -33,6 +33,7 @@ from .futures import DeferredSampling
 from .shapes import Shape, Sizes
 from .tuning import tuning
 
+LANES = 128  # numbers of a TPU's vector register; narrower heads of a pool would be copied in each step
 THREADS = "duetto-warmup"  # how the names of the threads that compile begin
 SMALL = 5  # programs beside the steps: seat, history, masks, cache and slots
 MASKED_AT_ONCE = 8  # seats whose masks are written by one call
@@ -76,7 +77,9 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
     pages = tuple(sizes.shards * count for count in sizes.pages)
     (device, *_) = seats.device_set
     kept, isa = kept_as(sizes.kv_cache_dtype, dtype), kernels_in(params)
-    cache = jax.eval_shape(lambda: empty_cache(config.layers, pages, sizes.page_size, kept, device, isa))
+    lanes = LANES if device.platform == "tpu" and len(seats.device_set) == 1 else 1
+    empty = partial(empty_cache, config.layers, pages, sizes.page_size, kept, device, isa, lanes)
+    cache = jax.eval_shape(empty)
     slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))
     places = cache_shardings(config.layers, params, sizes.shards)  # one for a pool and its scales
     cache = jax.tree.map(lambda where, pool: jax.tree.map(lambda x: at(x, where), pool), places, cache)

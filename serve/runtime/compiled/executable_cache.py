@@ -45,6 +45,7 @@ TRACED = (
     "sampling",
     "serve.engine.speculation.draft_steps",
     "serve.engine.speculation.guessers",
+    "serve.engine.startup.kernel_cases",
     "serve.engine.startup.kernel_checks",
     "serve.engine.startup.trial",
     "serve.runtime.compiled",

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import Any
@@ -24,12 +25,13 @@ from duetto.model.tree import init
 from duetto.model.weights import grouped, nibbles
 from duetto.model.weights.compress import quantize_params
 from duetto.model.weights.fixed import fixed
+from duetto.serve.engine.startup import kernel_cases as cases_of
 from duetto.serve.engine.startup import kernel_checks, start
+from duetto.serve.engine.startup.kernel_cases import kernel_cases
 from duetto.serve.engine.startup.kernel_checks import (
     KernelCheck,
     check_kernels,
     checked,
-    kernel_cases,
     refused_by,
     require_ended,
 )
@@ -44,14 +46,15 @@ HEADS, OPTIONS = (
     GroupedQuery(4, 2, 32),
     {"max_num_seqs": 8, "max_model_len": 64, "max_prefill_tokens": 32, "background_compilation": False},
 )
+UNTURNED = replace(HEADS, rope=None)  # attention's kernels alone
 MIXERS = {
-    "heads": (HEADS, {"attention_decode", "attention_prefill"}),
+    "heads": (HEADS, {"attention_decode", "attention_prefill", "turn_and_write"}),
     "heads with a window, a cap and sinks": (
         GroupedQuery(4, 2, 32, window=40, softcap=5.0, sinks=True),
-        {"attention_decode", "attention_prefill"},
+        {"attention_decode", "attention_prefill", "turn_and_write"},
     ),
     "heads of no kernel": (GroupedQuery(4, 2, 8), set()),
-    "latent": (Latent(4, 32, 16, 16, 16), {"latent_decode"}),
+    "latent": (Latent(4, 32, 16, 16, 16), {"latent_decode", "latent_prefill"}),
     "delta rule": (DeltaNet(2, 4, 16, 32), {"recurrent_step"}),
     "delta rule by dimension": (DeltaNet(2, 2, 16, 16, decay_rank=8), {"recurrent_step"}),
     "Mamba": (Mamba(1, 4, 16, 16), {"recurrent_step"}),
@@ -200,7 +203,7 @@ def test_a_kernel_that_fails_or_lies_is_refused(
     hopper: None, nowhere: None, monkeypatch: pytest.MonkeyPatch, kernel: Any, why: str, caplog: Any
 ):
     monkeypatch.setattr(attention, "attend_pages", kernel)
-    found = check_kernels(*model(HEADS), SIZES)
+    found = check_kernels(*model(UNTURNED), SIZES)
     assert {check.reason for check in found.values()} == {why}
     assert refused_by(found) == {"attention_decode", "attention_prefill"}
     assert sum("attention gathers pages" in line for line in caplog.messages) in (0, 2)  # once a process
@@ -208,7 +211,7 @@ def test_a_kernel_that_fails_or_lies_is_refused(
 
 def test_a_later_start_reads_what_was_found(hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
-    given = *model(HEADS), SIZES
+    given = *model(UNTURNED), SIZES
     found = check_kernels(*given)
     assert found and not refused_by(found)
     monkeypatch.setattr(attention, "attend_pages", failing)
@@ -225,7 +228,7 @@ def test_a_later_start_reads_what_was_found(hopper: None, monkeypatch: pytest.Mo
 def test_a_kernel_that_hangs_ends_the_start_and_is_not_tried_again(
     hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ):
-    free, ran, given = Event(), [], (*model(HEADS), SIZES)
+    free, ran, given = Event(), [], (*model(UNTURNED), SIZES)
     monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
     monkeypatch.setattr(kernel_checks, "LIMIT", 0.3)
 
@@ -260,7 +263,7 @@ def test_a_slow_compilation_is_no_kernel_that_hangs(
 
     monkeypatch.setattr(attention, "attend_pages", slowly)
     monkeypatch.setattr(kernel_checks, "LIMIT", 1.4)
-    found = check_kernels(*model(HEADS), SIZES)
+    found = check_kernels(*model(UNTURNED), SIZES)
     assert len(found) == 2 and not refused_by(found)
 
 
@@ -279,8 +282,8 @@ def test_what_any_process_has_refused_is_refused_in_all(monkeypatch: pytest.Monk
 
 
 def test_a_reference_that_cannot_run_refuses_nothing(hopper: None, nowhere: None, monkeypatch: Any):
-    monkeypatch.setattr(kernel_checks, "by_blocks", failing)
-    found = check_kernels(*model(HEADS), SIZES)
+    monkeypatch.setattr(cases_of, "by_blocks", failing)
+    found = check_kernels(*model(UNTURNED), SIZES)
     assert found and not refused_by(found) and all(check.raised for check in found.values())
 
 

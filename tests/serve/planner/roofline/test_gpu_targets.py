@@ -27,6 +27,7 @@ CELLS = {
     "prefill, heads of 256": (GroupedQuery(8, 2, 256), PREFILL, "bfloat16", "auto", 1),
     "prefill, heads of 128, float16": (GroupedQuery(8, 2, 128), PREFILL, "float16", "auto", 1),
     "latent of 128 heads": (Latent(128, 512, 128, 64, 128), DECODE, "bfloat16", "auto", 2),
+    "prefill, latent of 128 heads": (Latent(128, 512, 128, 64, 128), PREFILL, "bfloat16", "auto", 1),
     "delta rule": (DeltaNet(4, 8, 128, 128), DECODE, "bfloat16", "auto", 1),
 }
 # form of weights, and Triton kernels of a layer with heads of 64 and experts

@@ -45,11 +45,11 @@ MOST = {
     ("h200", "0.6b", Shape("prefill", 1, 512)): (1.09, 42),
     ("h200", "0.6b", Shape("prefill", 16, 32)): (1.27, 60),
     ("h200", "0.6b", Shape("decode", 8, 1)): (1.04, 32),
-    ("h200", "0.6b", Shape("decode", 64, 1)): (1.15, 190),
+    ("h200", "0.6b", Shape("decode", 64, 1)): (1.09, 190),
     ("h200", "0.6b", Shape("decode", 64, 4)): (1.15, 232),
     ("h200", "8b", Shape("prefill", 1, 512)): (1.10, 48),
     ("h200", "8b", Shape("decode", 8, 1)): (1.04, 28),
-    ("h200", "8b", Shape("decode", 64, 1)): (1.12, 162),
+    ("h200", "8b", Shape("decode", 64, 1)): (1.06, 162),
     ("v6e:2x4", "0.6b", Shape("prefill", 1, 512)): (0.90, 14),
     ("v6e:2x4", "0.6b", Shape("prefill", 16, 32)): (1.01, 14),
     ("v6e:2x4", "0.6b", Shape("decode", 8, 4)): (1.12, 8),
@@ -57,6 +57,9 @@ MOST = {
     ("v6e:2x4", "8b", Shape("prefill", 1, 128)): (1.05, 12),
     ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.05, 11),
 }
+
+# Kernels outside of branches: 15 around the two layers, and 11 in each.
+MOST_KERNELS = {("h200", "8b", Shape("decode", 64, 1)): 37}
 
 # The same of decodes of models most of whose layers keep a state. 64 tokens meet 72 % of the 512 experts, of
 # which the grouped product reads all; those of eight shards meet them all.
@@ -96,6 +99,8 @@ def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape
     check_in_place(row.facts, plan, arguments)
     assert row.excess <= ratio
     assert row.facts.temporaries <= temporaries * 2**20
+    if most := MOST_KERNELS.get((target, model, shape)):
+        assert row.facts.thunks is not None and row.facts.thunks.kernels <= most
 
 
 @pytest.mark.parametrize("target, model, options, ratio, temporaries", STATES.values(), ids=STATES)

@@ -23,6 +23,7 @@ TOPS = [place for name in executable_cache.LIBRARY for place in map(Path, execut
 # Where programs are lowered or compared, and measurements kept.
 BEGINNINGS = (
     "serve.engine.speculation.draft_steps",
+    "serve.engine.startup.kernel_cases",
     "serve.engine.startup.kernel_checks",
     "serve.engine.startup.trial",
     "serve.runtime.compiled.compile",
