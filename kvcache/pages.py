@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
-from ..model.attention import UNSEEN, AttentionParams, Expand, Keys, Values, grouped
+from ..model.attention import UNSEEN, AttentionParams, Expand, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import apart, einsum
 from ..model.recurrent.kinds import STATE
@@ -35,6 +35,7 @@ FEW = 16  # queries of a row that share a key head
 Sums = tuple[Float[Array, "K B queries ..."], ...]
 # a layer's keys and values; a latent layer has keys only, and what these are chosen by where they are
 Pools = tuple[Pool, Shaped[Array, "K P W values"] | QuantisedPool | None]
+NewRows = Float[Array, "B T _ _"]  # new keys or values; a pool may have several heads side by side
 Places = tuple[Int[Array, "B T"], Int[Array, "B T"]]  # of tokens: their pages, and where in these
 # of a block of some rows; the heads of a latent layer are more than its pool has
 Block = tuple[Float[Array, "heads rows S size"], Float[Array, "heads rows S U"]]
@@ -327,17 +328,17 @@ def stored(
     pools: Pools,
     batch: Batch,
     table: Int[Array, "B M"],
-    k: Keys,
-    v: Values | None,
+    k: NewRows,
+    v: NewRows | None,
 ) -> Pools:
     """A layer's pools with the rows' new keys and values in their pages."""
     return written(pools, places_of(pools, batch, table), k, v)
 
 
-def written(pools: Pools, place: Places, k: Keys, v: Values | None) -> Pools:
+def written(pools: Pools, place: Places, k: NewRows, v: NewRows | None) -> Pools:
     """The same at places that are known."""
 
-    def put(pool: Pool, new: Float[Array, "B T K H"]) -> Pool:
+    def put(pool: Pool, new: NewRows) -> Pool:
         return write(pool, *place, new.reshape(*new.shape[:2], pool.shape[0], pool.shape[-1]))
 
     (keys, values) = pools

@@ -43,6 +43,8 @@ LEAST_SHARED = 101_376
 # of a loop and at every conditional around it: XLA's own list, and loops. A product that is not split along
 # its inner dimension (split-K) has the same bits for more numbers of rows, for 2 % of a step at most.
 CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+if jax.__version_info__ >= (0, 12):
+    CAPTURED += ",COLLECTIVES_KERNEL"
 OPTIONS = {"xla_gpu_enable_command_buffer": CAPTURED, "xla_gpu_experimental_force_split_k": "1"}
 # A GPU that is described without a name is a Hopper.
 DESCRIBED = "NVIDIA H200"

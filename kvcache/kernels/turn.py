@@ -88,7 +88,8 @@ def turn_kernel(new: Tokens, _: Any, __: Any, q: Any, keys: Any, values: Any, *,
     N, K, P = q.shape[1], *keys.shape[:2]
     page, offset, one = new.page[row], new.offset[row], jnp.zeros(1, jnp.int32)
     member = jnp.arange(pl.next_power_of_2(N // K), dtype=jnp.int32)
-    here, own = member < N // K, jnp.minimum(head * (N // K) + member, N - 1)
+    here = member < N // K
+    own = jnp.where(here, head * (N // K) + member, N)  # interpreted stores touch what is masked
     for piece, x in turned(new, row, own, 0, norm):
         store(q, row, own, value=x, mask=here, piece=piece)
 

@@ -101,7 +101,7 @@ def test_queries_of_a_latent_layer_may_come_in_two_parts(name: str):
     q, pages, reading = inputs(replace(CASES[name], dtype=jnp.bfloat16))
     latent, rest = jax.device_put((q[..., : reading.rank], q[..., reading.rank :]))
     parts = replace(reading, turned=rest)
-    assert supported(latent, pages.k, None, parts)
+    assert supported(latent, jax.ShapeDtypeStruct(pages.k.shape, pages.k.dtype), None, parts)
     run = jax.jit(
         lambda q, rest, pages: attend_pages(q, pages, replace(reading, turned=rest), interpret=True)
     )

@@ -26,8 +26,9 @@ def heads(seed: int, B: int, T: int) -> tuple[np.ndarray, ...]:
 
 
 def batch(start: list[int], T: int) -> Batch:
-    rows = np.array(start, np.int32)
-    return Batch(np.zeros((len(rows), T), np.int32), rows, np.full(len(rows), T, np.int32), (TABLE,), rows)
+    rows = jnp.array(start, jnp.int32)
+    tokens, count = jnp.zeros((len(rows), T), jnp.int32), jnp.full(len(rows), T, jnp.int32)
+    return Batch(tokens, rows, count, (jnp.asarray(TABLE),), rows)
 
 
 @jax.jit
@@ -37,7 +38,7 @@ def steps(cache: KVCache, new: tuple, sinks: jax.Array) -> list[jax.Array]:
     for start, own in (([0, 0], new[0]), ([9, 9], new[1])):
         cache, found = Paged(batch(start, own[0].shape[1]), (None,))(cache, 0, *own, reading)
         out.append(found)
-    rows = np.repeat(TABLE, 2, axis=0)
+    rows = jnp.asarray(np.repeat(TABLE, 2, axis=0))
     nodes = batch([10, 10, 10, 10], 1)
     nodes = Batch(nodes.tokens, nodes.start, nodes.count, (rows,), nodes.slot)
     attend = branching(nodes, (None,), np.array([[0], [1]]), np.array([0, 0]))
