@@ -1,5 +1,5 @@
-"""What becomes of a layer's new heads before attention, in one kernel on NVIDIA GPUs (Pallas, Triton
-backend): queries and keys are normed and turned, keys and values go to their places in the pages.
+"""The norm, rotation and writing of a layer's new heads before attention, in one kernel on NVIDIA GPUs
+(Pallas, Triton backend): queries and keys are normed and turned, keys and values are written into the pages.
 
 XLA makes four kernels of it: a scatter writes one array, and no fusion crosses it.
 """
