@@ -17,8 +17,9 @@ from jaxtyping import Array, Float
 from ..config import ModelConfig
 from ..sharding import fitted
 from ..transformer import Decoder, decoder_spec
-from ..tree import Spec, is_spec
+from ..tree import Spec, holds, is_spec
 from .lowrank import LowRank, low_rank
+from .panels import Packed
 from .quant import Quantised, Scheme, quantised
 
 T = TypeVar("T")
@@ -179,7 +180,10 @@ def plan_for(form: str | None) -> CompressionPlan:
 
 
 def in_form(params: T, form: str | None, dtype: Any, donate: bool = False) -> T:
-    """Parameters in one of FORMS, dequantised ones in a dtype; the same object where nothing changes."""
+    """Parameters in one of FORMS, dequantised ones in a dtype; the same object where nothing changes, and if
+    weights are `Packed`: they were in their form before."""
+    if holds(params, Packed):
+        return params
     if form == WHOLE:
         return dequantize_params(params, dtype, donate)
     return params if form is None else quantize_params(params, form, donate)  # type: ignore[arg-type]

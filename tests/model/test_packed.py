@@ -19,7 +19,7 @@ from duetto.model.experts.mixture import has_cpu_kernel
 from duetto.model.layers import einsum
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, init, paths
-from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.compress import in_form, quantize_params
 from duetto.model.weights.packed import can_be_packed, is_packed, kernels_in, pack, packed, unpacked
 from duetto.model.weights.panels import Packed
 from duetto.model.weights.prepared import laid_out, prepared_as, unprepared
@@ -131,3 +131,11 @@ def test_other_weights_take_the_form_of_those_that_are_served():
     assert jax.tree.structure(prepared_as(served, params)) == jax.tree.structure(served)
     assert jax.tree.structure(unprepared(served)) == jax.tree.structure(params)
     assert isinstance(laid_out(params, cpu_kernels=False).layers[0].attention.q, Transposed)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "dequantize"])
+def test_packed_weights_keep_the_form_that_they_were_read_in(form: Any):
+    """A folder's weights are quantised, then packed; its engine is asked for the same form."""
+    params = init(jax.random.key(0), decoder_spec(MIXED), jnp.bfloat16)
+    read = laid_out(in_form(params, form, jnp.bfloat16), cpu_kernels=True)
+    assert in_form(read, form, jnp.bfloat16) is read

@@ -4,6 +4,7 @@ An engine builds it at its first use, into the user's cache. `python -m duetto.c
 beside the sources, for wheels and images; again for another jaxlib, whose headers say how XLA calls.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -11,8 +12,9 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from itertools import product
@@ -33,6 +35,8 @@ HANDLERS = ("products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc")  # in the fold
 FLAGS = (
     f"-DVERSION={VERSION}", "-std=c++17", "-O3", "-ffp-contract=off", "-g0", "-fPIC", "-Wall", "-Wno-psabi"
 )  # fmt: skip
+
+LONGEST = 300  # seconds of a compiler's call, which takes a few
 
 
 class BuildError(Exception):
@@ -76,14 +80,28 @@ def cached() -> Path:
 
 
 def build_cached() -> None:
-    """Compile the library into the user's cache. Raises BuildError."""
+    """Compile the library into the user's cache, unless another process has done so meanwhile. Raises
+    BuildError."""
     try:
         target = cached()
     except RuntimeError as error:
         raise BuildError(f"{error}, so the user has no cache") from error
     if reason := refusal(target.parent):
         raise BuildError(f"{target.parent} cannot hold it: {reason}")
-    build(target)
+    try:
+        with one_process(target.with_suffix(".lock")):
+            if not target.exists():
+                build(target)
+    except OSError as error:  # no room, or no locks
+        raise BuildError(f"{target} cannot be written: {error}") from error
+
+
+@contextmanager
+def one_process(lock: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def build(target: Path = HERE / LIBRARY, include: Path | None = None) -> None:
@@ -121,8 +139,8 @@ def compiled(objects: Mapping[str, Sequence[str]]) -> list[str]:
 def run(arguments: Sequence[str]) -> None:
     command = [*compiler(), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST)
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} cannot be run: {error}") from error
     if done.returncode:
         raise BuildError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
