@@ -138,10 +138,10 @@ def side_by_side(K: int, H: int, lanes: int) -> int:
 
 
 def in_lanes(
-    attend: Callable[[Float[Array, "B T N size"]], Float[Array, "B T N size"]],
-    q: Float[Array, "B T N H"],
+    attend: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N H"]],
+    q: Float[Array, "B T N own"],
     pool: Pool,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N own"]:
     """Attention over a pool whose heads may lie several side by side: queries have zeros for the others."""
     (B, T, N, H), K, size = q.shape, pool.shape[0], pool.shape[-1]
     if size == H:
