@@ -132,7 +132,7 @@ def empty_cache(
 
 
 def side_by_side(K: int, H: int, lanes: int) -> int:
-    """How many of K heads of H numbers fill so many lanes; 1 where they do not."""
+    """Number of heads, of K with H numbers each, that fill the lanes; 1 if they do not."""
     n = lanes // H
     return n if n and lanes % H == 0 == K % n else 1
 
