@@ -132,16 +132,16 @@ def empty_cache(
 
 
 def side_by_side(K: int, H: int, lanes: int) -> int:
-    """The number of heads (of K, each of H numbers) that fill the lanes; 1 where they do not."""
+    """Number of heads, of K with H numbers each, that fill the lanes; 1 if they do not."""
     n = lanes // H
     return n if n and lanes % H == 0 == K % n else 1
 
 
 def in_lanes(
-    attend: Callable[[Float[Array, "B T N size"]], Float[Array, "B T N size"]],
-    q: Float[Array, "B T N H"],
+    attend: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N H"]],
+    q: Float[Array, "B T N own"],
     pool: Pool,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N own"]:
     """Attention over a pool whose heads may lie several side by side: queries have zeros for the others."""
     (B, T, N, H), K, size = q.shape, pool.shape[0], pool.shape[-1]
     if size == H:

@@ -1,5 +1,5 @@
-"""The norm, rotation and writing of a layer's new heads before attention, in one kernel on NVIDIA GPUs
-(Pallas, Triton backend): queries and keys are normed and turned, keys and values are written into the pages.
+"""Norms and rotary embedding of a layer's new queries and keys, and the writes of keys and values into their
+pages, in one kernel on NVIDIA GPUs (Pallas, Triton backend).
 
 XLA makes four kernels of it: a scatter writes one array, and no fusion crosses it.
 """
