@@ -351,7 +351,9 @@ class LLM:
     def load_params(self, path: str | Path, mode: Mode | None = None) -> int:
         """`update_params` with a folder of the same model, in the served dtype; return the number of updates
         so far. Raises CheckpointError for the folder."""
-        return weights.load_params(self.session, self.options, self.config, path, mode)
+        version = weights.load_params(self.session, self.options, self.config, path, mode)
+        give_back()  # else each thread that has loaded keeps the memory of a set of weights
+        return version
 
     def save_cache(self, path: str | Path) -> int:
         """Write the cached pages of prompts and answers into a folder for `load_cache`; return their number.
