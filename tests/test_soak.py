@@ -212,13 +212,13 @@ def test_a_log_is_proved_by_both_sets_of_weights_together():
             "requests": 3, "altered": [], "broken": [], "cut_off": [], "not_provable": others,
         }  # fmt: skip
 
-    assert Proof.of([record(2), record(3, 4)]).holds
-    assert not Proof.of([record(2), record(2, 3)]).holds
+    assert not Proof.of([record(2), record(3, 4)]).failure
+    assert Proof.of([record(2), record(2, 3)]).failure
     parts = [record(2, reason=f"{n} of 3 tokens were made by other weights") for n in (1, 2)]
-    assert Proof.of(parts).holds and not Proof.of([parts[1], parts[1]]).holds
-    assert not Proof.of([record(2, reason="other versions"), record(3, 4)]).holds
-    assert not Proof.of([record(2) | {"altered": [{"line": 3}]}, record(3, 4)]).holds
-    assert not Proof.of([record(2), record(3, 4) | {"broken": [{"line": 4}]}]).holds
+    assert not Proof.of(parts).failure and Proof.of([parts[1], parts[1]]).failure
+    assert Proof.of([record(2, reason="other versions"), record(3, 4)]).failure
+    assert Proof.of([record(2) | {"altered": [{"line": 3}]}, record(3, 4)]).failure
+    assert Proof.of([record(2), record(3, 4) | {"broken": [{"line": 4}]}]).failure
 
 
 @pytest.mark.minutes

@@ -201,7 +201,7 @@ def violations(found: Mapping[str, Any], setting: Setting, proofs: Mapping[str, 
     counts, rest = found["answers"], found["left"]
     wrong = [f"{counts[name]} answers are {name}" for name in ("wrong", "lost", "in_no_log") if counts[name]]
     wrong += [f"{name} after the end: {value}" for name, value in rest.items() if value]
-    wrong += [f"the log of {name} is not proved" for name, proof in proofs.items() if not proof.holds]
+    wrong += [f"the log of {name}: {proof.failure}" for name, proof in proofs.items() if proof.failure]
     wrong += [] if counts["answers"] else ["there is no answer"]
     if setting.minutes >= LONG:
         wrong += [
