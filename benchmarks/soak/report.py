@@ -27,12 +27,12 @@ Line = Mapping[str, Any]
 
 
 def result(
-    course: Course, setting: Setting, proofs: Mapping[str, Proof], missing: int, today: str
+    course: Course, setting: Setting, proofs: Mapping[str, Proof], missing: int, about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the content of a result file. `missing`: number of answers of two sets of weights that no log
-    has."""
+    has; `about`: the machine and the versions, from before the run."""
     found = {
-        "about": about(today) | {"setting": asdict(setting)},
+        "about": {**about, "setting": asdict(setting)},
         "answers": answers(course) | {"in_no_log": missing},
         "faults": faults(course),
         "left": left(course),
@@ -46,7 +46,7 @@ def result(
     return found | {"minutes": minutes(course)}
 
 
-def about(today: str) -> dict[str, Any]:
+def machine(today: str) -> dict[str, Any]:
     versions = {package: version_of(package) for package in PACKAGES}
     return {
         "date": today,
