@@ -14,6 +14,7 @@ import httpx
 import pytest
 from conftest import ROOT
 
+from benchmarks.soak import __main__ as soak
 from benchmarks.soak.answers import Answer, Choice
 from benchmarks.soak.asks import KINDS, PATHS, ask
 from benchmarks.soak.clients import Attempt, Clients
@@ -148,6 +149,23 @@ def test_an_answer_is_right_wrong_or_lost(tmp_path):
     assert failures[0]["wanted"] == {"old": WANTED["old"].record()}
 
 
+def test_failures_are_replayed_alone(tmp_path, monkeypatch, capsys):
+    """The request of a failure, and what it is compared with, come from its line."""
+    assert verdict(tmp_path, events("x = ", "save(y)\n") + DONE) == {"wrong": 1}
+
+    found = dict(WANTED)
+
+    async def alone(fleet, asks):
+        assert [one.body for one in asks] == [ask(0, 0).body] and asks[0].path == ask(0, 0).path
+        return {weights: [answer] for weights, answer in found.items()}
+
+    monkeypatch.setattr(soak, "alone", alone)
+    for code, text in ((0, "as wanted"), (1, "another answer")):
+        assert soak.replay(tmp_path / "failures.jsonl", tmp_path) == code
+        assert capsys.readouterr().out == f"line 1, old weights: {text}\n"
+        found["old"] = WANTED["new"]
+
+
 def test_an_answer_of_replaced_weights_is_right_during_the_replacement(tmp_path):
     """One of both is for the audit log to prove."""
     fleet = Idle(allowed=frozenset(WANTED))
@@ -212,13 +230,13 @@ def test_a_log_is_proved_by_both_sets_of_weights_together():
             "requests": 3, "altered": [], "broken": [], "cut_off": [], "not_provable": others,
         }  # fmt: skip
 
-    assert Proof.of([record(2), record(3, 4)]).holds
-    assert not Proof.of([record(2), record(2, 3)]).holds
+    assert not Proof.of([record(2), record(3, 4)]).failure
+    assert Proof.of([record(2), record(2, 3)]).failure
     parts = [record(2, reason=f"{n} of 3 tokens were made by other weights") for n in (1, 2)]
-    assert Proof.of(parts).holds and not Proof.of([parts[1], parts[1]]).holds
-    assert not Proof.of([record(2, reason="other versions"), record(3, 4)]).holds
-    assert not Proof.of([record(2) | {"altered": [{"line": 3}]}, record(3, 4)]).holds
-    assert not Proof.of([record(2), record(3, 4) | {"broken": [{"line": 4}]}]).holds
+    assert not Proof.of(parts).failure and Proof.of([parts[1], parts[1]]).failure
+    assert Proof.of([record(2, reason="other versions"), record(3, 4)]).failure
+    assert Proof.of([record(2) | {"altered": [{"line": 3}]}, record(3, 4)]).failure
+    assert Proof.of([record(2), record(3, 4) | {"broken": [{"line": 4}]}]).failure
 
 
 @pytest.mark.minutes

@@ -23,7 +23,7 @@ from benchmarks.soak.fleet import Fleet
 from benchmarks.soak.oracle import alone
 from benchmarks.soak.plot import plot
 from benchmarks.soak.proof import missing, prove
-from benchmarks.soak.report import result
+from benchmarks.soak.report import machine, result
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,6 +61,7 @@ def replay(file: Path, folder: Path) -> int:
 def main() -> int:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     options, today = parser().parse_args(), date.today().isoformat()
+    about = machine(today)
     setting = Setting(
         options.minutes, options.kill_every, options.seed, options.requests, options.clients, options.think
     )
@@ -73,7 +74,7 @@ def main() -> int:
         return replay(options.replay, folder)
     course = asyncio.run(run(folder, setting))
     print("the audit logs are verified", flush=True)
-    found = result(course, setting, prove(folder), missing(folder, course.joined), today)
+    found = result(course, setting, prove(folder), missing(folder, course.joined), about)
     output.write_text(json.dumps(found, indent=1) + "\n")
     title = f"{setting.minutes:g} minutes, {len(course.faults)} faults, {course.done['answers']} answers"
     plot(course, title, output.with_suffix(".svg"))

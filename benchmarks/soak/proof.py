@@ -52,8 +52,10 @@ class Proof:
         return self.requests - len(self.altered) - len(self.unproved)
 
     @property
-    def holds(self) -> bool:
-        return not (self.altered or self.unproved or self.broken) and self.proved > 0
+    def failure(self) -> str:
+        """Return why the log is not proved; "" if it is."""
+        found = [*self.broken, *self.altered, *self.unproved]
+        return str(found[0]) if found else "" if self.proved else "it has no request"
 
 
 def unproved(others: Sequence[Verdicts]) -> Iterable[dict[str, Any]]:

@@ -27,12 +27,12 @@ Line = Mapping[str, Any]
 
 
 def result(
-    course: Course, setting: Setting, proofs: Mapping[str, Proof], missing: int, today: str
+    course: Course, setting: Setting, proofs: Mapping[str, Proof], missing: int, about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the content of a result file. `missing`: number of answers of two sets of weights that no log
-    has."""
+    has; `about`: the machine and the versions, from before the run."""
     found = {
-        "about": about(today) | {"setting": asdict(setting)},
+        "about": {**about, "setting": asdict(setting)},
         "answers": answers(course) | {"in_no_log": missing},
         "faults": faults(course),
         "left": left(course),
@@ -46,7 +46,7 @@ def result(
     return found | {"minutes": minutes(course)}
 
 
-def about(today: str) -> dict[str, Any]:
+def machine(today: str) -> dict[str, Any]:
     versions = {package: version_of(package) for package in PACKAGES}
     return {
         "date": today,
@@ -201,7 +201,7 @@ def violations(found: Mapping[str, Any], setting: Setting, proofs: Mapping[str, 
     counts, rest = found["answers"], found["left"]
     wrong = [f"{counts[name]} answers are {name}" for name in ("wrong", "lost", "in_no_log") if counts[name]]
     wrong += [f"{name} after the end: {value}" for name, value in rest.items() if value]
-    wrong += [f"the log of {name} is not proved" for name, proof in proofs.items() if not proof.holds]
+    wrong += [f"the log of {name}: {proof.failure}" for name, proof in proofs.items() if proof.failure]
     wrong += [] if counts["answers"] else ["there is no answer"]
     if setting.minutes >= LONG:
         wrong += [

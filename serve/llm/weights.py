@@ -14,6 +14,7 @@ from ...model.weights.compress import in_form
 from ..engine.startup.folder import load_folder, write_orbax
 from ..engine.startup.origin import Origin
 from ..engine.startup.start import on_devices, require_finite
+from ..host.process import give_back
 from ..options.engine import EngineOptions
 from .audit.realms import Realms
 from .input_processor import InputProcessor
@@ -72,7 +73,9 @@ def load_params(
         raise ValueError(f"load_params: {origin.model} is of another model: its configuration differs")
     with session.turn():
         update_params(session, options, params, mode)
-        return session.engine.weights
+        version = session.engine.weights
+    give_back()  # else each thread that has loaded keeps the memory of a set of weights
+    return version
 
 
 def save_params(config: ModelConfig, params: Decoder, source: str | None, path: str | Path) -> None:

@@ -1,5 +1,7 @@
 """Other weights under requests that are under way, pauses, and log-probabilities of tokens that are given."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,6 +16,7 @@ from duetto import LLM, RequestOutput, SamplingParams
 from duetto.checkpoints import huggingface
 from duetto.model.transformer import Decoder
 from duetto.model.tree import paths
+from duetto.serve.engine.startup.folder import DEMO, read_folder
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 LONG = replace(SEEDED, max_tokens=24)
@@ -151,6 +154,43 @@ def test_weights_of_a_folder(llm, other, tiny, tmp_path, restored):
     huggingface.save(tmp_path / "bigger", bigger, other, "float32")
     with pytest.raises(ValueError, match="bigger is of another model"):
         llm.load_params(tmp_path / "bigger")
+
+
+LOADED_BY_SIX = """
+import re, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+import jax
+from duetto.serve.engine.startup.folder import read_folder
+from duetto.serve.host.process import keep_freed
+from duetto.serve.llm import llm
+
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+def load(session, options, config, path, mode):
+    session[:] = [read_folder(Path(path), "float32", jax.devices()[0])]
+    return 1
+
+keep_freed()
+llm.weights.load_params = load
+served = SimpleNamespace(session=[], options=None, config=None)
+threads, sizes = [ThreadPoolExecutor(1) for _ in range(6)], []
+for turn in range(18):
+    assert threads[turn % 6].submit(llm.LLM.load_params, served, sys.argv[1]).result() == 1
+    sizes.append(resident())
+print(sizes[-1] - sizes[0])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_that_many_threads_load_take_the_memory_of_one():
+    """A server loads each in another thread, and glibc keeps what a thread has freed for that thread."""
+    command = [sys.executable, "-c", LOADED_BY_SIX, str(DEMO)]
+    grown = int(subprocess.run(command, check=True, timeout=600, capture_output=True, text=True).stdout)
+    size = sum(x.nbytes for x in jax.tree.leaves(read_folder(DEMO, "float32", jax.devices()[0])[1])) >> 20
+    assert grown < 3 * size, f"{grown} MiB more after 17 loads of {size} MiB"
 
 
 def test_given_tokens_have_the_bits_of_sampled_ones(llm):
