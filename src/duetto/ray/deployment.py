@@ -36,7 +36,7 @@ class EngineReplica:
     ):
         keys = keys_in(server.api_key_file) if server.api_key_file else []
         self._tracing = tracing_to(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
-        own = {"use_tqdm_on_load": False} | keywords
+        own: dict[str, Any] = {"use_tqdm_on_load": False} | keywords
         llm = await asyncio.to_thread(lambda: LLM(source, **own))
         freeze_what_lasts()
         self._service = Service(llm, server, llm.options.recommended(llm.defaults.sampling))

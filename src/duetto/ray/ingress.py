@@ -37,7 +37,8 @@ class ServeQueue:
 
     async def replica(self, job: RoutedRequest, line: int) -> Attempt:
         """Return the next attempt. Raises HttpError if the last one came to a replica that had refused."""
-        refused = [attempt.replica for attempt in job.left]
+        left: Any = job.left  # Attempts
+        refused = [attempt.replica for attempt in left]
         if len(set(refused)) < len(refused):
             raise unavailable()
         return Attempt(job)
@@ -116,7 +117,7 @@ def rooted(inner: ASGIApp) -> ASGIApp:
         if prefix := scope.get("root_path", ""):
             path, raw = scope["path"], scope.get("raw_path") or scope["path"].encode()
             raw = raw.removeprefix(prefix.encode())
-            scope = scope | {"root_path": "", "path": path.removeprefix(prefix), "raw_path": raw}
+            scope = {**scope, "root_path": "", "path": path.removeprefix(prefix), "raw_path": raw}
         await inner(scope, receive, send)
 
     return outer

@@ -107,6 +107,7 @@ def build_openai_app(llm_serving_args: Mapping[str, Any]) -> Any:
         config.server,
         config.target_tokens_in_flight,
     )
-    given = {"max_ongoing_requests": OF_INGRESS} | dict(llm_serving_args.get("ingress_deployment_config", {}))
-    ingress = serve.deployment(ingress_class(config.router, config.server), name=INGRESS, **given)
+    own = {"max_ongoing_requests": OF_INGRESS, "graceful_shutdown_timeout_s": DRAINING}
+    own |= dict(llm_serving_args.get("ingress_deployment_config", {}))
+    ingress = serve.deployment(ingress_class(config.router, config.server), name=INGRESS, **own)
     return ingress.bind(replicas)

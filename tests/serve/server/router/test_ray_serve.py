@@ -4,10 +4,10 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,21 @@ import pytest
 from cases.waiting import until
 
 import duetto
-from duetto import LLM, SamplingParams
+from duetto import LLM
 from duetto.ray.serve import LLMConfig, build_openai_app
 from duetto.serve.runtime.multihost.supervisor import free_port
 
 pytestmark = [pytest.mark.extras, pytest.mark.minutes, pytest.mark.filterwarnings("default")]
 ENGINE: dict[str, Any] = {
     "max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 512, "page_size": 16,
-    "max_prefill_delay": 0.0, "background_compilation": False,
+    "max_prefill_delay": 0.0, "background_compilation": False, "dtype": "float32",
 }  # fmt: skip
 RANDOM = {"load_format": "dummy"}
 LIMIT = 600.0
-ASKED = {"max_tokens": 200, "temperature": 0.9, "ignore_eos": True}
+ASKED = {"max_tokens": 300, "temperature": 0.9, "ignore_eos": True}
 COUNT = 6
-QUICK = {  # Serve's autoscaler looks at metrics this often
+QUICK = {  # metrics for the autoscaler twice a second, and replicas of no lower priority than this process
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_RECORD_INTERVAL_S": "0.5",
     "RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5",
@@ -115,8 +116,9 @@ def bodies() -> list[dict[str, Any]]:
 
 def answers(**engine: Any) -> list[str]:
     prompts = [body["prompt"] for body in bodies()]
-    params = [SamplingParams(seed=body["seed"], **ASKED) for body in bodies()]
     with LLM(use_tqdm_on_load=False, **ENGINE, **engine) as llm:
+        default = llm.get_default_sampling_params()
+        params = [replace(default, seed=body["seed"], **ASKED) for body in bodies()]
         return [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
@@ -208,14 +210,16 @@ def test_an_update_joins_no_two_models(fresh, alone):
     assert all(one != other for one, other in zip(old, new, strict=True))
     fresh.run({"num_replicas": 2})
     with under_way(fresh.url) as asked:
-        fresh.run({"num_replicas": 2, "graceful_shutdown_timeout_s": 0.1}, RANDOM)
+        fresh.run({"num_replicas": 2}, RANDOM)
         found = [(i, one.result(LIMIT)) for i, one in asked]
     assert [(i, one) for i, one in found if one != (old[i], "")] == []
     assert [whole(fresh.url, i)[0] for i in range(COUNT)] == new
+    hasty = {"num_replicas": 2, "graceful_shutdown_timeout_s": 0.1, "graceful_shutdown_wait_loop_s": 0.1}
+    fresh.run(hasty, RANDOM)
     with under_way(fresh.url, (stream, whole)) as asked:
-        fresh.run({"num_replicas": 2})
+        fresh.run(hasty)
         found = [(i, one.result(LIMIT)) for i, one in asked]
     for i, (text, error) in found:
         assert text in (old[i], new[i]) if not error else new[i].startswith(text), (i, text, error)
-    time.sleep(1)
+    print(f"{sum(bool(error) for _, (_, error) in found)} streams ended with an error")
     assert [whole(fresh.url, i)[0] for i in range(COUNT)] == old
