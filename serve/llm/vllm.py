@@ -44,7 +44,8 @@ def collective_rpc(
     if not isinstance(method, str) or method not in calls:
         known = f"{shown(method)} is not {' or '.join(calls)}, and the engine runs without workers"
         raise NotImplementedError(f"LLM.collective_rpc is not here: {known}; {WEIGHTS}")
-    given = {{"weights_path": "path"}.get(name, name): value for name, value in (kwargs or {}).items()}
+    ours = {"weights_path": "path"}
+    given: dict[str, Any] = {ours.get(name, name): value for name, value in (kwargs or {}).items()}
     return [calls[method](*args, **given)]
 
 

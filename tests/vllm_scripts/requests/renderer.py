@@ -11,7 +11,9 @@ llm = LLM(model="checkpoints/demo", tokenizer_mode="slow", config_format="mistra
 prompt = parse_model_prompt(llm.llm_engine.model_config, "import sys\n")
 kwargs = llm.renderer.default_cmpl_tok_params.with_kwargs(add_special_tokens=False)
 (rendered,) = llm.renderer.render_cmpl([prompt], kwargs)
-print("ids:", rendered["prompt_token_ids"] == llm.get_tokenizer().encode(prompt, add_special_tokens=False))
+tokenizer = llm.get_tokenizer()
+assert tokenizer is not None
+print("ids:", rendered["prompt_token_ids"] == tokenizer.encode(prompt, add_special_tokens=False))
 outputs = llm.generate(rendered, PARAMS), llm.generate(prompt, PARAMS)
 print("same:", outputs[0][0].outputs == outputs[1][0].outputs, repr(outputs[0][0].prompt))
 
