@@ -6,9 +6,11 @@ Importing this module sets them. The users' settings hold in modules that are ma
 import copy
 import gc
 import os
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from inspect import Signature
 from pathlib import Path
@@ -76,6 +78,8 @@ from duetto.serve.host.devices import has_plugin, set_gpu_flags
 from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.executable_cache import JoinedPrograms
+from duetto.serve.runtime.pipeline.programs import StagedPrograms
 
 if has_plugin():  # what is compiled for a GPU that is described is compiled as engines compile it
     set_gpu_flags()
@@ -97,6 +101,10 @@ def quick_options(*arguments: Any, env_options_overrides: dict[str, Any] | None 
 with suppress(jax.errors.JaxRuntimeError):  # newer versions have one kind only
     jax.jit(lambda: 0).lower().compile(OLDER)
     COMPILER.get_compile_options = quick_options
+
+CACHE: Any = import_module("jax._src.compilation_cache")
+if CACHE.zstd is None and CACHE.zstandard is None:  # zlib takes a third of the time for nearly as few bytes
+    CACHE.compress_executable = partial(zlib.compress, level=1)
 
 MAY_SERVE_EARLY = start.may_serve_early
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
@@ -204,6 +212,21 @@ def small_once(small: Callable[[Programs], list[Any]]) -> Callable[[Programs], l
         if tables:
             return [LoweredOnce(None, getattr(tables[0], name)) for name in SMALL_PROGRAMS]
         return kept(key, lambda: [LoweredOnce(one) for one in small(programs)])
+
+    return lowered
+
+
+def staged_once(lower: Callable[..., JoinedPrograms]) -> Callable[..., JoinedPrograms]:
+    """A method that lowers a shape of `StagedPrograms`, and takes the programs of its stages from an earlier
+    table of the same arguments: what joins them is the own of each table."""
+
+    def lowered(programs: StagedPrograms, shape: Any) -> JoinedPrograms:
+        leaves, structure = jax.tree.flatten(programs.like)
+        where = [(x.shape, x.dtype, str(x.sharding), str(x.sharding.device_set)) for x in leaves]
+        facts = programs._phases, programs._route, programs.sizes, programs.refused, structure, where, shape
+        key = repr((*facts, executable_cache.environment(jax.devices()[0])))
+        parts = kept(key, lambda: [LoweredOnce(part) for part in lower(programs, shape).parts])
+        return JoinedPrograms(parts, programs._joined)
 
     return lowered
 
