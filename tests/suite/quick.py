@@ -238,7 +238,8 @@ def staged_once(lower: Callable[..., JoinedPrograms]) -> Callable[..., JoinedPro
     table of the same arguments: what joins them is the own of each table."""
 
     def lowered(programs: StagedPrograms, shape: Any) -> JoinedPrograms:
-        leaves, structure = jax.tree.flatten(programs.like)
+        like = programs.like
+        leaves, structure = jax.tree.flatten((like.params, like.cache, like.slots))
         where = [(x.shape, x.dtype, str(x.sharding), str(x.sharding.device_set)) for x in leaves]
         facts = programs._phases, programs._route, programs.sizes, programs.refused, structure, where, shape
         key = repr((*facts, executable_cache.environment(jax.devices()[0])))
