@@ -3,32 +3,40 @@
 from suite import quick  # first: jax reads its settings once
 
 # isort: split
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases.invariance import BASE, PARAMS, bits, prompts
 from cases.models import RANDOM
 from cases.oracle import Model, continue_plainly
 from jaxtyping import config
 
-from duetto import LLM, SamplingParams
+from duetto import LLM
 from duetto.checkpoints.huggingface import load
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init
+from duetto.model.tree import Spec, is_spec
 from duetto.model.weights.compress import quantize_params
 from duetto.serve.engine.speculation.controller import Controller, Times
 from duetto.serve.engine.startup import dtype, start
+from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.shapes import Canonical, Shape, Sizes
+from duetto.serve.runtime.equal_bits.warmup import first_shapes
+from duetto.serve.runtime.pipeline.programs import StagedPrograms
 
 pytest_plugins = ["suite.costs", "suite.groups"]
 ROOT = Path(__file__).resolve().parents[1]
 CHECKED = quick.CHECKED
+MOST_WEIGHTS = 256  # arrays of a model
 # Rooms in which arrays flow: their tests check the shapes of every call.
 TYPED = (
     "model",
@@ -40,6 +48,7 @@ TYPED = (
     "serve/engine/speculation",
     "test_invariance_adapters.py",
 )
+NUMBERS = "serve/engine/speculation/test_speculation_controller.py"  # no arrays, and many calls
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -72,7 +81,7 @@ def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
 def shapes_checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Checks annotations, shapes among them, at every call in tests of the rooms where arrays flow."""
     where = request.path.relative_to(ROOT / "tests").as_posix()
-    config.update("jaxtyping_disable", not where.startswith(TYPED))
+    config.update("jaxtyping_disable", not where.startswith(TYPED) or where == NUMBERS)
     yield
     config.update("jaxtyping_disable", True)
 
@@ -92,6 +101,7 @@ def programs_shared() -> Iterator[None]:
     quick.release_programs()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "Programs", quick.SHARED)
+        patch.setattr(StagedPrograms, "_lower", quick.staged_once(StagedPrograms._lower))
         yield
 
 
@@ -109,6 +119,19 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compile one prefill, one decode and the verifications, which serve every request."""
+    shapes_of = start.shapes_of
+
+    def few(options: EngineOptions, sizes: Sizes, layers: Any, platform: str, dtype: Any) -> list[Shape]:
+        found = shapes_of(options, sizes, layers, platform, dtype)
+        first = first_shapes(found, Canonical.on(platform, options, sizes))
+        return [shape for shape in found if shape.phase == "verify" or shape in first]
+
+    monkeypatch.setattr(start, "shapes_of", few)
+
+
+@pytest.fixture
 def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose steps all take a millisecond: what an engine does with guesses, which cost nothing
     there, does not depend on the machine."""
@@ -118,14 +141,26 @@ def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Controller, "record_verified", lambda self, g, n, s, p: record(self, g, n, 1e-3, p))
 
 
+@partial(jax.jit, static_argnums=1)
+def normals(key_data: jax.Array, count: int) -> jax.Array:
+    return jax.random.normal(jax.random.wrap_key_data(key_data), (count,))
+
+
 def random_model(name: str) -> Model:
-    """Random, with weights large enough that greedy tokens have clear margins."""
-    spec = jax.tree.map(
-        lambda s: replace(s, scale=0.3) if s.mean == 0 else s,
-        decoder_spec(RANDOM[name]),
-        is_leaf=lambda x: hasattr(x, "axes"),
-    )
-    return Model(name, RANDOM[name], jax.jit(lambda key: init(key, spec))(jax.random.key(1)))
+    """Random, with weights large enough that greedy tokens have clear margins. All models share the programs
+    that draw them, one for each of few sizes: one for all weights takes seconds to compile."""
+    specs, structure = jax.tree.flatten(decoder_spec(RANDOM[name]), is_leaf=is_spec)
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), MOST_WEIGHTS)))
+
+    def drawn(spec: Spec, key: np.ndarray) -> jax.Array:
+        size = math.prod(spec.shape)
+        numbers = np.asarray(normals(key, max(64, 4 ** math.ceil(math.log(size, 4)))))[:size]
+        scale = 0.3 if spec.mean == 0 else spec.scale
+        weights = np.float32(spec.mean) + np.float32(scale) * numbers.reshape(spec.shape)
+        return jax.device_put(weights.astype(spec.dtype or np.float32))
+
+    assert len(specs) <= MOST_WEIGHTS
+    return Model(name, RANDOM[name], jax.tree.unflatten(structure, list(map(drawn, specs, keys))))
 
 
 OTHERWISE = {  # parameters of the model "tiny", kept in another way
@@ -165,7 +200,7 @@ def tiny() -> Model:
     return random_model("tiny")
 
 
-Oracle = Callable[[list[int], SamplingParams], list[int]]
+Oracle = Callable[..., list[int]]  # of a prompt, its parameters, and what continue_plainly takes more
 
 
 @pytest.fixture(scope="session")

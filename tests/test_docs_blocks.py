@@ -103,7 +103,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked | own | {"train": lambda params, answers: params}
 
 
-@pytest.mark.usefixtures("steady_steps")
+@pytest.mark.usefixtures("steady_steps", "few_shapes")
 @pytest.mark.parametrize("page", PYTHON, ids=name)
 def test_python_runs_and_prints_what_the_page_shows(page: Path, prepared: dict[str, Any]):
     for block, shown in with_outputs(page):

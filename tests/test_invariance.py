@@ -11,9 +11,10 @@ import jax
 import numpy as np
 import pytest
 from cases.embeddings import embedded, embedded_plainly
-from cases.invariance import LENGTHS, PARAMS, bits, prompts
+from cases.invariance import LENGTHS, PARAMS, SEEDED, bits, prompts
 from cases.models import RANDOM
 from cases.observed import OPTIONS, observed, observed_plainly
+from cases.oracle import computed
 from cases.streams import streamed
 from conftest import Model
 
@@ -73,7 +74,15 @@ def test_alone_equals_oracle(model, expected, oracle):
     """Not in bfloat16, where the oracle's sums are rounded elsewhere."""
     plain = oracle(model)
     for prompt, params, found in zip(prompts(model.config.vocab_size), PARAMS, expected, strict=True):
-        assert [token for token, *_ in found] == plain(prompt, params)
+        tokens = [token for token, *_ in found]
+        assert tokens == plain(prompt, params, guess=tokens)
+
+
+def test_a_guess_changes_no_token_of_the_oracle(tiny):
+    text = prompts(tiny.config.vocab_size)[1]
+    right = computed(tiny, text, SEEDED)
+    wrong = [*right[:5], right[5] ^ 1, *right[6:]]
+    assert computed(tiny, text, SEEDED, guess=wrong) == computed(tiny, text, SEEDED, guess=right) == right
 
 
 def test_batched_and_prefix_hits_equal_alone(model, base, expected):

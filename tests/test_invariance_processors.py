@@ -37,7 +37,7 @@ def alone(llm, model):
 def test_alone_equals_the_oracle_and_the_engine_without_processors(model, alone, expected):
     texts, found = prompts(model.config.vocab_size), [[token for token, *_ in own] for own in alone]
     for prompt, params, tokens in zip(texts, ASKED, found, strict=True):
-        assert tokens == continue_plainly(model, prompt, params, PROCESSORS)
+        assert tokens == continue_plainly(model, prompt, params, PROCESSORS, tokens)
     others = {i for i in range(len(texts)) if alone[i] != expected[i]}
     assert {0, 3} <= others <= {i for i, extra in enumerate(EXTRA) if extra}
     assert 12 in found[0][:3] and 11 in found[3][:6], "the reasoning was closed"

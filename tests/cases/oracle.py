@@ -41,9 +41,15 @@ class Model:
 
 
 def continue_plainly(
-    model: Model, prompt: list[int], params: SamplingParams, processors: Sequence[Callable] = ()
+    model: Model,
+    prompt: list[int],
+    params: SamplingParams,
+    processors: Sequence[Callable] = (),
+    guess: Sequence[int] = (),
 ) -> list[int]:
-    """The tokens after a prompt; found on disk where the same sources have computed them before."""
+    """The tokens after a prompt; found on disk where the same sources have computed them before.
+
+    A right guess saves passes; no guess changes a token."""
     own = processors_of(processors, model.config.vocab_size, width_of(prompt, params))
     asked = (prompt, params, *own)
     key = executable_cache.combined(
@@ -54,7 +60,7 @@ def continue_plainly(
         with suppress(OSError):  # most often there is none
             if content := blobs.read(key):
                 return json.loads(content)
-    tokens = computed(model, prompt, params, own)
+    tokens = computed(model, prompt, params, own, guess)
     if key and blobs:
         blobs.write(key, json.dumps(tokens).encode())
     return tokens
@@ -86,7 +92,11 @@ def width_of(prompt: list[int], params: SamplingParams) -> int:
 
 
 def computed(
-    model: Model, prompt: list[int], params: SamplingParams, own: tuple[LogitsProcessor, ...] = ()
+    model: Model,
+    prompt: list[int],
+    params: SamplingParams,
+    own: tuple[LogitsProcessor, ...] = (),
+    guess: Sequence[int] = (),
 ) -> list[int]:
     """The same by the model, in one program."""
     V, wanted, width = model.config.vocab_size, params.max_tokens or 16, width_of(prompt, params)
@@ -102,6 +112,7 @@ def computed(
         state = load_jit(state, np.int32(0), padded, *lengths, dense_bias(params, V))
     tokens = np.zeros((1, width), np.int32)
     tokens[0, : len(prompt)] = prompt
+    tokens[0, len(prompt) : len(prompt) + len(guess)] = guess
     ends = np.int32(len(prompt)), np.int32(len(prompt) + wanted)
     found = all_tokens(model.params, model.config, tokens, *ends, state, model.kv_cache_dtype)
     return np.asarray(found)[0, len(prompt) : len(prompt) + wanted].tolist()
@@ -109,14 +120,32 @@ def computed(
 
 @partial(jax.jit, static_argnames=("config", "kv_cache_dtype"))
 def all_tokens(params, config, tokens, begin, end, state, kv_cache_dtype):
-    """The row with its tokens from `begin` to `end` written."""
+    """The row with its tokens from `begin` to `end` written. What stands there is a guess.
 
-    def another(i, carry):
-        tokens, state = carry
-        token, state = next_token(params, config, tokens, i[None], state, kv_cache_dtype)
-        return jax.lax.dynamic_update_slice(tokens, token[None], (0, i)), state
+    The whole text goes forward again behind each token that was not guessed, and behind every token if a
+    length changes frequencies (`Rope.boundary`)."""
+    is_dated = any(kind.mixer.rope.boundary for kind in config.layers if getattr(kind.mixer, "rope", None))
 
-    return jax.lax.fori_loop(begin, end, another, (jnp.asarray(tokens), state))[0]
+    def is_left(carry):
+        return carry[0] < end
+
+    def passed(carry):
+        at, tokens, state = carry
+        hidden = whole(params, config, tokens, at[None], kv_cache_dtype)
+
+        def goes_on(carry):
+            i, _, _, is_known = carry
+            return is_known & (i < end)
+
+        def another(carry):
+            i, tokens, state, _ = carry
+            token, state = drawn(params, config, hidden, i[None], state)
+            is_known = (token[0] == tokens[0, i]) & (not is_dated)
+            return i + 1, jax.lax.dynamic_update_slice(tokens, token[None], (0, i)), state, is_known
+
+        return jax.lax.while_loop(goes_on, another, (at, tokens, state, True))[:3]
+
+    return jax.lax.while_loop(is_left, passed, (begin, jnp.asarray(tokens), state))[1]
 
 
 def causal_as_kept(kv_cache_dtype, state, layer, q, k, v, reading):
@@ -128,9 +157,18 @@ def causal_as_kept(kv_cache_dtype, state, layer, q, k, v, reading):
 
 @partial(jax.jit, static_argnames=("config", "kv_cache_dtype"))
 def next_token(params, config, tokens, position, state, kv_cache_dtype="auto"):
+    return drawn(params, config, whole(params, config, tokens, position, kv_cache_dtype), position, state)
+
+
+def whole(params, config, tokens, length, kv_cache_dtype):
+    """Hidden states of a text that is taken to have a length."""
     places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     attend = causal if kv_cache_dtype == "auto" else partial(causal_as_kept, kv_cache_dtype)
-    hidden, _ = forward(params, config, tokens, places, attend, None, position)
+    return forward(params, config, tokens, places, attend, None, length)[0]
+
+
+def drawn(params, config, hidden, position, state):
+    """The token at a position, and the state behind it."""
     logits = unembed(params, config, hidden[jnp.arange(1), position - 1])
     zero, yes = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     token = sample(logits, position, zero, yes, state).token

@@ -5,6 +5,7 @@ model of the invariance suite, of the one server, and those whose programs are c
 groups begin first, by the costs that `make durations` has recorded.
 """
 
+import faulthandler
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from suite.repetitions import is_repetition
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "benchmarks" / "results"
+MINUTES = 3600  # seconds, the limit of a test marked `minutes`
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +34,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         file, name = item.path.relative_to(ROOT / "tests").as_posix(), item.nodeid.partition("::")[2]
         if is_repetition(file, name, served_model(item)):
             item.add_marker(pytest.mark.full)
+        if item.get_closest_marker("minutes"):
+            item.add_marker(pytest.mark.timeout(MINUTES))
     deselect(config, items, "minutes", "minutes" in config.option.markexpr)
     deselect(config, items, "full", config.getoption("--full") or "full" in config.option.markexpr)
     costs, groups = recorded(), defaultdict[str, list[pytest.Item]](list)
@@ -43,6 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
         cost = {name: sum(costs.get(file_of(item), 0.0) for item in own) for name, own in groups.items()}
         items[:] = [item for name in sorted(groups, key=lambda name: -cost[name]) for item in groups[name]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Lift the limit of stacks from tests of minutes, which have a limit of their own."""
+    if item.get_closest_marker("minutes"):
+        faulthandler.cancel_dump_traceback_later()
 
 
 def join_group(item: pytest.Item, name: str) -> None:

@@ -6,9 +6,11 @@ Importing this module sets them. The users' settings hold in modules that are ma
 import copy
 import gc
 import os
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from inspect import Signature
 from pathlib import Path
@@ -25,6 +27,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
+import jaxtyping
 from jaxtyping import config, install_import_hook
 from suite.strict import STRICT
 
@@ -68,6 +71,22 @@ def signature_key(name: str, qualname: str, module: str, signature: Signature, o
 # A function inside another is decorated at each call of the outer one: a quarter of the time of tracing.
 DECORATOR._make_fn_with_signature = made_once(WITH_SIGNATURE, signature_key)
 DECORATOR._apply_typechecker = made_once(CHECK, lambda typechecker, made: (typechecker, made))
+JAXTYPED = jaxtyping.jaxtyped
+
+
+def jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
+    """A decorator that checks calls, but of a function inside another only where checks are on when it is
+    made."""
+    decorate = JAXTYPED(typechecker=typechecker)
+
+    def decorated(made: Any) -> Any:
+        is_inside = "<locals>" in getattr(made, "__qualname__", "")
+        return made if is_inside and config.jaxtyping_disable else decorate(made)
+
+    return decorated
+
+
+setattr(jaxtyping, "jaxtyped", jaxtyped)  # noqa: B010 - the import hook looks it up
 install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
@@ -75,6 +94,8 @@ from duetto.serve.engine.startup import start
 from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.executable_cache import JoinedPrograms
+from duetto.serve.runtime.pipeline.programs import StagedPrograms
 
 for name, value in STRICT.items():
     jax.config.update(name.lower(), value)
@@ -94,6 +115,10 @@ def quick_options(*arguments: Any, env_options_overrides: dict[str, Any] | None 
 with suppress(jax.errors.JaxRuntimeError):  # newer versions have one kind only
     jax.jit(lambda: 0).lower().compile(OLDER)
     COMPILER.get_compile_options = quick_options
+
+CACHE: Any = import_module("jax._src.compilation_cache")
+if CACHE.zstd is None and CACHE.zstandard is None:  # zlib takes a third of the time for nearly as few bytes
+    CACHE.compress_executable = partial(zlib.compress, level=1)
 
 MAY_SERVE_EARLY = start.may_serve_early
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
@@ -201,6 +226,22 @@ def small_once(small: Callable[[Programs], list[Any]]) -> Callable[[Programs], l
         if tables:
             return [LoweredOnce(None, getattr(tables[0], name)) for name in SMALL_PROGRAMS]
         return kept(key, lambda: [LoweredOnce(one) for one in small(programs)])
+
+    return lowered
+
+
+def staged_once(lower: Callable[..., JoinedPrograms]) -> Callable[..., JoinedPrograms]:
+    """A method that lowers a shape of `StagedPrograms`, and takes the programs of its stages from an earlier
+    table of the same arguments: what joins them is the own of each table."""
+
+    def lowered(programs: StagedPrograms, shape: Any) -> JoinedPrograms:
+        like = programs.like
+        leaves, structure = jax.tree.flatten((like.params, like.cache, like.slots))
+        where = [(x.shape, x.dtype, str(x.sharding), str(x.sharding.device_set)) for x in leaves]
+        facts = programs._phases, programs._route, programs.sizes, programs.refused, structure, where, shape
+        key = repr((*facts, executable_cache.environment(jax.devices()[0])))
+        parts = kept(key, lambda: [LoweredOnce(part) for part in lower(programs, shape).parts])
+        return JoinedPrograms(parts, programs._joined)
 
     return lowered
 

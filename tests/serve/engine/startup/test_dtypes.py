@@ -113,14 +113,14 @@ def test_a_cache_in_e4m3_is_refused_by_name_where_it_cannot_be_converted():
 
 
 def test_the_choices_of_a_t4_run():
-    """No kernel, float16: the demo model answers as in float32, but for ties."""
-    config = read_config(DEMO)
-    chosen = compute_dtype("auto", T4, config, DEMO)
+    """No kernel, float16: a model answers as in float32, but for ties."""
+    config = read_config(DRAFT)
+    chosen = compute_dtype("auto", T4, config, DRAFT)
     prompts = ["The quick brown fox", "Once upon a time"]
     params = SamplingParams(temperature=0.0, max_tokens=8)
     with (
         traced_for("t4"),
-        LLM(dtype=chosen, **SIZES, background_compilation=False) as llm,
+        LLM(DRAFT, dtype=chosen, **SIZES, background_compilation=False) as llm,
     ):
         found = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
         report = llm.report()
@@ -128,7 +128,7 @@ def test_the_choices_of_a_t4_run():
     assert {check["reason"] for check in report["kernels"].values()} == {
         "it needs compute capability 8.0, Tesla T4 has 7.5"
     }
-    with LLM(dtype="float32", **SIZES) as llm:
+    with LLM(DRAFT, dtype="float32", **SIZES) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
     assert [tokens[:4] for tokens in found] == [tokens[:4] for tokens in expected]
 

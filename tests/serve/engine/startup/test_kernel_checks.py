@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.gpus import traced_for
+from conftest import ROOT
 from jax.sharding import AbstractMesh
 
 from duetto import LLM
@@ -40,6 +41,7 @@ from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Sizes
 from duetto.serve.runtime.multihost import rendezvous
 
+DRAFT = ROOT / "checkpoints" / "demo-draft"  # the smallest there is
 D, DENSE = 128, Dense(192)
 SIZES = Sizes(max_model_len=256, max_num_seqs=8, pages=(9,), page_size=16)
 HEADS, OPTIONS = (
@@ -301,7 +303,7 @@ def key_of(llm: LLM) -> str | None:
 
 def test_a_start_with_refused_kernels_serves_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
     """Its programs are traced without them, under keys of their own."""
-    with LLM(**OPTIONS) as llm:
+    with LLM(DRAFT, **OPTIONS) as llm:
         expected, key, first = tokens_of(llm), key_of(llm), llm.report()["kernels"]
     assert first == {}
     monkeypatch.setattr(start, "check_kernels", lambda *_: REFUSED)
@@ -315,7 +317,7 @@ def test_a_start_with_refused_kernels_serves_the_same_tokens(monkeypatch: pytest
         return lower(self, shape)
 
     monkeypatch.setattr(Programs, "_lower", watched)
-    with LLM(**OPTIONS) as llm:
+    with LLM(DRAFT, **OPTIONS) as llm:
         assert tokens_of(llm) == expected
         assert key_of(llm) != key
         assert llm.report()["kernels"] == {

@@ -85,7 +85,7 @@ def answered(journal: Path) -> list[int]:
 def test_a_job_killed_again_and_again_ends_with_the_same_bytes(source, times):
     whole, out = source.with_name("whole.jsonl"), source.with_name("out.jsonl")
     journal, report = (out.with_name(out.name + end) for end in (".journal", ".report.json"))
-    assert start(source, whole).wait() == 0
+    assert Forked(command, *arguments(source, whole), heard=[]).wait() == 0
     expected = whole.read_bytes()
     assert expected.count(b"\n") == LINES
 
