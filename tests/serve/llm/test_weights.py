@@ -159,26 +159,29 @@ def test_weights_of_a_folder(llm, other, tiny, tmp_path, restored):
 LOADED_BY_SIX = """
 import re, sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 import jax
 from duetto.serve.engine.startup.folder import read_folder
+from duetto.serve.engine.startup.origin import Origin
 from duetto.serve.host.process import keep_freed
-from duetto.serve.llm import llm
+from duetto.serve.llm import weights
+from duetto.serve.options.engine import EngineOptions
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
 
-def load(session, options, config, path, mode):
-    session[:] = [read_folder(Path(path), "float32", jax.devices()[0])]
-    return 1
-
 keep_freed()
-llm.weights.load_params = load
-served = SimpleNamespace(session=[], options=None, config=None)
-threads, sizes = [ThreadPoolExecutor(1) for _ in range(6)], []
+origin = Origin.of(sys.argv[1])
+config, params = read_folder(origin.model, "float32", jax.devices()[0])
+engine = SimpleNamespace(params=params, weights=1)
+weights.update_params = lambda session, options, params, mode: setattr(engine, "params", params)
+session, sizes = SimpleNamespace(engine=engine, turn=nullcontext), []
+threads = [ThreadPoolExecutor(1) for _ in range(6)]
 for turn in range(18):
-    assert threads[turn % 6].submit(llm.LLM.load_params, served, sys.argv[1]).result() == 1
+    loading = threads[turn % 6].submit(weights.load_params, session, EngineOptions(), config, origin, None)
+    assert loading.result() == 1
     sizes.append(resident())
 print(sizes[-1] - sizes[0])
 """
