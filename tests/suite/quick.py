@@ -27,7 +27,6 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
-import jaxtyping
 from jaxtyping import config, install_import_hook
 from suite.strict import STRICT
 
@@ -71,22 +70,6 @@ def signature_key(name: str, qualname: str, module: str, signature: Signature, o
 # A function inside another is decorated at each call of the outer one: a quarter of the time of tracing.
 DECORATOR._make_fn_with_signature = made_once(WITH_SIGNATURE, signature_key)
 DECORATOR._apply_typechecker = made_once(CHECK, lambda typechecker, made: (typechecker, made))
-JAXTYPED = jaxtyping.jaxtyped
-
-
-def jaxtyped(*, typechecker: Any) -> Callable[[Any], Any]:
-    """A decorator that checks calls, but of a function inside another only where checks are on when it is
-    made."""
-    decorate = JAXTYPED(typechecker=typechecker)
-
-    def decorated(made: Any) -> Any:
-        is_inside = "<locals>" in getattr(made, "__qualname__", "")
-        return made if is_inside and config.jaxtyping_disable else decorate(made)
-
-    return decorated
-
-
-setattr(jaxtyping, "jaxtyped", jaxtyped)  # noqa: B010 - the import hook looks it up
 install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
