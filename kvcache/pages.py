@@ -147,7 +147,7 @@ def in_lanes(
     if size == H:
         return attend(q)
     n = size // H
-    own = jnp.eye(n, dtype=q.dtype)[:, None, :, None]
+    own = jnp.expand_dims(jnp.eye(n, dtype=q.dtype), (0, 1, 2, 4, 6))
     out = attend((q.reshape(B, T, K, n, -1, 1, H) * own).reshape(B, T, N, size))
     heads = out.reshape(B, T, K, n, -1, n, H)
     return jnp.stack([heads[:, :, :, i, :, i] for i in range(n)], axis=3).reshape(B, T, N, H)

@@ -58,6 +58,7 @@ EXCEPTIONS = {  # by function, why there are no letters
         ),
         WEIGHTS,
     ),
+    "layers.scaled_by": "a gain has the last axes of what it scales",
     "layers.biased": "a bias has the last axes of what it is added to",
     "attention.Given": "it stands where shapes are said, in the place of Array",
     "cpu_attention.Given": "it stands where shapes are said, in the place of Array",

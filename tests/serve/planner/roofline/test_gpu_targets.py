@@ -22,10 +22,10 @@ DECODE, PREFILL = Shape("decode", 8, 1), Shape("prefill", 1, 128)
 DENSE, MIXTURE = Dense(1024), Experts(8, 2, 256)
 # mixer, shape, dtype, cache, and Triton kernels of a layer
 CELLS = {
-    "heads of 64": (GroupedQuery(8, 2, 64), DECODE, "bfloat16", "auto", 2),
+    "heads of 64": (GroupedQuery(8, 2, 64), DECODE, "bfloat16", "auto", 3),
     "heads of 128, int8": (GroupedQuery(8, 2, 128), DECODE, "bfloat16", "int8", 2),
-    "prefill, heads of 256": (GroupedQuery(8, 2, 256), PREFILL, "bfloat16", "auto", 1),
-    "prefill, heads of 128, float16": (GroupedQuery(8, 2, 128), PREFILL, "float16", "auto", 1),
+    "prefill, heads of 256": (GroupedQuery(8, 2, 256), PREFILL, "bfloat16", "auto", 2),
+    "prefill, heads of 128, float16": (GroupedQuery(8, 2, 128), PREFILL, "float16", "auto", 2),
     "latent of 128 heads": (Latent(128, 512, 128, 64, 128), DECODE, "bfloat16", "auto", 2),
     "prefill, latent of 128 heads": (Latent(128, 512, 128, 64, 128), PREFILL, "bfloat16", "auto", 1),
     "delta rule": (DeltaNet(4, 8, 128, 128), DECODE, "bfloat16", "auto", 1),

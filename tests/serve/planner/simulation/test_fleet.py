@@ -4,7 +4,8 @@ others."""
 import pytest
 from cases.simulated import Even, simulation
 
-from duetto.serve.kv.routing.placement import best, in_turn
+from benchmarks.studies.router import in_turn
+from duetto.serve.kv.routing.placement import best
 from duetto.serve.planner.simulation.fleet import Fleet, outcome
 from duetto.serve.planner.simulation.offload import SimulatedLink
 from duetto.serve.planner.workloads.tally import SLO, SLOStats
