@@ -38,6 +38,7 @@ class FakeReplica:
             task.cancel()
             writer.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(w.wait_closed() for w in self._tasks.values()), return_exceptions=True)
 
     def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._tasks[asyncio.ensure_future(self._serve(reader, writer))] = writer

@@ -31,7 +31,7 @@ CELLS = {
     "delta rule": (DeltaNet(4, 8, 128, 128), DECODE, "bfloat16", "auto", 1),
 }
 # form of weights, and Triton kernels of a layer with heads of 64 and experts
-MIXTURES = {"experts": (None, 5), "experts in int8": ("int8", 5), "experts in int4": ("int4", 9)}
+MIXTURES = {"experts": (None, 6), "experts in int8": ("int8", 6), "experts in int4": ("int4", 10)}
 
 
 def plan_of(
