@@ -153,7 +153,8 @@ class BranchAttend:
         # pages of one token each, in which the keys and values are left for a moment
         pools = state.cache.k[layer], state.cache.v[layer]
         k, v = (jnp.zeros((pool.shape[0], len(rows), 1, pool.shape[-1]), pool.dtype) for pool in pools)
-        q, (k, v) = turned(new, (k, v), (rows, 0 * rows))
+        made: Any = turned(new, (k, v), (rows, 0 * rows))
+        q, (k, v) = made
         return self(state, layer, q, k.transpose(1, 2, 0, 3), v.transpose(1, 2, 0, 3), reading)
 
 

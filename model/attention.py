@@ -284,9 +284,10 @@ def mix_heads(
         v = k if w.v is None else biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
         v = v if c.value_norm is None else normalise(v, Norm(None), c.value_norm)
     plain = turns_plainly(c) and not isinstance(w.q_norm, NormWeight)
-    if plain and isinstance(attend, TurningAttend) and attend.turns(state, i, q, c.qk_norm):
+    turning = attend if plain and isinstance(attend, TurningAttend) else None
+    if turning and k is not None and v is not None and turning.turns(state, i, q, c.qk_norm):
         new = NewHeads.of((q, k, v), rotary, (w.q_norm, w.k_norm), c.qk_norm)
-        state, out = attend.turned(state, i, new, reading)
+        state, out = turning.turned(state, i, new, reading)
     else:
         q, k = grown(heads(q, w.q_norm), rotary), None if k is None else heads(k, w.k_norm)
         state, out = attend(state, i - c.borrows, q, k, v, reading)

@@ -64,13 +64,14 @@ def turn_and_write(
     """Queries as attention takes them, and the pools with keys and values."""
     (B, T, heads, H), K = new.heads.shape, pools[0].shape[0]
     rows, N = B * T, heads - 2 * K
-    angles, where = (x.reshape(rows, -1) for x in new.rotary[:2]), (x.reshape(rows) for x in place)
-    given = Tokens(new.heads.reshape(rows, heads, H), *angles, *where, new.gains)
+    cos, sin = (x.reshape(rows, -1) for x in new.rotary[:2])
+    page, offset = (x.reshape(rows) for x in place)
+    given = Tokens(new.heads.reshape(rows, heads, H), cos, sin, page, offset, new.gains)
     first = len(jax.tree.leaves(given))
     shapes = [jax.ShapeDtypeStruct((rows, N, H), new.heads.dtype)]
     moved = 2 * new.heads.nbytes + 4 * rows * (2 * given.cos.shape[1] + 2)
     with jax.named_scope(f"bytes_accessed:{moved}"):  # the planner reads it
-        q, *pools = pl.pallas_call(
+        q, keys, values = pl.pallas_call(
             partial(turn_kernel, norm=new.norm),
             grid=(rows, K),
             out_shape=shapes + [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
@@ -79,7 +80,7 @@ def turn_and_write(
             interpret=interpret,
             name="turn_and_write",
         )(given, *pools)
-    return q.reshape(B, T, N, H), tuple(pools)
+    return q.reshape(B, T, N, H), (keys, values)
 
 
 def turn_kernel(new: Tokens, _: Any, __: Any, q: Any, keys: Any, values: Any, *, norm: NormKind | None):

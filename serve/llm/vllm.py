@@ -44,8 +44,9 @@ def collective_rpc(
     if not isinstance(method, str) or method not in calls:
         known = f"{shown(method)} is not {' or '.join(calls)}, and the engine runs without workers"
         raise NotImplementedError(f"LLM.collective_rpc is not here: {known}; {WEIGHTS}")
-    ours = {"weights_path": "path"}
-    given: dict[str, Any] = {ours.get(name, name): value for name, value in (kwargs or {}).items()}
+    given = dict(kwargs or {})
+    if "weights_path" in given:
+        given["path"] = given.pop("weights_path")
     return [calls[method](*args, **given)]
 
 

@@ -41,7 +41,7 @@ def transfer_options(config: Mapping[str, Any]) -> dict[str, Any]:
         f"kv_disk_space for a cache outside the device, or kv_role {' and '.join(ROLES)}",
     )
     address = f"{given.get('kv_ip', HOST)}:{given.get('kv_port', PORT)}"
-    return {"kv_role": ROLES[role], "kv_address": address}
+    return {"kv_role": ROLES[str(role)], "kv_address": address}
 
 
 def with_transfer(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,17 +35,18 @@ def batch(start: list[int], T: int) -> Batch:
 def steps(cache: KVCache, new: tuple, sinks: jax.Array) -> list[jax.Array]:
     """A prefill, a decode, and a tree of two guesses of which one is kept, then a decode behind it."""
     reading, out = AttentionParams(H**-0.5, sinks=sinks), []
-    for start, own in (([0, 0], new[0]), ([9, 9], new[1])):
-        cache, found = Paged(batch(start, own[0].shape[1]), (None,))(cache, 0, *own, reading)
+    for start, (q, k, v) in (([0, 0], new[0]), ([9, 9], new[1])):
+        cache, found = Paged(batch(start, q.shape[1]), (None,))(cache, 0, q, k, v, reading)
         out.append(found)
     rows = jnp.asarray(np.repeat(TABLE, 2, axis=0))
     nodes = batch([10, 10, 10, 10], 1)
     nodes = Batch(nodes.tokens, nodes.start, nodes.count, (rows,), nodes.slot)
     attend = branching(nodes, (None,), np.array([[0], [1]]), np.array([0, 0]))
-    state, found = attend(branches(cache), 0, *new[2], reading)
+    (q, k, v), last = new[2:]
+    state, found = attend(branches(cache), 0, q, k, v, reading)
     cache = keep(state, batch([10, 10], 1), (None,), (None,), jnp.array([[1], [0]], jnp.int32))
-    _, last = Paged(batch([11, 11], 1), (None,))(cache, 0, *new[3], reading)
-    return [*out, found, last]
+    q, k, v = last
+    return [*out, found, Paged(batch([11, 11], 1), (None,))(cache, 0, q, k, v, reading)[1]]
 
 
 def test_heads_side_by_side_attend_as_single_ones():

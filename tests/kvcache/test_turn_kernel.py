@@ -32,11 +32,11 @@ def given(c: GroupedQuery, dtype: Any) -> tuple[NewHeads, tuple[Any, Any], tuple
     """Two rows of three tokens, of which one is not written."""
     shape = (2, 3, c.num_heads + 2 * c.num_kv_heads, c.head_size)
     at = np.array([[0, 1, 2], [700, 701, 702]], np.int32)
-    gains = tuple(random(seed, (c.head_size,), dtype) for seed in (1, 2)) if c.qk_norm else (None, None)
+    gains: Any = tuple(random(seed, (c.head_size,), dtype) for seed in (1, 2)) if c.qk_norm else (None, None)
     assert c.rope is not None
     turn = jax.jit(lambda at: rotation(at, c.rope, c.turned))(at)
     new = NewHeads(random(0, shape, dtype), turn, gains, c.qk_norm)
-    pools = tuple(random(seed, (c.num_kv_heads, P, W, c.head_size), dtype) for seed in (3, 4))
+    pools: Any = tuple(random(seed, (c.num_kv_heads, P, W, c.head_size), dtype) for seed in (3, 4))
     page, offset = np.array([[2, 2, 2], [4, 0, P + 3]], np.int32), (at % W).astype(np.int32)
     return new, pools, (page, offset)
 

@@ -162,7 +162,8 @@ def turned_at_once(new: NewHeads, pools: tuple[Array, Array], place: tuple[Array
 def turned_apart(new: NewHeads, pools: tuple[Array, Array], place: tuple[Array, Array]) -> Array:
     """The same by the reference."""
     q, k, v = new.parts(pools[0].shape[0])
-    return jnp.concatenate([x.reshape(-1) for x in (q, *written(pools, place, k, v))])
+    found: Any = written(pools, place, k, v)
+    return jnp.concatenate([x.reshape(-1) for x in (q, *found)])
 
 
 def memory_cases(mixer: DeltaNet | Mamba) -> Iterator[KernelCase]:

@@ -170,7 +170,7 @@ def test_a_draw_apart_moves_what_a_whole_step_does():
     given = TargetOnly(plan.config), shape, arguments, plan.sizes
     with described(plan.target):
         parts = lower(*given), *lower_deferred(*given).parts
-        compiled = [part.compile(options_of(plan.target)) for part in parts]
+        compiled = [part.compile(compiler_options=options_of(plan.target)) for part in parts]
     whole, forward, draw = map(facts, compiled)
     assert forward.aliased_leaves == len(jax.tree.leaves(arguments.cache))
     assert draw.aliased_leaves == len(jax.tree.leaves(arguments.slots))
