@@ -19,9 +19,8 @@ from duetto.serve.host.blob_store import BlobStore
 from duetto.serve.kv.offload.disk import DIGITS, DiskTier
 from duetto.serve.kv.offload.mover import PageMover
 from duetto.serve.kv.routing.placement import Replica
-from duetto.serve.server.router import proxy
+from duetto.serve.server.router import proxy, queue
 from duetto.serve.server.router.proxy import ProxyRequest
-from duetto.serve.server.router.queue import RequestQueue
 from duetto.serve.server.router.resumable import COMMENT, END, ResumableStream
 from duetto.serve.server.routes import completions
 from duetto.serve.server.service.fair_queue import FairQueue
@@ -110,9 +109,9 @@ def lose_quietly(self: Replica) -> None:
     self.connections = connections
 
 
-def any_replica(self: RequestQueue, job: Any) -> Any:
+def any_replica(replicas: Any, realm: str, but: Any) -> Any:
     """Return all replicas, whatever weights they have."""
-    return self.replicas
+    return replicas
 
 
 RELEASE, EXTEND, LOSE = Scheduler.release, page_hash.extend, Replica.lose
@@ -140,7 +139,7 @@ PLANTED: dict[str, Planted] = {
     "other weights": in_fleet(
         "an answer is resumed by a replica with other weights",
         (completions, "require_realm", nothing),
-        (RequestQueue, "_fitting", any_replica),
+        (queue, "fitting", any_replica),
     ),
     "end tokens": in_fleet(
         "a grammar gets end tokens, also those of a resumed answer", (Constraint, "_take", take_end_tokens)
