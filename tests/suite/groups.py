@@ -11,11 +11,12 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from suite.repetitions import is_repetition
+from suite.repetitions import is_repetition, unmatched
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "benchmarks" / "results"
 MINUTES = 3600  # seconds, the limit of a test marked `minutes`
+UNMATCHED = pytest.StashKey[list[str]]()  # rows of repetitions of the collected files that name no test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,12 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = defaultdict[str, list[str]](list)
     for item in items:
         file, name = item.path.relative_to(ROOT / "tests").as_posix(), item.nodeid.partition("::")[2]
+        names[file].append(name)
         if is_repetition(file, name, served_model(item)):
             item.add_marker(pytest.mark.full)
         if item.get_closest_marker("minutes"):
             item.add_marker(pytest.mark.timeout(MINUTES))
+    config.stash[UNMATCHED] = unmatched(names)
     deselect(config, items, "minutes", "minutes" in config.option.markexpr)
     deselect(config, items, "full", config.getoption("--full") or "full" in config.option.markexpr)
     costs, groups = recorded(), defaultdict[str, list[pytest.Item]](list)

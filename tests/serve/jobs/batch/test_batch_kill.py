@@ -2,22 +2,18 @@
 the same."""
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from fakes.processes import Forked, command
+from fakes.processes import Forked, command, script
 
 from duetto.serve.jobs.batch.journal import about_and_answer
 
 ROOT = Path(__file__).resolve().parents[4]
-MAIN = "from duetto.serve.cli.main import main; raise SystemExit(main())"
 FLAGS = [
     "--max-num-seqs",
     "4",
@@ -50,13 +46,6 @@ def source(tmp_path) -> Path:
 
 def arguments(source: Path, out: Path) -> list[str]:
     return ["batch", str(source), str(out), "--model", str(source.with_name("model")), *FLAGS]
-
-
-def start(source: Path, out: Path, code: str = MAIN, *words: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", code, *words, *arguments(source, out)]
-    return subprocess.Popen(
-        command, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    )
 
 
 def size(path: Path) -> int:
@@ -134,5 +123,6 @@ raise SystemExit(main())
 def test_an_interrupted_command_says_so_by_its_exit_code(source, signum, code):
     out = source.with_name("out.jsonl")
     journal = out.with_name(out.name + ".journal")
-    process = start(source, out, INTERRUPTED, str(int(signum)))
+    (program := source.with_name("program.py")).write_text(INTERRUPTED)
+    process = Forked(script, str(program), str(int(signum)), *arguments(source, out), heard=[])
     assert process.wait() == code and 20 <= len(answered(journal)) < LINES and not out.exists()
