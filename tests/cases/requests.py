@@ -3,6 +3,9 @@
 from dataclasses import replace
 
 from duetto import RequestOutput, SamplingParams
+from duetto.serve.engine.startup.folder import DEMO
+
+SMALLEST = str(DEMO.with_name("demo-draft"))  # of the models that ship: with the tokenizer of the other
 
 SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)

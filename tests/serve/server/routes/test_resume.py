@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import jax
 import pytest
-from cases.requests import SIZES
+from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, SamplingParams
 from duetto.serve.llm.weights import realms_of
@@ -36,7 +36,7 @@ ASKED = {
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     own: Any = {"max_prefill_delay": 0.0, "background_compilation": False, "use_tqdm_on_load": False}
-    with LLM(**SIZES, **own) as llm:
+    with LLM(SMALLEST, **SIZES, **own) as llm:
         yield llm
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import jax
 import pytest
+from cases.requests import SMALLEST
 
 from duetto.checkpoints import huggingface
 from duetto.model.config import ModelConfig
-from duetto.serve.engine.startup.folder import DEMO, read_folder
+from duetto.serve.engine.startup.folder import read_folder
 from duetto.serve.jobs.verify.claims import Claims
 
 BODY = {"prompt": "class Error(", "max_tokens": 200, "seed": 5, "ignore_eos": True, "return_token_ids": True}
@@ -18,9 +19,9 @@ BODY = {"prompt": "class Error(", "max_tokens": 200, "seed": 5, "ignore_eos": Tr
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Two sets of weights for the model that ships."""
+    """Two sets of weights for a model that ships."""
     place = tmp_path_factory.mktemp("weights")
-    config, params = read_folder(DEMO, "float32", jax.devices()[0])
+    config, params = read_folder(Path(SMALLEST), "float32", jax.devices()[0])
     assert isinstance(config, ModelConfig)
     huggingface.save(place / "old", config, params, "float32")
     huggingface.save(place / "new", config, jax.tree.map(lambda x: x * 1.5, params), "float32")
