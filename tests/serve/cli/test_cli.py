@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases.requests import SIZES, SMALLEST
+from cases.requests import FLAGS, SIZES, SMALLEST
 
 import duetto
 from duetto import LLM, SamplingParams
@@ -25,9 +25,6 @@ from duetto.serve.jobs.batch.fingerprint import contents
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.flags import add_fields, given
 from duetto.serve.planner.roofline.report import check_path, compiled, render
-
-FLAGS = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-FLAGS += ["--model", SMALLEST]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:

@@ -8,13 +8,13 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
-from cases.requests import SMALLEST
+from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, PoolingParams, SamplingParams
 
 OPTIONS = {
-    "model": SMALLEST, "dtype": "float32", "max_num_seqs": 8, "max_prefill_tokens": 64,
-    "max_model_len": 256, "page_size": 16, "max_prefill_delay": 0.0, "background_compilation": False,
+    "model": SMALLEST, "dtype": "float32", "max_prefill_delay": 0.0, "background_compilation": False,
+    **SIZES,
 }  # fmt: skip
 TEXTS = ["def add(a, b):", "import os\n", "class Stack:", "for i in range("]
 ASKED: list[dict[str, Any]] = [
