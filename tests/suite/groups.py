@@ -2,7 +2,8 @@
 
 Tests of a group run in one process (`--dist loadgroup`), since they share engines: those of a file, of one
 model of the invariance suite, of the one server, and those whose programs are compiled as users' are. Dear
-groups begin first, by the costs that `make durations` has recorded.
+groups begin first, by the costs that `make durations` has recorded; the others keep their order, in which
+neighbours find each other's programs in the process.
 """
 
 import faulthandler
@@ -15,6 +16,7 @@ from suite.repetitions import is_repetition, unmatched
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "benchmarks" / "results"
+DEAR = 10.0  # CPU seconds of a group that would keep one worker busy at the end
 MINUTES = 3600  # seconds, the limit of a test marked `minutes`
 UNMATCHED = pytest.StashKey[list[str]]()  # rows of repetitions of the collected files that name no test
 
@@ -50,7 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             join_group(item, name)
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
         cost = {name: sum(costs.get(file_of(item), 0.0) for item in own) for name, own in groups.items()}
-        items[:] = [item for name in sorted(groups, key=lambda name: -cost[name]) for item in groups[name]]
+        order = sorted(groups, key=lambda name: -cost[name] if cost[name] >= DEAR else 0.0)
+        items[:] = [item for name in order for item in groups[name]]
 
 
 @pytest.hookimpl(tryfirst=True)
