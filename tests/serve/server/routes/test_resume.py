@@ -238,7 +238,7 @@ def test_weights_that_come_in_the_middle_of_an_answer_have_their_realm(llm):
         service = Service(llm, ServerOptions(), {})
         told = TokenReporter(0.0, lambda: service.realm(call))
         names, texts = [service.realms.name], []
-        task = Task("completion", None, SamplingParams(max_tokens=40, ignore_eos=True), prompt=[60, 61, 62])
+        task = Task("completion", None, SamplingParams(max_tokens=200, ignore_eos=True), prompt=[60, 61, 62])
         async with service.call([task], "") as call:
             async for outputs in call.stream.pieces():
                 texts.append(told(outputs).decode())
