@@ -156,6 +156,7 @@ def check(words: list[str]) -> None:
         json.loads(words[words.index("-d") + 1])
 
 
+@pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_print_what_the_page_shows(page: Path, capsys: pytest.CaptureFixture[str]):
     for block, shown in with_outputs(page):
@@ -165,6 +166,7 @@ def test_commands_print_what_the_page_shows(page: Path, capsys: pytest.CaptureFi
             assert stripped(capsys.readouterr().out) == stripped(shown.text)
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_the_line_of_a_batch_job_has_the_answer_that_is_shown(tmp_path: Path):
     line, answer = (block.text for block in blocks(ROOT / "README.md") if block.language == "json")
     (tmp_path / "prompts.jsonl").write_text(line)

@@ -2,7 +2,8 @@
 
 Tests of a group run in one process (`--dist loadgroup`), since they share engines: those of a file, of one
 model of the invariance suite, of the one server, and those whose programs are compiled as users' are. Dear
-groups begin first, by the costs that `make durations` has recorded.
+groups begin first, by the costs that `make durations` has recorded; the others keep their order, in which
+neighbours find each other's programs in the process.
 """
 
 import faulthandler
@@ -11,11 +12,13 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from suite.repetitions import is_repetition
+from suite.repetitions import is_repetition, unmatched
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "benchmarks" / "results"
+DEAR = 10.0  # CPU seconds of a group that would keep one worker busy at the end
 MINUTES = 3600  # seconds, the limit of a test marked `minutes`
+UNMATCHED = pytest.StashKey[list[str]]()  # rows of repetitions of the collected files that name no test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,12 +33,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = defaultdict[str, list[str]](list)
     for item in items:
         file, name = item.path.relative_to(ROOT / "tests").as_posix(), item.nodeid.partition("::")[2]
+        names[file].append(name)
         if is_repetition(file, name, served_model(item)):
             item.add_marker(pytest.mark.full)
         if item.get_closest_marker("minutes"):
             item.add_marker(pytest.mark.timeout(MINUTES))
+    config.stash[UNMATCHED] = unmatched(names)
     deselect(config, items, "minutes", "minutes" in config.option.markexpr)
     deselect(config, items, "full", config.getoption("--full") or "full" in config.option.markexpr)
     costs, groups = recorded(), defaultdict[str, list[pytest.Item]](list)
@@ -46,7 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             join_group(item, name)
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
         cost = {name: sum(costs.get(file_of(item), 0.0) for item in own) for name, own in groups.items()}
-        items[:] = [item for name in sorted(groups, key=lambda name: -cost[name]) for item in groups[name]]
+        order = sorted(groups, key=lambda name: -cost[name] if cost[name] >= DEAR else 0.0)
+        items[:] = [item for name in order for item in groups[name]]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,6 +5,7 @@ A test that found a fault which no other would find does not belong here.
 """
 
 import re
+from collections.abc import Mapping, Sequence
 
 ROWS = {
     # each family with each layout; one model of each kind with the others
@@ -118,6 +119,28 @@ ROWS = {
 # Models that differ in kind: float32, a cache in eight bits with windows, latent rows, states, bfloat16.
 OF_EACH_KIND = ("tiny", "windows, int8 cache", "latent", "recurrent", "bfloat16")
 PATTERNS = {file: re.compile(pattern) for file, pattern in ROWS.items()}
+
+
+def unmatched(names: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the patterns that match no test, each with its file; `names` has the tests' names by file."""
+    return [
+        f"{file}: {part}"
+        for file, pattern in ROWS.items()
+        for part in (alternatives(pattern) if file in names else ())
+        if not any(re.match(part, name) for name in names[file])
+    ]
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Return the parts of a regular expression between bars that stand in no parentheses."""
+    parts, depth = [""], 0
+    for token in re.findall(r"\\.|\[[^\]]*\]|.", pattern):
+        depth += (token == "(") - (token == ")")
+        if token == "|" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += token
+    return parts
 
 
 def is_repetition(file: str, name: str, model: str | None) -> bool:
