@@ -11,15 +11,18 @@ import jax
 import numpy as np
 import pytest
 from cases.embeddings import embedded, embedded_plainly
+from cases.gpus import served_as
 from cases.invariance import LENGTHS, PARAMS, SEEDED, bits, prompts
 from cases.models import RANDOM
 from cases.observed import OPTIONS, observed, observed_plainly
 from cases.oracle import computed
 from cases.streams import streamed
 from conftest import Model
+from suite.repetitions import OF_EACH_KIND
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.cpu_kernels.library import library
+from duetto.kvcache.kernels import attention, memory, turn
 from duetto.model.recurrent.kinds import STATE
 from duetto.model.weights.fixed import is_fixed
 from duetto.serve.engine.core.request import Request
@@ -245,6 +248,29 @@ def test_attention_by_kernels_of_a_cpu_gives_the_same_bits(model, serve, oracle)
     for options in (TIGHT, CHUNKS, {"speculative_config": drafts, "decode_steps": 1}):
         with serve(**options, cpu_kernels=True) as llm:
             assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == alone
+
+
+def unexpected(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a kernel that did not pass its check is traced")
+
+
+@pytest.mark.parametrize("model", OF_EACH_KIND, indirect=True, scope="session")
+def test_a_start_that_refuses_every_kernel_gives_the_same_bits(model, serve, expected, monkeypatch):
+    """On an H200 none of whose kernels passes its check: alone and together, through preemption, in chunks,
+    and with draft tokens."""
+    texts = prompts(model.config.vocab_size)
+    for module, kernel in ((attention, "attend_pages"), (turn, "turn_and_write"), (memory, "step_pages")):
+        monkeypatch.setattr(module, kernel, unexpected)
+    drafts = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
+    with served_as("h200"):
+        for options in ({}, TIGHT, CHUNKS, {"speculative_config": drafts, "decode_steps": 1}):
+            with serve(**options | {"batch_invariant_matmul": False}) as llm:
+                report = llm.report()["kernels"]
+                assert report and all("AssertionError" in found["reason"] for found in report.values())
+                assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == expected
+                llm.engine.tables.forget()
+                alone = [llm.generate(t, p, use_tqdm=False)[0] for t, p in zip(texts, PARAMS, strict=True)]
+                assert [bits(o) for o in alone] == expected
 
 
 def variants(model: Model) -> list[dict[str, Any]]:
