@@ -10,8 +10,8 @@
 # no NVIDIA GPU.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-dry=() name=gpu
-if [ "${1:-}" = --dry ]; then dry=(--dry) name=gpu-dry && shift; fi
+dry=() name=gpu seconds=380
+if [ "${1:-}" = --dry ]; then dry=(--dry) name=gpu-dry seconds=9999 && shift; fi # a rehearsal leaves nothing out
 mkdir -p "${1:-$root/benchmarks/results}"
 out=$(cd "${1:-$root/benchmarks/results}" && pwd)
 wheels=${2:-}
@@ -46,7 +46,7 @@ if [ -n "${PARTS:-}" ]; then
   exit
 fi
 status=0
-"$python" -m benchmarks.gpu "$file" --anew --seconds 380 ${dry[@]+"${dry[@]}"} || status=$?
+"$python" -m benchmarks.gpu "$file" --anew --seconds "$seconds" ${dry[@]+"${dry[@]}"} || status=$?
 if [ "$status" = 2 ]; then exit 2; fi # refused: nothing is measured here
 # another process, since both frameworks keep the memory that they take
 if "$python" -c 'import torch, transformers' 2>/dev/null; then

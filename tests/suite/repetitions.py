@@ -40,7 +40,6 @@ ROWS = {
         r"test_(cold|prompt_logprobs).*\[(?!tiny)|"
         r"test_any_engine|"
         r"test_guesses.*-(?!tiny)|"
-        r"test_a_start_that_refuses.*\[(?!tiny)|"
         r"test_more"
     ),
     "test_invariance_adapters.py": r"test_(preemption|batched|adapters_outlast)",
