@@ -19,7 +19,8 @@ MOST_BYTES = 300_000
 DRIVERS = {None: "", "580.65.06": ",cuda", "550.54.15": ",cuda12", "unknown": ",cuda12"}
 
 
-# Before the first cell: everything is chosen as on a T4, and runs on this CPU.
+# Before the first cell: everything is chosen as on a T4, and runs on this CPU. The shipped model is stored in
+# float32, which "auto" keeps.
 AS_ON_A_T4 = f"""
 import sys
 sys.path.append({str(Path(__file__).parent)!r})
@@ -32,7 +33,7 @@ ENGINES = {"01-quickstart": "llm", "02-what-a-step-costs": None, "03-speculation
 SHOW_CHOICES = """
 print({llm}.engine.params.embed.dtype, {{x["reason"] for x in {llm}.report()["kernels"].values()}})
 """
-CHOICES = "float16 {'it needs compute capability 8.0, Tesla T4 has 7.5'}"
+CHOICES = "float32 {'it needs compute capability 8.0, Tesla T4 has 7.5'}"
 
 
 def read(name: str):
