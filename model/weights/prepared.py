@@ -7,6 +7,7 @@ import jax
 from ...cpu_kernels.library import library
 from ..experts import parted, unparted
 from .fixed import fixed, is_fixed, unfixed
+from .lanes import in_lanes, out_of_lanes
 from .packed import packed, packed_as, unpacked
 from .transposed import is_transposed, transposed, untransposed
 
@@ -28,17 +29,17 @@ def is_on_cpu(params: Any) -> bool:
 
 def prepared(params: T, batch_invariant_matmul: bool, cpu_kernels: bool = False) -> T:
     """Parameters, or ShapeDtypeStructs, as their device multiplies them."""
-    params = parted(laid_out(params, cpu_kernels))
+    params = in_lanes(parted(laid_out(params, cpu_kernels)))
     return fixed(params) if batch_invariant_matmul else params
 
 
 def prepared_as(served: Any, params: T) -> T:
     """Parameters in the forms that those of a running engine have."""
     params = packed_as(served, params)
-    params = parted(transposed(params) if is_transposed(served) else params)
+    params = in_lanes(parted(transposed(params) if is_transposed(served) else params))
     return fixed(params) if is_fixed(served) else params
 
 
 def unprepared(params: T) -> T:
     """An engine's parameters as arrays in the forms that they came in."""
-    return unparted(untransposed(unpacked(unfixed(params))))
+    return unparted(untransposed(unpacked(unfixed(out_of_lanes(params)))))

@@ -91,6 +91,8 @@ def group_of(item: pytest.Item) -> str:
         return f"invariance of {model}"
     if "server" in getattr(item, "fixturenames", ()):
         return "a server"
+    if item.get_closest_marker("extras"):  # programs for absent devices, which are not kept
+        return file_of(item)
     return "as served" if item.get_closest_marker("as_served") else file_of(item)
 
 

@@ -99,9 +99,10 @@ ROWS = {
     "serve/jobs/batch/test_batch_kill.py": r".*\[(15-143|20)\]",
     "serve/text/grammar/test_flood.py": r"test_(a_flood|the_longest)",
     "serve/engine/startup/test_own_params.py": r"test_the_(training|example)",
-    "test_notebooks.py": r"test_notebook_runs\[0[1234]",
+    "test_notebooks.py": r"test_notebook_runs\[0[1234]|test_notebook_runs_with.*\[0[23]",
     "test_vllm_scripts.py": r".*\[(spec_decode_ngram|quantization|logprobs|prefix_caching|neutral_options)",
     "test_benchmarks.py": r"test_prefixes",
+    "test_gpu_benchmark.py": r"test_(every_part|a_part)",
     # pages beyond the first answer, which start engines as users do
     "test_docs_blocks.py": r"test_python_runs.*\[(docs/(?!quickstart)|README)",
     # each kind of layer beside the latent one; a model with states beside the tiny one
