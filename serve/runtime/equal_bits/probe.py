@@ -62,10 +62,16 @@ class Probe:
 
     Between two runs the engine may have the cache: `take` and `give` pass it. The probe has slots of its own.
     It needs `needed` pages of each window, and has those of `lent`.
+
+    serving: requests come meanwhile, so places for adapters differ, and one of them serves all rows.
     """
 
-    def __init__(self, programs: Programs, canonical: Canonical, shapes: Iterable[Shape]):
+    def __init__(
+        self, programs: Programs, canonical: Canonical, shapes: Iterable[Shape], serving: bool = False
+    ):
         self.programs, self.canonical, shapes = programs, canonical, list(shapes)
+        places = places_in(programs.like.params)
+        self._places = min(places, 1) if serving else places  # all of these hold the same
         sizes, like = programs.sizes, programs.like
         self.page_size, self.pool, self.capacity = sizes.page_size, min(sizes.pages), sizes.max_num_seqs
         areas, least = [s.area for s in shapes if s.phase == "prefill"], FEWEST_STEPS
@@ -122,9 +128,9 @@ class Probe:
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
         own = self.programs.sizes.processors
         knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0, processors=own)
-        slots, places = self.programs.fresh_slots(), places_in(self.programs.like.params)
+        slots, places = self.programs.fresh_slots(), self._places
         for slot in range(self.capacity):
-            own = np.int32(slot % places if places else NO_ADAPTER)  # all of them hold the same
+            own = np.int32(slot % places if places else NO_ADAPTER)
             new = Seat(np.int32(0), np.int32(2**31 - 1), np.int32(NEVER), knobs, own)
             slots = self.programs.seat(slots, np.int32(slot), new)
         return slots

@@ -154,7 +154,7 @@ class Warmup:
         if not (self.aim.reproducible or self.aim.depths):
             return
         try:
-            self._probe = Probe(self.programs, self.aim.canonical, self._shapes)
+            self._probe = Probe(self.programs, self.aim.canonical, self._shapes, serving=True)
         except Exception as error:  # noqa: BLE001 - the engine serves with what it has
             self.done = True
             warn(f"no other shapes serve: they cannot be compared: {first_line(error)}")
@@ -237,7 +237,7 @@ class Warmup:
         self._finish(tables)
 
     def replaced(self, tables: PageTables) -> None:
-        """Compare later shapes on other parameters, which are served from now on."""
+        """Compare later shapes on other parameters, or other adapters, which are served from now on."""
         self.interrupt(tables)
         self._record = None
         if self._probe is not None:
