@@ -101,13 +101,13 @@ def test_adapters_are_in_every_shard(tiny, oracle, tmp_path):
         for name, folder in folders.items()
     } | {None: tiny}
     expected = [oracle(models[name])(prompt, GREEDY) for name, prompt in zip(whose, PROMPTS, strict=True)]
-    wanted = [asked.get(name) for name in whose]
+    wanted, scored = [asked.get(name) for name in whose], replace(GREEDY, logprobs=1)
     with serve(tiny, **LARGE | {"enable_lora": True, "max_loras": 2, "reproducible": True}) as llm:
-        together = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=wanted)
+        together = llm.generate(PROMPTS, scored, use_tqdm=False, lora_request=wanted)
         assert [list(out.outputs[0].token_ids) for out in together] == expected
         for prompt, own, found in zip(PROMPTS, wanted, together, strict=True):
             llm.engine.tables.forget()
-            (alone,) = llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=own)
+            (alone,) = llm.generate(prompt, scored, use_tqdm=False, lora_request=own)
             assert bits(alone) == bits(found)
         assert llm.report()["compilations"] == 0
 
