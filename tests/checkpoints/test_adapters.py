@@ -155,7 +155,7 @@ def test_experts_have_modules_of_their_own(tmp_path):
         np.testing.assert_allclose(a[e] @ b[e], 6 / rank * stored.T, rtol=1e-4, atol=1e-5)
         used = {number for other, number in ranks if other == name}
         assert all(a[i].any() == b[i].any() == (i in used) for i in range(4))
-    with pytest.raises(CheckpointError, match="mlp.experts.1.gate_proj' cannot have an adapter here"):
+    with pytest.raises(CheckpointError, match=r"mlp.experts.\d.\w+' cannot have an adapter here"):
         Reader(family, config, np.float32, 8).read(folder, "a")
 
 
