@@ -336,10 +336,7 @@ class Engine:
     def dispatch(self, plan: SchedulerOutput) -> list[DispatchedStep]:
         cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.admitted])
         slots = with_masks(self.programs, self._state.slots, plan.works)
-        params = self._adapters.write(self._state.params)
-        if params is not self._state.params and self.warmup is not None:
-            self.warmup.replaced(self.tables)
-        self._state = StepArguments(params, cache, slots)
+        self._state = StepArguments(self._adapters.write(self._state.params), cache, slots)
         for request in plan.admitted:
             request.ticket = None
             self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))

@@ -237,7 +237,7 @@ class Warmup:
         self._finish(tables)
 
     def replaced(self, tables: PageTables) -> None:
-        """Compare later shapes on other parameters, or other adapters, which are served from now on."""
+        """Compare later shapes on other parameters, which are served from now on."""
         self.interrupt(tables)
         self._record = None
         if self._probe is not None:
