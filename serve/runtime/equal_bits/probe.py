@@ -109,7 +109,7 @@ class Probe:
         """The parameters with a copy of the adapters' arrays, which the engine changes in place."""
         target = target_of(params)
         if self._terms is None:
-            copied = partial(jax.tree.map, lambda x: jax.device_put(np.asarray(x), x.sharding))
+            copied = partial(jax.tree.map, lambda x: jax.device_put(np.array(x), x.sharding))
             self._terms = {path: copied(pair) for path, pair in stacks_of(target).items()}
         return with_target(params, adapted(target, self._terms))
 
