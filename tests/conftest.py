@@ -109,7 +109,7 @@ def programs_shared() -> Iterator[None]:
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start cold, whatever earlier starts have kept, serve before all of their programs are there,
     and compile all of them under any load."""
-    monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
+    monkeypatch.setattr(start, "may_compile_late", quick.MAY_COMPILE_LATE)
     monkeypatch.setattr(executable_cache, "load", lambda *_: None)
     monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
     monkeypatch.setattr(Programs, "_small", quick.small_once(Programs._small))

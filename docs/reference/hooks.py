@@ -19,6 +19,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
+WORD = re.compile(r"<code>([^\s<]{1,60})</code>")
 ASKED = re.compile(r"<!-- (help|fields): ([\w.]+) -->\n")
 
 
@@ -32,6 +33,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     at = ROOT if uri == "index.md" else (ROOT / "docs" / uri).parent
     markdown = LINK.sub(lambda found: link(found, at, uri, config["repo_url"]), markdown)
     return ASKED.sub(lambda found: (help_of if found[1] == "help" else fields_of)(found[2]), markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Marks code that is one word, which a browser would break behind a hyphen (`tables.css`)."""
+    return WORD.sub(r'<code class="word">\1</code>', html)
 
 
 def link(found: re.Match[str], at: Path, uri: str, repository: str) -> str:

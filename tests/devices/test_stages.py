@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.adapters import merged, read, write
 from cases.invariance import PARAMS, bits, prompts
 from jax.sharding import Mesh
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
-from duetto.kvcache.stages import stages
+from duetto.kvcache.stages import devices, stages
+from duetto.lora.request import LoRARequest
 from duetto.model.sharding import Layout
+from duetto.model.weights.adapted import stacks_of
 from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.engine.startup.mesh import places, put, spread
 from duetto.serve.options.engine import EngineOptions
@@ -79,6 +82,31 @@ def test_bits_depend_on_the_request_alone(tiny):
             outputs = llm.generate(texts, PARAMS, use_tqdm=False)
             assert [bits(out) for out in outputs] == alone
             assert any(out.num_cached_tokens for out in outputs) == cached
+
+
+def test_adapters_lie_with_their_layers(tiny, oracle, tmp_path):
+    """More adapters than places come and go while steps are in flight: rows have the tokens of merged weights
+    on one device, and those without an adapter the model's. Guesses of the host change none."""
+    folders = {name: write(tmp_path / name, tiny.config, 2 + i, i) for i, name in enumerate("abc")}
+    models: dict[str | None, Any] = {
+        name: replace(tiny, params=merged(tiny.params, read(folder, tiny.config)))
+        for name, folder in folders.items()
+    } | {None: tiny}
+    asked = {name: LoRARequest(name, i, str(folder)) for i, (name, folder) in enumerate(folders.items(), 1)}
+    whose = ["a", None, "b", "c"]
+    expected = [oracle(models[name])(prompt, GREEDY) for name, prompt in zip(whose, PROMPTS, strict=True)]
+    guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}}
+    for options in ({}, guesses):
+        with serve(tiny, enable_lora=True, max_loras=2, **options) as llm:
+            for _ in range(2):
+                wanted = [asked.get(name) for name in whose]
+                outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=wanted)
+                assert [list(out.outputs[0].token_ids) for out in outputs] == expected
+            assert llm.report()["compilations"] == 0 and llm.engine.scheduler.places.loads > 2
+            params = llm.engine._state.params
+            for path, stack in stacks_of(params).items():
+                layer = params.layers[int(path.split(".")[1])]
+                assert devices(stack) == devices(layer.any_norm)
 
 
 def test_any_cut_will_do(tiny, oracle):

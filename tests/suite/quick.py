@@ -103,9 +103,9 @@ CACHE: Any = import_module("jax._src.compilation_cache")
 if CACHE.zstd is None and CACHE.zstandard is None:  # zlib takes a third of the time for nearly as few bytes
     CACHE.compress_executable = partial(zlib.compress, level=1)
 
-MAY_SERVE_EARLY = start.may_serve_early
+MAY_COMPILE_LATE = start.may_compile_late
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
-start.may_serve_early = lambda *_: False
+start.may_compile_late = lambda *_: False
 llm.give_back = lambda: None  # memory that the next engine takes again
 
 executable_cache.usable(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "oracle")  # made for this user alone
