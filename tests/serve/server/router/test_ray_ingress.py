@@ -109,7 +109,7 @@ def served(
     test: Callable[[httpx.AsyncClient], Awaitable[None]], handle: Handle, root: str = "", **limits: Any
 ) -> None:
     async def run() -> None:
-        options = RouterOptions(replica=("http://x",), page_size=1)
+        options = RouterOptions(replica=("http://x",), page_size=16)
         inner = ingress_app(lambda: handle, options, ServerOptions(**limits), (Gone,))
         transport = httpx.ASGITransport(inner, root_path=root)
         async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
