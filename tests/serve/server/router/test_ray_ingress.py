@@ -272,6 +272,24 @@ def test_a_configuration_has_the_options_of_its_deployment():
 
 
 @pytest.mark.parametrize(
+    ("actor", "bundle"),
+    [
+        ({}, {"CPU": 1}),
+        ({"num_cpus": 0, "num_gpus": 4, "resources": {"TPU": 2}}, {"GPU": 4, "TPU": 2}),
+    ],
+)
+def test_a_model_over_several_actors_has_a_placement_group(actor, bundle):
+    own = {"ray_actor_options": actor, "num_replicas": 2}
+    options = LLMConfig(engine_kwargs={"nnodes": 3}, deployment_config=own).engine_options
+    assert options["placement_group_bundles"] == 3 * [bundle] and options["num_replicas"] == 2
+    alone = LLMConfig(deployment_config=own).engine_options
+    assert "placement_group_bundles" not in alone
+    wanted = own | {"placement_group_bundles": [{"CPU": 9}]}
+    options = LLMConfig(engine_kwargs={"nnodes": 3}, deployment_config=wanted).engine_options
+    assert options["placement_group_bundles"] == [{"CPU": 9}]
+
+
+@pytest.mark.parametrize(
     ("fields", "refusal"),
     [
         ({"server_kwargs": {"port": 1}}, "server_kwargs: port is not allowed"),
