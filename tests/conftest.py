@@ -48,7 +48,13 @@ TYPED = (
     "serve/engine/speculation",
     "test_invariance_adapters.py",
 )
-NUMBERS = "serve/engine/speculation/test_speculation_controller.py"  # no arrays, and many calls
+# No arrays and many calls, or engines whose programs other tests trace with checks.
+UNTYPED = (
+    "serve/engine/speculation/test_drafters.py",
+    "serve/engine/speculation/test_speculation_controller.py",
+    "serve/runtime/compiled/test_executable_cache.py",
+    "serve/runtime/equal_bits/test_warmup.py",
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -81,7 +87,7 @@ def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
 def shapes_checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Checks annotations, shapes among them, at every call in tests of the rooms where arrays flow."""
     where = request.path.relative_to(ROOT / "tests").as_posix()
-    config.update("jaxtyping_disable", not where.startswith(TYPED) or where == NUMBERS)
+    config.update("jaxtyping_disable", not where.startswith(TYPED) or where in UNTYPED)
     yield
     config.update("jaxtyping_disable", True)
 
@@ -198,6 +204,13 @@ def model(request: pytest.FixtureRequest) -> Model:
 @pytest.fixture(scope="session")
 def tiny() -> Model:
     return random_model("tiny")
+
+
+@pytest.fixture(scope="session")
+def one_layer(tiny: Model) -> Model:
+    """The model "tiny" cut to its first layer, for engines whose tests are not of the model."""
+    config = replace(tiny.config, layers=tiny.config.layers[:1])
+    return replace(tiny, config=config, params=replace(tiny.params, layers=tiny.params.layers[:1]))
 
 
 Oracle = Callable[..., list[int]]  # of a prompt, its parameters, and what continue_plainly takes more
