@@ -104,7 +104,7 @@ def read_once(load):
     found = {}
 
     def loaded(folder, dtype, mesh, options):
-        key = folder, str(dtype), options.quantization, options.load_format
+        key = Path(folder).resolve(), str(dtype), options.quantization, options.load_format
         if key not in found:
             found[key] = load(folder, dtype, mesh, options)
         return found[key]

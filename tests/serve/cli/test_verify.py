@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.requests import SIZES, SMALLEST
+from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
 from duetto.serve.cli.main import main
@@ -13,9 +13,10 @@ from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.llm.audit.facts import NEEDED
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_a_log_is_proved_or_what_was_altered_is_told(tmp_path, capsys):
     log = tmp_path / "log"
-    with LLM(SMALLEST, audit_log=str(log), **SIZES) as llm:
+    with LLM(audit_log=str(log), **SIZES) as llm:
         params = [SamplingParams(seed=i, max_tokens=8, logprobs=1) for i in range(3)]
         llm.generate(["def add(a, b):", "import ", "class A"], params, use_tqdm=False)
     assert main(["verify", str(log), "--quiet"]) == 0
