@@ -13,9 +13,8 @@ from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import init
-from duetto.model.weights import lanes
-from duetto.model.weights.lanes import LaneRows, in_lanes
-from duetto.model.weights.prepared import prepared, prepared_as, unprepared
+from duetto.model.weights import prepared as forms
+from duetto.model.weights.prepared import LaneRows, in_lanes, prepared, prepared_as, unprepared
 
 CONFIG = replace(RANDOM["tiny"], vocab_size=384)  # of width 48
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "max_prefill_tokens": 32}
@@ -28,7 +27,7 @@ def drawn(config: ModelConfig = CONFIG) -> Decoder:
 @pytest.fixture
 def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """This CPU is taken for a TPU."""
-    monkeypatch.setattr(lanes, "is_tpu", lambda _: True)
+    monkeypatch.setattr(forms, "is_tpu", lambda _: True)
 
 
 def test_rows_are_those_of_the_embedding(tpu: None):

@@ -10,6 +10,7 @@ import faulthandler
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from suite.repetitions import is_repetition, unmatched
@@ -80,9 +81,11 @@ def deselect(config: pytest.Config, items: list[pytest.Item], mark: str, is_want
 
 def served_model(item: pytest.Item) -> str | None:
     """The model of a row of the invariance suite."""
-    if item.path.name.startswith("test_invariance") and hasattr(item, "callspec"):
-        return item.callspec.params.get("model")  # pyright: ignore[reportAttributeAccessIssue]
-    return None
+    return params_of(item).get("model") if item.path.name.startswith("test_invariance") else None
+
+
+def params_of(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def group_of(item: pytest.Item) -> str:
@@ -91,9 +94,11 @@ def group_of(item: pytest.Item) -> str:
         return f"invariance of {model}"
     if "server" in getattr(item, "fixturenames", ()):
         return "a server"
-    if item.get_closest_marker("extras"):  # programs for absent devices, which are not kept
+    if not item.get_closest_marker("as_served"):
         return file_of(item)
-    return "as served" if item.get_closest_marker("as_served") else file_of(item)
+    if item.get_closest_marker("extras"):  # programs for devices that are absent, which nothing shares
+        return f"{file_of(item)} {params_of(item).get('name', '')}"
+    return "as served"
 
 
 def file_of(item: pytest.Item) -> str:
