@@ -103,7 +103,7 @@ def test_adapters_lie_with_their_layers(tiny, oracle, tmp_path):
                 outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=wanted)
                 assert [list(out.outputs[0].token_ids) for out in outputs] == expected
             assert llm.report()["compilations"] == 0 and llm.engine.scheduler.places.loads > 2
-            params = llm.engine._state.params
+            params: Any = llm.engine._state.params
             for path, stack in stacks_of(params).items():
                 layer = params.layers[int(path.split(".")[1])]
                 assert devices(stack) == devices(layer.any_norm)
