@@ -93,7 +93,7 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         name: dict(sorted((Counter(one[name]) + Counter(other[name])).items()))
         for name in ("seeds", "faults")
     }
-    return {name: one[name] + other[name] for name in one if name not in counts} | counts
+    return {name: one[name] + other[name] for name in other if name not in counts} | counts
 
 
 def main() -> int:
