@@ -85,8 +85,9 @@ class Writer:
     def __init__(self, params: Decoder):
         self.places = Places(places_in(params))
         self._programs: dict[Any, Any] = {}
-        donate = () if stations(params) > 1 else (0,)
-        for stack, axis in (one for pair in stacks_of(params).values() for one in with_axes(pair)):
+        stacks = stacks_of(params)
+        donate = () if stacks and stations(params) > 1 else (0,)
+        for stack, axis in (one for pair in stacks.values() for one in with_axes(pair)):
             if kind(stack, axis) not in self._programs:
                 self._programs[kind(stack, axis)] = compiled(stack, axis, donate)
 
