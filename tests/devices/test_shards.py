@@ -38,6 +38,7 @@ def generated(llm: LLM, texts=PROMPTS, params: Any = GREEDY) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(texts, params, use_tqdm=False)]
 
 
+@pytest.mark.usefixtures("greedy_only")
 @pytest.mark.parametrize("name, options", [("tiny", {}), ("latent", EXPERTS), ("windows", EXPERTS)])
 def test_served_tokens_are_those_of_one_device(name: str, options: dict[str, Any], oracle):
     """Also of requests that give way, come back, and find their prompts; alone too, beside an empty shard."""
@@ -161,6 +162,7 @@ def test_several_steps_in_one_dispatch_end_together(oracle):
         assert any(name.endswith(",4]") for name in llm.report()["steps"])
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_requests_are_aborted_and_weights_put_aside(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     with serve(tiny, **SMALL) as llm:
@@ -198,6 +200,7 @@ def test_what_shards_cannot_do_is_refused(tiny, options, words):
         serve(tiny, **SMALL | options)
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_a_mesh_of_ones_own_says_how_rows_are_split(tiny, oracle):
     mesh = Mesh(np.array(jax.devices()), ("data",))
     own = put(places(tiny.config, Layout(data=2), mesh), tiny.params)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases.adapters import merged, read, write
 from cases.invariance import PARAMS, bits, prompts
+from conftest import with_few_shapes
 from jax.sharding import Mesh
 
 from duetto import LLM, SamplingParams
@@ -117,6 +118,7 @@ def test_any_cut_will_do(tiny, oracle):
                 assert generated(llm) == expected
 
 
+@pytest.mark.usefixtures("few_shapes", "greedy_only")
 def test_requests_give_way_and_come_back(tiny, oracle):
     small = {"max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 4}
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
@@ -172,7 +174,9 @@ def test_prompts_are_scored_as_on_one_device(tiny):
         outputs = llm.generate(PROMPTS, scored, use_tqdm=False)
         return [[x.logprob for at in out.prompt_logprobs[1:] for x in at.values()] for out in outputs]
 
-    with serve(tiny) as llm, serve(tiny, tiny.params) as one:
+    with with_few_shapes():
+        alone = serve(tiny, tiny.params)
+    with serve(tiny) as llm, alone as one:
         for found, expected in zip(scores(llm), scores(one), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -209,6 +213,7 @@ def breaks(llm: LLM, step: int) -> None:
         last, programs[shape] = own, fails
 
 
+@pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_cache_of_a_step_that_failed_is_gone_before_there_is_another(tiny, oracle, stages, monkeypatch):
     """Two may not fit."""
