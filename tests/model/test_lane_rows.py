@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.models import RANDOM
+from cases.targets import found_target
+from jax.sharding import SingleDeviceSharding
 
 from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
@@ -15,6 +17,7 @@ from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import init
 from duetto.model.weights import prepared as forms
 from duetto.model.weights.prepared import LaneRows, in_lanes, prepared, prepared_as, unprepared
+from duetto.serve.planner.roofline.facts import facts
 
 CONFIG = replace(RANDOM["tiny"], vocab_size=384)  # of width 48
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "max_prefill_tokens": 32}
@@ -91,3 +94,16 @@ def test_an_engine_serves_the_same_tokens_and_takes_other_weights(tpu: None, mon
         llm.update_params(other)
         expected.append(answers(llm))
     assert found == expected
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_tpu_copies_the_embedding_without_them(padded: bool):
+    """gpt-oss-20b's: a step looks up 64 rows of 201088."""
+    (device,) = found_target("v6e:1x1").devices
+    where = SingleDeviceSharding(device)
+    own = jax.ShapeDtypeStruct((201_088, 2880), jnp.bfloat16, sharding=where)
+    tokens = jax.ShapeDtypeStruct((64,), jnp.int32, sharding=where)
+    embed = in_lanes(replace(Decoder(own, (), None), head=own)).embed if padded else own
+    found = facts(jax.jit(lambda embed, tokens: embed[tokens] * 2).lower(embed, tokens).compile())
+    assert (found.bytes < 4e6) == padded == (found.moved == ())
