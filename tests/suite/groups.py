@@ -20,6 +20,7 @@ MINUTES = 3600  # seconds, the limit of a test marked `minutes`
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the repetitions too, which are marked `full`")
+    parser.addoption("--cpu-kernels", action="store_true", help="engines use CPU kernels where they can")
 
 
 def pytest_configure(config: pytest.Config) -> None:
