@@ -26,7 +26,7 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import Spec, is_spec
 from duetto.model.weights.compress import quantize_params
 from duetto.serve.engine.speculation.controller import Controller, Times
-from duetto.serve.engine.startup import dtype, start
+from duetto.serve.engine.startup import cpu_kernels, dtype, start
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
@@ -65,10 +65,15 @@ def processes() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def plain_processor() -> Iterator[None]:
-    """A processor that multiplies bfloat16 no faster: what "auto" chooses does not depend on the machine."""
+def plain_processor(pytestconfig: pytest.Config) -> Iterator[None]:
+    """A processor that multiplies bfloat16 no faster, and whose kernels are used only where a test asks for
+    them: defaults do not depend on the machine. With `--cpu-kernels` engines use them where they can."""
+    own = bool(pytestconfig.getoption("--cpu-kernels"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dtype, "bfloat16_gain", lambda *_: 1.0)
+        patch.setattr(cpu_kernels, "compiles_quickly", lambda: not own)
+        if own:  # also where kernels leave attention to XLA
+            patch.setattr(cpu_kernels, "left_out", lambda *a: "they are for one device" if a[-1] else "")
         yield
 
 

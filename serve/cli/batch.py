@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from ...checkpoints.huggingface import read_config
 from ...sampling.params import SamplingParams
+from ..engine.startup.cpu_kernels import with_kernels
 from ..engine.startup.dtype import compute_dtype
 from ..engine.startup.folder import checked_defaults
 from ..host.devices import default_device, memory_limit
+from ..host.progress import telling
 from ..jobs.batch.fingerprint import fingerprint
 from ..jobs.batch.job import BatchOptions
 from ..jobs.batch.run import JobFiles, run_batch
@@ -105,14 +107,17 @@ def start_actors(args: argparse.Namespace, options: EngineOptions) -> "WorkerPoo
     return WorkerPool(crew, args.ray, tokenizer, options)
 
 
-def own_dtype(args: argparse.Namespace, folder: Path, options: EngineOptions) -> str:
-    """Return the dtype that decides the answers. For a job on Ray it is --dtype, since each actor's machine
-    chooses; answers name the choice."""
+def own_choices(args: argparse.Namespace, folder: Path, options: EngineOptions) -> tuple[str, EngineOptions]:
+    """Return the dtype that decides the answers, and the options with `cpu_kernels` decided. For a job on Ray
+    they are as given, since each actor's machine chooses; answers name the choice."""
     if args.ray:
-        return args.dtype
+        return args.dtype, options
     keep_compiled(None if args.compilation_cache == "none" else args.compilation_cache)
     stored = None if options.load_format == "dummy" else folder
-    return str(compute_dtype(args.dtype, default_device(), read_config(folder), stored))
+    device, config = default_device(), read_config(folder)
+    with telling(not args.quiet):
+        options = with_kernels(options, device, config, args.dtype)
+    return str(compute_dtype(args.dtype, device, config, stored, options.cpu_kernels)), options
 
 
 def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
@@ -154,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
         tool_call_parser=args.tool_call_parser,
     )
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
+    dtype, options = own_choices(args, folder, options)
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured
         options = replace(options, background_compilation=False)
     begin = partial(
@@ -168,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
         args.input,
         args.output,
         job,
-        fingerprint(folder, tokenizer, own_dtype(args, folder, options), options),
+        fingerprint(folder, tokenizer, dtype, options),
         lambda report: common.finish(report, args),
         args.report,
     )

@@ -12,14 +12,17 @@ from ...checkpoints.families import FAMILIES
 from ...checkpoints.families.family import Family
 from ...checkpoints.folders import overridden
 from ...checkpoints.generation import GenerationDefaults
-from ...checkpoints.huggingface import read_model
+from ...checkpoints.huggingface import read_config, read_model
+from ...kvcache.stages import devices
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...sampling.params import SamplingParams
 from ..engine.lora.registry import registry_of
+from ..engine.startup.cpu_kernels import with_kernels
 from ..engine.startup.folder import load_folder
 from ..engine.startup.origin import NONE, Origin
 from ..engine.startup.start import on_devices, require_finite
+from ..host.devices import default_device
 from ..host.process import require_own_threads
 from ..host.progress import telling
 from ..options.engine import EngineOptions
@@ -78,6 +81,8 @@ def read(
     origin = Origin.of(model, tokenizer, weights=chosen.load_format != "dummy", **revisions, **hub)
     chosen = origin.settled(chosen, **hub)
     with telling(chosen.use_tqdm_on_load), overridden(origin.model, chosen.hf_overrides) as folder:
+        device, count = (default_device(), 1) if mesh is None else (mesh.devices.flat[0], mesh.size)
+        chosen = with_kernels(chosen, device, read_config(folder), dtype, count)
         config, params, defaults = load_folder(folder, dtype, mesh, chosen)
         family = read_model(folder)[0]
     words, lacking = origin.words()
@@ -100,4 +105,7 @@ def given(
         raise ValueError("hf_overrides and load_format are not allowed: the parameters are here already")
     keep_compiled(compilation_cache)
     require_finite(on_devices(params))
+    device, *others = devices(params)
+    with telling(chosen.use_tqdm_on_load):
+        chosen = with_kernels(chosen, device, config, params.embed.dtype, 1 + len(others))
     return LoadedModel(config, params, tokenizer, GenerationDefaults(tuple(eos_token_ids)), chosen)

@@ -103,10 +103,11 @@ class EngineOptions:
         "same bits; for one Hopper GPU and 16-bit weights, without effect on a CPU",
         formerly="fixed_products",
     )
-    cpu_kernels: bool = knob(
+    cpu_kernels: bool | None = knob(
         False,
         "on a CPU, products and attention by duetto's own kernels, whose bits do not depend on the number of "
-        "rows; an output matrix that is the embedding too is copied; without effect on accelerators",
+        "rows; an output matrix that is the embedding too is copied; without effect on accelerators; "
+        "None: where they can be built, if they read the keys of all layers and XLA has no AMX",
     )
     max_prefill_delay: float | None = knob(
         None,

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ...checkpoints.huggingface import read_config
+from ...cpu_kernels.library import library
 from ...kvcache.shards import splits_experts
 from ...kvcache.stages import cache_of, config_of, stages
 from ...model.config import ModelConfig
@@ -18,7 +19,7 @@ from ...model.tree import abstract
 from ...model.weights.compress import form_spec
 from ...model.weights.prepared import prepared
 from ..engine.lora.writer import roomy
-from ..engine.startup.cpu_kernels import build_kernels
+from ..engine.startup.cpu_kernels import kernels_refusal, with_kernels
 from ..engine.startup.dtype import check_cache, compute_dtype
 from ..engine.startup.folder import DEMO, read_shapes
 from ..engine.startup.mesh import check_experts, layout_of, on_one, places, put
@@ -48,6 +49,7 @@ class EnginePlan:
     name: of the model.
     context: tokens in the cache of each row.
     params: shapes with their places; by default those of the sizes in the option's quantization.
+    without_kernels: why an engine on a CPU computes without CPU kernels.
     """
 
     name: str
@@ -58,6 +60,12 @@ class EnginePlan:
     sizes: Sizes
     context: int
     params: Decoder | None = None
+    without_kernels: str = ""
+
+    @property
+    def cpu_kernels(self) -> str | None:
+        """The instruction set of the CPU kernels, or None."""
+        return library().isa if self.options.cpu_kernels else None
 
     @property
     def shapes(self) -> list[Shape]:
@@ -84,7 +92,9 @@ def plan_job(
         options = replace(options, quantization=stored_form(folder, options.quantization))
     config = PRESETS[shape] if shape else read_config(folder)
     check_cache(options, device_of(target))
-    chosen = compute_dtype(dtype, device_of(target), config, None if shape else folder)
+    options = with_kernels(options, device_of(target), config, dtype, len(target.devices))
+    stored = None if shape else folder
+    chosen = compute_dtype(dtype, device_of(target), config, stored, options.cpu_kernels)
     chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
     if shape:
         options.require_unstored("a shape has no checkpoint")
@@ -94,16 +104,16 @@ def plan_job(
     options.check_stages(options.stations)
     target = on_devices(target, layout_of(options).size)
     params = abstract_params(config, chosen, target, weights, layout_on(options, target))
-    build_kernels(options, device_of(target).platform)
     if options.cpu_kernels:
         options = with_kernels_of(options, prepared(params, options.batch_invariant_matmul, True))
+    without = kernels_refusal(options, device_of(target), config, chosen, len(target.devices))
     sizes = choose_sizes(PairConfig(config), options, params, target.memory)
     config = config.within(sizes.max_model_len)
     context = min(1024, sizes.max_model_len) if context is None else context
     if not 0 < context <= sizes.max_model_len:
         raise ValueError(f"context {context} is not allowed: 1 to max_model_len {sizes.max_model_len}")
     return EnginePlan(
-        shape or model or "the demo model", config, chosen, options, target, sizes, context, params
+        shape or model or "the demo model", config, chosen, options, target, sizes, context, params, without
     )
 
 
@@ -131,7 +141,7 @@ def abstract_arguments(plan: EnginePlan) -> StepArguments:
         weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
         params = abstract_params(plan.config, plan.dtype, plan.target, weights, layout)
     check_experts(params)
-    params = prepared(params, plan.options.batch_invariant_matmul, plan.options.cpu_kernels)
+    params = prepared(params, plan.options.batch_invariant_matmul, bool(plan.options.cpu_kernels))
     params = roomy(params, plan.config, plan.options)
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
 

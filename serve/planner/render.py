@@ -37,11 +37,13 @@ def head(plan: EnginePlan) -> str:
     each = f" (all figures are for one of {n} devices)" if n > 1 else ""
     shards = f"{s.shards} shards, each of " if s.shards > 1 else ""
     kept = "" if s.kv_cache_dtype == "auto" else f" with a cache in {s.kv_cache_dtype}"
+    kernels = f"\nproducts by CPU kernels ({plan.cpu_kernels})" if plan.cpu_kernels else ""
+    kernels = f"\nwithout CPU kernels: {plan.without_kernels}" if plan.without_kernels else kernels
     options = "".join(f"\n{name}={value}" for name, value in options_of(plan.target).items())
     return (
         f"{plan.name} in {plan.dtype}{kept} on {plan.target.name}{each}\n"
         f"{shards}{s.max_num_seqs} requests of up to {s.max_model_len} tokens, "
-        f"{pages} pages of {s.page_size} tokens{options}"
+        f"{pages} pages of {s.page_size} tokens{options}{kernels}"
     )
 
 
@@ -149,6 +151,8 @@ def as_json(plan: EnginePlan, arguments: StepArguments, found: list[StagePlan]) 
         "devices": len(plan.target.devices),
         "xla_flags": os.environ.get("XLA_FLAGS"),
         "xla_options": options_of(plan.target),
+        "cpu_kernels": plan.cpu_kernels,
+        "without_cpu_kernels": plan.without_kernels or None,
         "context": plan.context,
         "sizes": asdict(plan.sizes),
         "tiers": [asdict(tier) for tier in planned_tiers(plan, found[0].rows)],

@@ -47,12 +47,24 @@ def test_an_engine_refuses_kernels_that_cannot_be_built(absent, tiny: Model, mon
 @pytest.mark.usefixtures("absent")
 def test_an_engine_builds_kernels_into_the_cache_once(monkeypatch, tmp_path):
     made = []
-    monkeypatch.setattr(build, "build", lambda target: (made.append(target), target.touch()))
+    monkeypatch.setattr(build, "build", lambda target, isas: (made.append(target), target.touch()))
     for _ in range(2):
         build_kernels(EngineOptions(cpu_kernels=True), "cpu")
     build_kernels(EngineOptions(cpu_kernels=False), "cpu")
     build_kernels(EngineOptions(cpu_kernels=True), "gpu")
     assert made == [build.library_file()] and tmp_path in made[0].parents
+
+
+def test_the_cache_has_kernels_for_the_best_instruction_set_of_the_processor(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    assert build.own_isas() == tuple(build.ISAS)  # the system does not say
+    wide = "avx512f avx512bw avx512vl avx512dq"
+    for flags, isas in (("sse2 avx2 fma", ("avx2",)), (f"avx2 fma {wide}", ("avx512",)), ("sse2 avx2", ())):
+        build.CPUINFO.write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\n")
+        assert build.own_isas() == isas
+    with pytest.raises(build.BuildError, match="this processor has none of avx2, avx512"):
+        monkeypatch.setattr(build, "is_supported", lambda: True)
+        build.build(tmp_path / "kernels.so", tmp_path, build.own_isas())
 
 
 @pytest.mark.usefixtures("absent")

@@ -24,6 +24,7 @@ UNMATCHED = pytest.StashKey[list[str]]()  # rows of repetitions of the collected
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the repetitions too, which are marked `full`")
+    parser.addoption("--cpu-kernels", action="store_true", help="engines use CPU kernels where they can")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -29,7 +29,7 @@ from ....model.tree import init
 from ....model.weights.compress import form_spec
 from ....model.weights.prepared import laid_out
 from ....sampling.params import SamplingParams
-from ...engine.startup.cpu_kernels import build_kernels
+from ...engine.startup.cpu_kernels import with_kernels
 from ...engine.startup.dtype import compute_dtype
 from ...engine.startup.folder import read_folder
 from ...engine.startup.mesh import layout_of, places, spread
@@ -94,24 +94,25 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
                 f"{name} {getattr(options, name)} is not allowed: bench runs one program on its own rows"
             )
     device = default_device()
-    build_kernels(options, device.platform)
     if not args.shape:
         origin = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
         options = origin.settled(options, download_dir=args.download_dir)
         config = read_config(origin.model)
-        dtype = compute_dtype(args.dtype, device, config, origin.model)
+        options = with_kernels(options, device, config, args.dtype)
+        dtype = compute_dtype(args.dtype, device, config, origin.model, options.cpu_kernels)
         where = places(config, layout_of(options)) or device
         config, params = read_folder(origin.model, dtype, where, options.quantization)
         return BenchModel(
-            args.model or "demo", config, laid_out(params, options.cpu_kernels, donate=True), options
+            args.model or "demo", config, laid_out(params, bool(options.cpu_kernels), donate=True), options
         )
     options.require_unstored("a shape has no checkpoint")
     config = PRESETS[args.shape]
-    dtype = compute_dtype(args.dtype, device, config)
+    options = with_kernels(options, device, config, args.dtype)
+    dtype = compute_dtype(args.dtype, device, config, None, options.cpu_kernels)
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
     params = spread(config, init(jax.random.key(0), specs, chosen), layout_of(options))
-    return BenchModel(args.shape, config, laid_out(params, options.cpu_kernels, donate=True), options)
+    return BenchModel(args.shape, config, laid_out(params, bool(options.cpu_kernels), donate=True), options)
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:

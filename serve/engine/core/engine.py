@@ -16,7 +16,7 @@ from ....kvcache.quantised import kept_as
 from ....model.pair import Params, target_of, with_target
 from ....model.transformer import Decoder
 from ....model.weights.adapted import unadapted
-from ....model.weights.packed import kernels_in
+from ....model.weights.packed import kernels_in, target_in
 from ...kv.offload.mover import PageMover
 from ...kv.offload.tiering import KVOffloader, PageFinder
 from ...options.checks import round_up
@@ -61,6 +61,7 @@ class Engine:
     later: makes a warm-up of deferred draws, which begins with the first step that waits for a grammar.
     clock: seconds, for all times in reports.
     kernels: checks of the device's kernels (`kernel_checks.KernelCheck`), by kernel and sizes.
+    without_cpu_kernels: why steps on a CPU have no kernels of duetto's own.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Engine:
         later: Callable[[ShapeClasses], Warmup] | None = None,
         clock: Callable[[], float] = time.monotonic,
         kernels: Mapping[str, Any] | None = None,
+        without_cpu_kernels: str = "",
     ):
-        self.kernels = kernels or {}
+        self.kernels, self._without_cpu_kernels = kernels or {}, without_cpu_kernels
         self.programs, self._state, self._limits = programs, state, limits
         self.config, self.sizes = programs.config, programs.sizes
         self._adapters = Writer(target_of(state.params))
@@ -180,6 +182,8 @@ class Engine:
             "gathering": self.gathering.report(),
             "dtype": str(self.params.embed.dtype),
             "cpu_kernels": kernels_in(self.params),
+            "cpu_kernels_target": target_in(self.params),
+            "without_cpu_kernels": self._without_cpu_kernels or None,
             "cpu_attention_layers": self._cpu_attention_layers(),
             "steps_beside_compiling_seconds": self.meter.beside_compiling,
             "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},

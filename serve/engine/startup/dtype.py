@@ -1,12 +1,14 @@
 """Dtype of a model's computation: that of the option, and for "auto" one that is fast on the device; and the
 caches that a device can keep."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from ....checkpoints import huggingface, orbax
+from ....cpu_kernels.library import library
 from ....model.config import ModelConfig
 from ....model.gpus import E4M3, Gpu, gpu_of
 from ...options.engine import EngineOptions
@@ -34,12 +36,15 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def compute_dtype(dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None) -> Any:
+def compute_dtype(
+    dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None, cpu_kernels: bool | None = None
+) -> Any:
     """The dtype to load the weights of a folder in, or random ones, which are as if stored in bfloat16.
 
     "auto" is the checkpoint's own; float16 in place of bfloat16 on GPUs that do not multiply that. On CPUs it
     is float32, which holds every checkpoint's numbers, unless these are bfloat16 and the processor multiplies
-    that faster, as a first start measures (`trial`): no CPU has a product of float16 that XLA uses.
+    that faster: by `cpu_kernels`, or as a first start measures (`trial`). No CPU has a product of float16
+    that XLA uses.
 
     Raises ValueError for "auto" where the model overflows float16.
     """
@@ -52,7 +57,10 @@ def compute_dtype(dtype: Any, device: Any, config: ModelConfig, folder: Path | N
     is_own = folder is None or stored_dtype(folder) == jnp.bfloat16
     if found is not None:
         return narrow_dtype(found, config) if is_own else "auto"
-    return jnp.dtype("bfloat16" if is_own and bfloat16_gain(device, config) >= LEAST_GAIN else "float32")
+    is_faster = is_own and (
+        (cpu_kernels and library().multiplies_bfloat16) or bfloat16_gain(device, config) >= LEAST_GAIN
+    )
+    return jnp.dtype("bfloat16" if is_faster else "float32")
 
 
 def narrow_dtype(found: Gpu, config: ModelConfig) -> Any:
@@ -77,11 +85,14 @@ def check_cache(options: EngineOptions, device: Any) -> None:
         )
 
 
-def shared_dtype(dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None) -> Any:
+def shared_dtype(
+    dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None, cpu_kernels: bool | None = None
+) -> Any:
     """The same in all processes of a group: where it is measured, rank 0's. A collective of all of them."""
     if dtype_name(dtype) != "auto" or device.platform != "cpu":
         return compute_dtype(dtype, device, config, folder)
-    is_narrow = of_rank_0(lambda: compute_dtype(dtype, device, config, folder) == jnp.bfloat16)
+    chosen = partial(compute_dtype, dtype, device, config, folder, cpu_kernels)
+    is_narrow = of_rank_0(lambda: chosen() == jnp.bfloat16)
     return jnp.dtype("bfloat16" if is_narrow else "float32")
 
 

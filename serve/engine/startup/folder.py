@@ -58,13 +58,13 @@ def load_folder(
     where = places(config, layout_of(options), mesh) or device
     is_random = options.load_format == "dummy"
     read = random_folder if is_random else read_folder
-    chosen = shared_dtype(dtype, device, config, None if is_random else path)
+    chosen = shared_dtype(dtype, device, config, None if is_random else path, options.cpu_kernels)
     if dtype_name(dtype) == "auto" and chosen in (jnp.bfloat16, jnp.float16):
         progress.say(f"computing in {chosen}, which this processor multiplies faster; the choice is dtype's")
     agree_on(path)
     config, params = read(path, chosen, where, options.quantization)
     params = with_head(params)
-    return config, laid_out(params, options.cpu_kernels, donate=True), defaults
+    return config, laid_out(params, bool(options.cpu_kernels), donate=True), defaults
 
 
 def checked_defaults(path: Path) -> GenerationDefaults:

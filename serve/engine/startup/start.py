@@ -15,6 +15,7 @@ from ....model.pair import PairConfig, Params, target_of
 from ....model.transformer import Decoder, Observe
 from ....model.tree import not_finite, paths
 from ....model.weights.compress import in_form
+from ....model.weights.packed import kernels_in
 from ....model.weights.prepared import prepared
 from ....sampling.custom import processors_of
 from ...host import progress
@@ -48,7 +49,7 @@ from ..lora.writer import roomy
 from ..speculation.beside import check_states, read_beside
 from ..speculation.controller import Controller
 from ..speculation.drafter import host_drafter
-from .cpu_kernels import build_kernels
+from .cpu_kernels import build_kernels, kernels_refusal
 from .dtype import check_cache
 from .kernel_checks import KernelChecks, check_kernels, refused_by, require_ended
 from .mesh import check_experts, layout_of, spread
@@ -88,9 +89,8 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     params = spread(config, params, layout_of(options))
     params = in_form(params, options.quantization, params.embed.dtype)
     check_experts(params)
-    params = prepared(params, options.batch_invariant_matmul, options.cpu_kernels)
-    if options.cpu_kernels and not (options := with_kernels_of(options, params)).cpu_kernels:
-        progress.say("cpu_kernels has no effect: none of the weights is one that CPU kernels multiply")
+    params = prepared(params, options.batch_invariant_matmul, bool(options.cpu_kernels))
+    options, without = settled(options, device, config, params)
     if device.platform == "cpu":
         keep_freed()
     count = stations(params)
@@ -117,6 +117,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     limits = limits_of(options, sizes, shapes, pair.block, count)
     prefixes, later = options.enable_prefix_caching, deferral(options, programs, canonical)
     make = partial(Engine, programs, limits=limits, prefix_caching=prefixes, later=later, kernels=kernels)
+    make = partial(make, without_cpu_kernels=without)
     if set(early) < set(shapes) and not are_known(programs, everything, aim):
         classes = ShapeClasses.of(early, same_bits=not options.reproducible)
         found = record(programs, everything, canonical) if aim.reproducible else None
@@ -142,6 +143,19 @@ def observed_in(config: ModelConfig, options: EngineOptions) -> Observe | None:
     if experts and not any(isinstance(kind.ffn, Experts) for kind in config.layers):
         raise ValueError("enable_return_routed_experts is not allowed: the model has no experts")
     return Observe(experts, layers)
+
+
+def settled(
+    options: EngineOptions, device: Any, config: ModelConfig, params: Decoder
+) -> tuple[EngineOptions, str]:
+    """Return the options with `cpu_kernels` where it has an effect on prepared parameters, and why an engine
+    on a CPU has none."""
+    if options.cpu_kernels:
+        options, isa = with_kernels_of(options, params), kernels_in(params)
+        none = "cpu_kernels has no effect: none of the weights is one that CPU kernels multiply"
+        progress.say(f"products by CPU kernels ({isa})" if isa else none)
+    count = len(devices(params))
+    return options, kernels_refusal(options, device, config, params.embed.dtype, count)
 
 
 def refused_of(kernels: KernelChecks) -> tuple[str, ...]:

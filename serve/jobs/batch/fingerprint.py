@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ....checkpoints import orbax
 from ....checkpoints.hub import resolve_draft
+from ....cpu_kernels.library import library, target
 from ....sampling.custom import sources_of
 from ...host.devices import default_device
 from ...llm.audit.facts import machine
@@ -39,12 +40,19 @@ def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: Engine
         "model": contents(model),
         **words,
         **machine(default_device()),
+        **kernels(options),
         "--dtype": dtype,
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
         **speculation(options),
         **adapters(options),
         **processors(options),
     }
+
+
+def kernels(options: EngineOptions) -> dict[str, str]:
+    """Return the name of the CPU kernels, if the options ask for them on a CPU."""
+    found = library() if options.cpu_kernels and default_device().platform == "cpu" else None
+    return {"CPU kernels": target("product", found.isa)} if found and found.isas else {}
 
 
 def contents(folder: Path) -> str:

@@ -72,6 +72,7 @@ class Worker:
 
     def report(self, explained: bool = False) -> dict[str, Any]:
         """Return the engine's report. On a CPU, whose compiler chooses no products, `products` is the
-        dtype."""
+        dtype, and the kernels if they are duetto's own."""
         found = self._llm.report(explained)
-        return found | {"products": found.get("products") or found["dtype"]}
+        own = ", ".join(filter(None, (found["dtype"], found.get("cpu_kernels_target"))))
+        return found | {"products": found.get("products") or own}

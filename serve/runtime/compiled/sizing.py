@@ -26,7 +26,7 @@ from ....model.weights.quant import Quantised
 from ...options.checks import GIB, round_up
 from ...options.engine import EngineOptions
 from ..steps.step import FEWEST_LOGITS, empty_slots
-from .shapes import ROW_TOKENS, Sizes
+from .shapes import Sizes, shared_row
 from .transfers import OFFERED, STAGED
 
 HOST_SHARE = 4  # the cache takes at most this fraction of a CPU's physical memory, and
@@ -44,7 +44,8 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
     heads = max(mixer.num_heads * sum(mixer.head_sizes) for mixer in mixers)
     attention = 8 * rows * (heads + BLOCK * max(mixer.num_heads for mixer in mixers))
     attention += max(chosen_bytes(kind, config, options) for kind in config.layers)
-    sampled = max(options.shard_seats, FEWEST_LOGITS, rows // ROW_TOKENS)
+    shared = shared_row(options, config.target.layers, options.kv_cache_dtype, dtype)
+    sampled = max(options.shard_seats, FEWEST_LOGITS, rows // shared)
     V = config.target.vocab_size
     reported = options.alternatives(V) * max(rows, sampled * options.decode_steps)
     activations += 3 * rows * config.target.input_size  # looked up, projected, and added up

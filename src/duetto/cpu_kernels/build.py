@@ -1,7 +1,8 @@
-"""Compiles the kernels: one library, with code for each instruction set.
+"""Compiles the kernels into one library.
 
-An engine builds it at its first use, into the user's cache. `python -m duetto.cpu_kernels.build` builds it
-beside the sources, for wheels and images; again for another jaxlib, whose headers say how XLA calls.
+An engine builds it at its first use, for the best instruction set of its processor, into the user's cache.
+`python -m duetto.cpu_kernels.build` builds it beside the sources with code for each, for wheels and images;
+again for another jaxlib, whose headers say how XLA calls.
 """
 
 import fcntl
@@ -36,6 +37,8 @@ FLAGS = (
     f"-DVERSION={VERSION}", "-std=c++17", "-O3", "-ffp-contract=off", "-g0", "-fPIC", "-Wall", "-Wno-psabi"
 )  # fmt: skip
 
+# Names in /proc/cpuinfo where they are not those of the compiler's options.
+CPUINFO, FEATURES = Path("/proc/cpuinfo"), {"avx512bf16": "avx512_bf16"}
 LONGEST = 300  # seconds of a compiler's call, which takes a few
 
 
@@ -60,6 +63,17 @@ def headers() -> Path | None:
     return folder if (folder / "xla" / "ffi" / "api" / "ffi.h").exists() else None
 
 
+def own_isas() -> tuple[str, ...]:
+    """The best instruction set that this processor has kernels of; all where the system hides which it has.
+    Empty if it has none."""
+    lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
+    if flags is None:
+        return tuple(ISAS)
+    needed = {isa: {FEATURES.get(x := o.removeprefix("-m"), x) for o in own} for isa, own in ISAS.items()}
+    return tuple(isa for isa, features in needed.items() if features <= flags)[-1:]
+
+
 @cache
 def library_file() -> Path:
     """The library that a process loads: that beside the sources, else that in the user's cache, also if one
@@ -71,7 +85,8 @@ def library_file() -> Path:
 @cache
 def cached() -> Path:
     """The library in the user's cache, named by what it is built from, and for which systems."""
-    found = hashlib.sha256(repr((FLAGS, ISAS, platform.machine(), platform.libc_ver())).encode())
+    parts = FLAGS, ISAS, own_isas(), platform.machine(), platform.libc_ver()
+    found = hashlib.sha256(repr(parts).encode())
     include = headers()
     api = [] if include is None else (include / "xla" / "ffi" / "api").glob("*.h")
     for file in sorted([*HERE.rglob("*.cc"), *HERE.rglob("*.h"), *api]):
@@ -91,7 +106,7 @@ def build_cached() -> None:
     try:
         with one_process(target.with_suffix(".lock")):
             if not target.exists():
-                build(target)
+                build(target, isas=own_isas())
     except OSError as error:  # no room, or no locks
         raise BuildError(f"{target} cannot be written: {error}") from error
 
@@ -104,28 +119,36 @@ def one_process(lock: Path) -> Iterator[None]:
         yield
 
 
-def build(target: Path = HERE / LIBRARY, include: Path | None = None) -> None:
+def build(
+    target: Path = HERE / LIBRARY, include: Path | None = None, isas: Sequence[str] = tuple(ISAS)
+) -> None:
     """Compile the library to `target`. Raises BuildError."""
     include = include or headers()
     if not is_supported():
         raise BuildError(f"there are no kernels for {platform.machine()} on {sys.platform}")
     if include is None:
         raise BuildError("jaxlib, whose headers are needed, is not installed")
+    if not isas:
+        raise BuildError(f"this processor has none of {', '.join(ISAS)}")
     with tempfile.TemporaryDirectory() as folder:
-        headers_too = ["-isystem", str(include)]
+        each = "-DFOR_EACH_ISA(X)=" + " ".join(f"X({isa})" for isa in isas)
+        headers_too = [each, "-isystem", str(include)]
         handlers = {f"{folder}/{name}.o": [*headers_too, str(HERE / "handlers" / name)] for name in HANDLERS}
-        objects = compiled(handlers | kernels(Path(folder)))
+        objects = compiled(handlers | kernels(Path(folder), isas=isas))
         made = f"{folder}/{LIBRARY}"
         run(["-shared", "-s", "-pthread", *objects, "-o", made])
         target.parent.mkdir(parents=True, exist_ok=True)
         place(Path(made), target)
 
 
-def kernels(folder: Path, flags: Sequence[str] = ()) -> dict[str, list[str]]:
+def kernels(
+    folder: Path, flags: Sequence[str] = (), isas: Sequence[str] = tuple(ISAS)
+) -> dict[str, list[str]]:
     """Return the compiler's arguments for each source and each instruction set, by the object file."""
+    hidden = "-fvisibility=hidden"
     return {
-        f"{folder}/{name}-{isa}.o": [*own, *flags, f"-DISA={isa}", "-fvisibility=hidden", str(HERE / name)]
-        for name, (isa, own) in product(KERNELS, ISAS.items())
+        f"{folder}/{name}-{isa}.o": [*ISAS[isa], *flags, f"-DISA={isa}", hidden, str(HERE / name)]
+        for name, isa in product(KERNELS, isas)
     }
 
 

@@ -1,5 +1,6 @@
 // Instruction sets that kernels are compiled for. build.py compiles each source of kernels once for each of them,
-// with ISA defined as its name, which is the namespace of what that source defines.
+// with ISA defined as its name, which is the namespace of what that source defines. It defines FOR_EACH_ISA for a
+// library that has some of them only.
 #pragma once
 #include <cstdint>
 
@@ -7,4 +8,6 @@
 #define WITH_VERSION(name, version) duetto_##name##_##version
 #define EXPORTED_AS(name, version) WITH_VERSION(name, version)
 #define EXPORTED(name) EXPORTED_AS(name, VERSION)
+#ifndef FOR_EACH_ISA
 #define FOR_EACH_ISA(X) X(avx2) X(avx512) X(avx512_bf16)
+#endif

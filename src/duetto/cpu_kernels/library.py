@@ -31,6 +31,11 @@ class KernelLibrary:
             raise ValueError(f"cpu_kernels=True is not allowed: {self.refusal}")
         return self.isas[0]
 
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """True if the processor multiplies bfloat16 itself, twice as many numbers at once as of float32."""
+        return self.isas[:1] == ("avx512_bf16",)
+
 
 def library(path: Path | None = None) -> KernelLibrary:
     """Load the kernels and register them with XLA."""
@@ -50,7 +55,7 @@ def library(path: Path | None = None) -> KernelLibrary:
 def loaded(path: Path) -> KernelLibrary:
     try:
         found = ctypes.CDLL(str(path))
-        isas = tuple(isa for isa in reversed(ISAS) if getattr(found, exported(f"supports_{isa}"))())
+        isas = tuple(isa for isa in reversed(ISAS) if has(found, isa))
         for isa in isas:
             register(found, isa, path)
     except AttributeError as error:
@@ -62,6 +67,12 @@ def loaded(path: Path) -> KernelLibrary:
             (), f"the library of CPU kernels cannot be used: {error}; {BUILD} builds it again"
         )
     return KernelLibrary(isas, "" if isas else f"this processor has none of {', '.join(ISAS)}")
+
+
+def has(loaded: ctypes.CDLL, isa: str) -> bool:
+    """True if a library has kernels of an instruction set, and the processor has that."""
+    is_supported = getattr(loaded, exported(f"supports_{isa}"))()
+    return bool(is_supported) and hasattr(loaded, exported(f"product_{isa}"))
 
 
 def register(loaded: ctypes.CDLL, isa: str, path: Path) -> None:

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 from fakes.batch import MODEL, report_of
 
-from duetto.serve.cli.batch import own_dtype
+from duetto.cpu_kernels.library import KernelLibrary
+from duetto.serve.cli.batch import own_choices
 from duetto.serve.cli.main import main
-from duetto.serve.engine.startup import dtype
+from duetto.serve.engine.startup import cpu_kernels, dtype
 from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.jobs.batch import fingerprint as module
 from duetto.serve.jobs.batch.fingerprint import ELSEWHERE, contents, fingerprint
@@ -129,14 +130,30 @@ def test_acceptance_by_rejection_is_refused_in_a_batch(tmp_path, capsys):
 
 def test_the_dtype_that_auto_chooses_on_this_machine_counts(monkeypatch):
     """On Ray the actors' machines choose, and their answers name it."""
-    args, options = SimpleNamespace(ray=None, dtype="auto", compilation_cache="none"), EngineOptions()
+    args, options = ARGS, EngineOptions()
     chosen = []
     for gain in (1.0, 2.0):
         monkeypatch.setattr(dtype, "bfloat16_gain", lambda *_, gain=gain: gain)
-        chosen.append(own_dtype(args, DEMO, options))
+        chosen.append(own_choices(args, DEMO, options)[0])
     assert chosen == ["float32", "bfloat16"]
-    assert own_dtype(SimpleNamespace(**vars(args) | {"ray": 2}), DEMO, options) == "auto"
-    assert own_dtype(SimpleNamespace(**vars(args) | {"dtype": "half"}), DEMO, options) == "float16"
+    assert own_choices(SimpleNamespace(**vars(args) | {"ray": 2}), DEMO, options) == ("auto", options)
+    assert own_choices(SimpleNamespace(**vars(args) | {"dtype": "half"}), DEMO, options)[0] == "float16"
+
+
+def test_the_kernels_that_this_machine_uses_count(model, monkeypatch):
+    for module_of_kernels in (module, cpu_kernels):
+        monkeypatch.setattr(module_of_kernels, "library", lambda: KernelLibrary(("avx2",)))
+    monkeypatch.setattr(cpu_kernels, "build_missing", lambda: None)
+    _, plain = own_choices(ARGS, DEMO, EngineOptions(cpu_kernels=False))
+    monkeypatch.setattr(cpu_kernels, "compiles_quickly", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "left_out", lambda *_: "")
+    _, own = own_choices(ARGS, DEMO, EngineOptions(cpu_kernels=None))
+    before, after = (fingerprint(model, None, "float32", options) for options in (plain, own))
+    differing = {name for name in {**before, **after} if before.get(name) != after.get(name)}
+    assert differing == {"--cpu-kernels", "CPU kernels"} and "avx2" in after["CPU kernels"]
+
+
+ARGS = SimpleNamespace(ray=None, dtype="auto", compilation_cache="none", quiet=True)
 
 
 def documented() -> tuple[set[str], set[str]]:

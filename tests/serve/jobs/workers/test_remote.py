@@ -129,9 +129,15 @@ def test_numbers_for_processors_are_checked_without_the_functions():
 
 
 @pytest.mark.parametrize(
-    ("report", "said"), [({}, "bfloat16"), ({"products": None}, "bfloat16"), ({"products": "a"}, "a")]
+    ("report", "said"),
+    [
+        ({}, "bfloat16"),
+        ({"products": None}, "bfloat16"),
+        ({"products": "a"}, "a"),
+        ({"cpu_kernels_target": "duetto_x"}, "bfloat16, duetto_x"),
+    ],
 )
-def test_a_workers_products_on_a_host_are_its_dtype(report: dict[str, Any], said: str):
+def test_a_workers_products_on_a_host_are_its_dtype_and_kernels(report: dict[str, Any], said: str):
     """Two hosts may choose other ones."""
     worker = object.__new__(Worker)
     worker._llm = SimpleNamespace(report=lambda _: {"dtype": "bfloat16"} | report)  # type: ignore[assignment]

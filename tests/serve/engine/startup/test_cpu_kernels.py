@@ -1,0 +1,106 @@
+"""Whether an engine uses CPU kernels with `cpu_kernels=None`."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import pytest
+from cases.models import RANDOM
+
+from duetto.cpu_kernels.build import BuildError
+from duetto.cpu_kernels.library import KernelLibrary
+from duetto.model.config import ModelConfig
+from duetto.serve.engine.startup import cpu_kernels, dtype
+from duetto.serve.engine.startup.cpu_kernels import compiles_quickly, kernels_refusal, left_out, with_kernels
+from duetto.serve.host.progress import telling
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.planner.roofline.presets import PRESETS
+
+CPU, GPU = SimpleNamespace(platform="cpu"), SimpleNamespace(platform="gpu")
+UNDECIDED = EngineOptions(cpu_kernels=None)
+CONFIG = PRESETS["135m"]  # with heads of a size that kernels read
+
+
+@pytest.fixture
+def usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with kernels, whose library is built, in a process that compiles as users' do."""
+    monkeypatch.setattr(cpu_kernels, "is_supported", lambda: True)
+    monkeypatch.setattr(cpu_kernels, "processor", lambda: "flags: avx2 avx512_bf16")
+    monkeypatch.setattr(cpu_kernels, "build_missing", lambda: None)
+    monkeypatch.setattr(cpu_kernels, "library", lambda: KernelLibrary(("avx512_bf16",)))
+    monkeypatch.setattr(cpu_kernels, "compiles_quickly", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "left_out", left_out)
+
+
+@pytest.mark.usefixtures("usable")
+def test_kernels_are_used_where_they_read_the_keys_of_all_layers():
+    for name in ("auto", "float32", "half"):
+        found = with_kernels(UNDECIDED, CPU, CONFIG, name)
+        assert found == replace(UNDECIDED, cpu_kernels=name != "half")
+    assert with_kernels(UNDECIDED, GPU, CONFIG, "auto").cpu_kernels is False
+    assert with_kernels(UNDECIDED, CPU, CONFIG, "auto", devices=2).cpu_kernels is False
+
+
+@pytest.mark.usefixtures("usable")
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (CONFIG, {"kv_cache_dtype": "int8"}),
+        (CONFIG, {"tensor_parallel_size": 2}),
+        (CONFIG, {"pipeline_parallel_size": 2}),
+        (RANDOM["latent"], {}),
+    ],
+)
+def test_kernels_are_left_out_where_some_keys_are_left_to_xla(model: ModelConfig, options: dict):
+    assert with_kernels(replace(UNDECIDED, **options), CPU, model, "auto").cpu_kernels is False
+
+
+@pytest.mark.usefixtures("usable")
+def test_kernels_are_left_out_where_xla_has_better_ones(monkeypatch, capfd):
+    monkeypatch.setattr(cpu_kernels, "processor", lambda: "flags: avx2 avx512_bf16 amx_tile amx_bf16")
+    assert with_kernels(UNDECIDED, CPU, CONFIG, "auto").cpu_kernels is False
+    assert "without CPU kernels: XLA multiplies by AMX" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("usable")
+def test_a_process_whose_programs_compile_quickly_builds_no_kernels(monkeypatch):
+    monkeypatch.setattr(cpu_kernels, "compiles_quickly", compiles_quickly)
+    monkeypatch.delattr(cpu_kernels, "build_missing")
+    assert jax.config.values["jax_disable_most_optimizations"]  # as processes are that tests start
+    assert with_kernels(UNDECIDED, CPU, CONFIG, "auto").cpu_kernels is False
+
+
+@pytest.mark.usefixtures("usable")
+def test_an_engine_starts_without_kernels_that_cannot_be_built_and_says_why(monkeypatch, capfd):
+    def fail() -> None:
+        raise BuildError("there is no compiler")
+
+    monkeypatch.setattr(cpu_kernels, "build_missing", fail)
+    monkeypatch.setattr(cpu_kernels, "library", lambda: KernelLibrary((), "it was not built"))
+    with telling(True):
+        found = with_kernels(UNDECIDED, CPU, CONFIG, "auto")
+    assert found.cpu_kernels is False and kernels_refusal(found, CPU, CONFIG, "auto") == "it was not built"
+    assert "duetto: without CPU kernels: there is no compiler" in capfd.readouterr().err
+    with pytest.raises(ValueError, match="cpu_kernels=True is not allowed: there is no compiler"):
+        with_kernels(replace(UNDECIDED, cpu_kernels=True), CPU, CONFIG, "auto")
+
+
+@pytest.mark.usefixtures("usable")
+def test_what_an_engine_says_of_its_kernels():
+    """Why it has none, where the options ask for none too; nothing on accelerators."""
+    without = replace(UNDECIDED, cpu_kernels=False)
+    assert kernels_refusal(without, CPU, CONFIG, "auto") == cpu_kernels.NOT_ASKED
+    assert "they do not read" in kernels_refusal(without, CPU, CONFIG, "half")
+    assert kernels_refusal(replace(without, cpu_kernels=True), CPU, CONFIG, "auto") == ""
+    assert kernels_refusal(without, GPU, CONFIG, "auto") == ""
+
+
+def test_auto_is_the_checkpoints_dtype_where_kernels_multiply_it(monkeypatch):
+    kernels = {isa: KernelLibrary((isa,)) for isa in ("avx2", "avx512_bf16")}
+    found = {}
+    for isa, own in kernels.items():
+        monkeypatch.setattr(dtype, "library", lambda own=own: own)
+        for option in (True, False):
+            found[isa, option] = str(dtype.compute_dtype("auto", CPU, CONFIG, None, option))
+    assert found.pop(("avx512_bf16", True)) == "bfloat16"
+    assert set(found.values()) == {"float32"}
