@@ -1,27 +1,22 @@
-"""Each GPU and TPU that a plan knows compiles the kinds of layers, or refuses them by name before anything is
+"""Each GPU that a plan knows compiles the kinds of layers, or refuses them by name before anything is
 compiled."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 import pytest
 from cases.targets import SIZES, WORDS, found_target
 
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.gpus import gpu_of
 from duetto.model.recurrent.kinds import DeltaNet
-from duetto.model.sharding import device_bytes
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_and_read, plan_job
-from duetto.serve.planner.roofline.facts import facts
 from duetto.serve.planner.roofline.targets import CHIPS, GPUS, KINDS, find_target, known_target
 from duetto.serve.runtime.compiled.shapes import Shape
 
 # Those that differ in capability or in shared memory.
 CLASSES = "t4", "a100", "l4", "h200", "b200", "rtx5090"
-TPU_CLASSES = "v5e:1x1", "v6e:1x1", "tpu7x:1x1x1"
-TPU_CELLS = "decode", "decode in 8 bits", "prefill"
 TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
 NARROW, WIDE, PREFILL = Shape("decode", 8, 1), Shape("decode", 64, 1), Shape("prefill", 1, 512)
 DENSE, MIXTURE = Dense(1024), Experts(8, 2, 256)
@@ -91,19 +86,6 @@ def compiled_text(plan: EnginePlan, shape: Shape) -> str:
 def test_every_gpu_compiles_every_kind_of_layer(name: str, cell: Cell):
     text = compiled_text(plan_of(name, cell), cell.shape)
     assert text.count(TRITON) == (0 if name == "t4" else sum(cell.layers.values()))
-
-
-@pytest.mark.extras
-@pytest.mark.as_served
-@pytest.mark.parametrize("cell", [CELLS[name] for name in TPU_CELLS], ids=TPU_CELLS)
-@pytest.mark.parametrize("name", TPU_CLASSES)
-def test_every_tpu_compiles_every_kind_of_layer(name: str, cell: Cell):
-    """The whole cache is updated in place, and no pool is moved."""
-    plan = plan_of(name, cell)
-    arguments = abstract_arguments(plan)
-    found = facts(compile_and_read(plan, cell.shape, arguments)[0][0])
-    assert found.aliased_leaves == len(jax.tree.leaves((arguments.cache, arguments.slots)))
-    assert not [m for m in found.moved if m.bytes >= max(map(device_bytes, jax.tree.leaves(arguments.cache)))]
 
 
 @pytest.mark.extras
