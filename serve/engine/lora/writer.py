@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ....kvcache.stages import is_apart, stations
+from ....kvcache.stages import is_apart
 from ....model.config import Experts, ModelConfig
 from ....model.layers import Weight
 from ....model.pair import Params, target_of, with_target
@@ -85,9 +85,10 @@ class Writer:
     def __init__(self, params: Decoder):
         self.places = Places(places_in(params))
         self._programs: dict[Any, Any] = {}
-        stacks = stacks_of(params)
-        donate = () if stacks and stations(params) > 1 else (0,)
-        for stack, axis in (one for pair in stacks.values() for one in with_axes(pair)):
+        own = [one for pair in stacks_of(params).values() for one in with_axes(pair)]
+        groups = {frozenset(stack.sharding.device_set) for stack, _ in own if stack.sharding is not None}
+        donate = (0,) if len(groups) <= 1 else ()
+        for stack, axis in own:
             if kind(stack, axis) not in self._programs:
                 self._programs[kind(stack, axis)] = compiled(stack, axis, donate)
 

@@ -89,7 +89,7 @@ TPUS = {
     "v5e": Peaks(197e12, 197e12 / 6, 0.82e12, 200e9, 16 << 30),
     "v5p": Peaks(459e12, 459e12 / 6, 2.77e12, 600e9, 95 << 30),
     "v6e": Peaks(918e12, 918e12 / 6, 1.64e12, 448e9, 32 << 30),
-    "tpu7x": Peaks(1153e12, 1153e12 / 6, 3.69e12, 600e9, 96 << 30),  # half of a chip
+    "tpu7x": Peaks(1153e12, 1153e12 / 6, 3.69e12, 300e9, 96 << 30),  # half of a chip
 }
 SLICES = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x4", "tpu7x": "2x2x1"}  # for example; 1x1 is one chip
 HALVES = {"tpu7x": 2}  # devices of a chip, where it is not one
