@@ -314,7 +314,9 @@ def key_of(llm: LLM) -> str | None:
     return programs.key
 
 
-def test_a_start_with_refused_kernels_serves_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
+def test_a_start_with_refused_kernels_serves_the_same_tokens(
+    few_shapes: None, monkeypatch: pytest.MonkeyPatch
+):
     """Its programs are traced without them, under keys of their own."""
     with LLM(DRAFT, **OPTIONS) as llm:
         expected, key, first = tokens_of(llm), key_of(llm), llm.report()["kernels"]
