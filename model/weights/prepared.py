@@ -105,7 +105,7 @@ def in_lanes(params: T) -> T:
 
 def is_by_columns(embed: Any) -> bool:
     """True for a matrix that lies by columns on the one TPU that has it."""
-    if not isinstance(embed, jax.Array | jax.ShapeDtypeStruct) or embed.sharding is None:
+    if not isinstance(embed, jax.Array | jax.ShapeDtypeStruct) or embed.sharding is None or embed.ndim != 2:
         return False
     (V, D), devices = embed.shape, embed.sharding.device_set
     return len(devices) == 1 and is_tpu(next(iter(devices))) and D % LANES > 0 and V % LANES == 0
