@@ -176,6 +176,22 @@ def test_the_line_of_a_batch_job_has_the_answer_that_is_shown(tmp_path: Path):
     assert (tmp_path / "answers.jsonl").read_text() == answer
 
 
+def between(file: str, start: str, end: str) -> str:
+    """The text of a page between two others that it has."""
+    _, found, text = (ROOT / file).read_text().partition(start)
+    assert found and end in text
+    return text.partition(end)[0]
+
+
+def test_the_readme_names_the_examples_of_vllm_that_run():
+    """A row's path is an example, or a folder whose examples the second column names."""
+    page = between("docs/vllm.md", "## Examples that run", "One more needs")
+    rows = re.findall(r"^\| `(?:[^`]+/)?([^`/]*)` \| (.*)\|$", page, re.MULTILINE)
+    named = [name for path, rest in rows for name in ([path] if path else re.findall(r"`(\w+)`", rest))]
+    said = between("README.md", "with import and model changed:", "One needs a larger")
+    assert re.findall(r"`(\w+)`", said) == named and len(named) == 25
+
+
 def refused() -> list[str]:
     """What docs/vllm.md says of vLLM's examples to be refused."""
     page = (ROOT / "docs" / "vllm.md").read_text()
