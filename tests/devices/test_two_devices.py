@@ -188,9 +188,10 @@ def test_new_parameters_are_served_where_they_lie(tiny, mesh, alone):
             ValueError, match="update_params: embed lies in SingleDeviceSharding.*expected NamedSharding"
         ):
             llm.update_params(new.params)
+        compiled = llm.report()["compilations"]  # parameters that lie elsewhere are looked at too
         llm.update_params(params)
         assert first != generated(llm) == expected
-        assert pointers(llm.params) == before and llm.report()["compilations"] == 0
+        assert pointers(llm.params) == before and llm.report()["compilations"] == compiled
 
 
 @pytest.mark.usefixtures("greedy_only")
