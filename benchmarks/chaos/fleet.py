@@ -247,8 +247,8 @@ class Fleet:
 
     def _is_excused(self, client: Client) -> bool:
         """Return whether faults explain an error by the rules of the router: more losses than attempts, no
-        replica that was there all the time, or none with the weights that a stream began with. No other error
-        is ever excused."""
+        replica that was there all the time, too many requests for the replicas that were, or none with the
+        weights that a stream began with. No other error is ever excused."""
         felt = [
             strike.fault
             for strike in self.struck
@@ -257,14 +257,16 @@ class Fleet:
         failed = Counter(fault.machine for fault in felt if fault.kind in ("device", "device_read"))
         lost = [fault.machine for fault in felt if fault.kind in LOSSES]
         lost += [machine for machine, count in failed.items() if count >= MAX_FAILURES]
-        cuts = sum(fault.kind == "cut" for fault in felt)
+        cuts = [fault.machine for fault in felt if fault.kind == "cut"]
         match client.code:
             case "replica_lost" if client.error == str(OTHER_REALM):
-                return client.ask.stream and self._has_mixed(client) and bool(lost or cuts)
+                return client.ask.stream and self._has_mixed(client) and bool(lost + cuts)
             case "replica_lost":
-                return len(lost) + cuts > MOST_LOSSES
+                return len(lost + cuts) > MOST_LOSSES
             case "unavailable":
-                return {*lost} == {*range(len(self.replicas))}
+                return {*lost, *cuts} == {*range(len(self.replicas))}
+            case "too_many_requests":
+                return bool(lost + cuts)
         return False
 
     def _has_mixed(self, client: Client) -> bool:
