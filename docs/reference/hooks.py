@@ -19,7 +19,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
-WORD = re.compile(r"<code>([^\s<]{1,60})</code>")
+CODE = re.compile(r"<code>([^<\n]+)</code>")
+WORD = re.compile(r"(?<!\S)\S{1,60}(?!\S)")
 ASKED = re.compile(r"<!-- (help|fields): ([\w.]+) -->\n")
 
 
@@ -36,8 +37,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Marks code that is one word, which a browser would break behind a hyphen (`tables.css`)."""
-    return WORD.sub(r'<code class="word">\1</code>', html)
+    """Marks the words of code, which a browser would break behind a hyphen (`tables.css`)."""
+    marked = r'<span class="word">\g<0></span>'
+    return CODE.sub(lambda found: f"<code>{WORD.sub(marked, found[1])}</code>", html)
 
 
 def link(found: re.Match[str], at: Path, uri: str, repository: str) -> str:
