@@ -261,10 +261,8 @@ class Fleet:
         match client.code:
             case "replica_lost" if client.error == str(OTHER_REALM):
                 return client.ask.stream and self._has_mixed(client) and bool(lost + cuts)
-            case "replica_lost":
-                return len(lost + cuts) > MOST_LOSSES
-            case "unavailable":
-                return len({*lost}) + len(cuts) >= len(self.replicas)  # a cut parts any two machines
+            case "replica_lost" | "unavailable":  # a cut parts any two machines
+                return len(lost + cuts) > MOST_LOSSES or len({*lost}) + len(cuts) >= len(self.replicas)
             case "too_many_requests":
                 return bool(lost + cuts)
         return False
