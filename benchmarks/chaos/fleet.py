@@ -30,20 +30,12 @@ from duetto.serve.server.router.queue import PrefillPool, RequestQueue
 
 UNTIL, LIMIT = 1.5, 120.0  # seconds in which faults begin, and within which all ends
 CALM = 25.0  # seconds after which no fault is felt any more
-RECOVERY = (
-    4.0  # seconds for which a fault may be felt after its end: two failed health checks, and a good one
-)
+# Seconds for which a fault may be felt after its end: two failed health checks, and a good one.
+RECOVERY = 4.0
 REBOOT = 4.0  # seconds that a machine without power takes at least, longer than the router needs to miss it
 NUMBERS = 3  # weights
 MOST_LOSSES = 2  # that an answer bears: the router's attempts, less one
-LOSSES = (
-    "kill",
-    "power",
-    "old_disk",
-    "other_weights",
-    "cut_off",
-    "drain",
-)  # of a replica; "cut" of a connection
+LOSSES = ("kill", "power", "old_disk", "other_weights", "cut_off", "drain")  # of a replica
 
 
 @dataclass
