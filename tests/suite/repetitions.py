@@ -107,7 +107,7 @@ ROWS = {
     "test_notebooks.py": r"test_notebook_runs\[0[1234]|test_notebook_runs_with",
     "test_vllm_scripts.py": r".*\[(spec_decode_ngram|quantization|logprobs|prefix_caching|neutral_options)",
     "test_benchmarks.py": r"test_prefixes",
-    "test_gpu_benchmark.py": r"test_(every_part|a_part)",
+    "test_gpu_benchmark.py": r"test_(every_part|a_part|the_script)",
     # pages beyond the first answer, which start engines as users do
     "test_docs_blocks.py": r"test_python_runs.*\[(docs/(?!quickstart)|README)",
     # each kind of layer beside the latent one; a model with states beside the tiny one

@@ -16,6 +16,7 @@ import pytest
 from cases.packers import LLAMA_CASES, experts, llama_folder, mxfp4, projection, quantise, random_folder
 from cases.targets import compile_for
 from cases.weights import drawn
+from fakes.greedy import greedy_programs
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
@@ -103,6 +104,7 @@ def test_a_folder_is_quantised_while_it_is_loaded(folder: Path, params, scheme: 
     assert jax.tree.structure(shapes) == jax.tree.structure(found) and nbytes(shapes) == nbytes(found)
 
 
+@greedy_programs()
 def test_parameters_at_hand_are_quantised_and_stay_the_callers(few_shapes, params):
     with LLM.from_params(CONFIG, params, quantization="int8", **SMALL) as llm:
         assert equal(llm.params, quantize_params(params, "int8"))
@@ -127,6 +129,7 @@ def test_pages_of_another_precision_have_other_names(params):
 
 
 @pytest.mark.parametrize("case", ["fp8 blocks", "gptq asymmetric", "mxfp4"])
+@greedy_programs()
 def test_kept_codes_say_what_widened_ones_say(few_shapes, stored: dict[str, Path], case: str):
     with LLM(stored[case], dtype="float32", **SMALL) as llm:
         assert schemes(llm.params) == {{"f": "fp8", "g": "int4", "m": "fp4"}[case[0]]}

@@ -14,6 +14,7 @@ import pytest
 from cases.gpus import traced_for
 from cases.requests import SIZES
 from conftest import ROOT, Model
+from fakes.greedy import greedy_programs
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
@@ -120,6 +121,7 @@ def test_the_choices_of_a_t4_run(few_shapes):
     params = SamplingParams(temperature=0.0, max_tokens=8)
     with (
         traced_for("t4"),
+        greedy_programs(),
         LLM(DRAFT, dtype=chosen, **SIZES, background_compilation=False) as llm,
     ):
         found = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
@@ -160,6 +162,7 @@ def test_the_choice_is_told_and_only_where_it_is_one(gain, capfd, monkeypatch):
     assert capfd.readouterr().err.startswith("duetto: computing in bfloat16, ")
 
 
+@greedy_programs()
 def test_a_plan_and_a_report_say_what_a_start_chooses(gain, few_shapes):
     gain(FAST)
     options = EngineOptions(max_num_seqs=2, max_model_len=64)

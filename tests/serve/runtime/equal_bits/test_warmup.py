@@ -12,6 +12,7 @@ import pytest
 
 from duetto import LLM, SamplingParams
 from duetto.kvcache.tables import PageTables
+from duetto.serve.engine.startup import start
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Canonical, Shape
@@ -209,6 +210,14 @@ def test_settings_of_a_block_of_code_keep_threads_out(one_layer, early):
         assert llm.engine.warmup is None and not programs.missing
 
 
+@pytest.fixture
+def few_verifications(monkeypatch) -> None:
+    """Engines compile the two narrowest of four verifications."""
+    shapes_of = start.shapes_of
+    monkeypatch.setattr(start, "shapes_of", lambda *given: [s for s in shapes_of(*given) if s.packed <= 16])
+
+
+@pytest.mark.usefixtures("few_verifications")
 @pytest.mark.parametrize("broken", [set(), {"verify[16,4] of 16", "decode[16,1]"}])
 def test_speculation_begins_once_its_steps_are_known(one_layer, gate, warm, broken):
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
