@@ -83,7 +83,7 @@ def test_two_processes_serve_the_tokens_of_one(one_layer, tmp_path, oracle):
     backend_of().save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text('{"eos_token_id": 299}')  # where a grammar ends
     found = served(SMALL | {"model": str(folder)}, ends=True)
-    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     assert found["0"] == [[oracle(one_layer)(prompt, greedy)] for prompt in PROMPTS]
     assert found["preemptions"] and len(found["digits"]) == 6 and found["digits"].isdigit()
 
