@@ -13,7 +13,7 @@ from benchmarks.chaos.__main__ import main
 from benchmarks.chaos.planted import PLANTED, found_by, planted
 from benchmarks.chaos.run import run, shrunk
 
-SEEDS = 20
+SEEDS = 12
 WITHIN = 200  # seeds within which a planted fault is found
 
 

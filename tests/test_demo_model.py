@@ -5,7 +5,7 @@ import importlib
 import math
 import sysconfig
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -144,8 +144,8 @@ def test_perplexity_of_the_standard_library(demo: tuple, tokenizer: Tokenizer):
 def test_most_lines_after_def_parse(
     examples: SimpleNamespace, demo: tuple, tokenizer: Tokenizer, prompt: str
 ):
-    lines = examples.demo_sample.definitions(demo, tokenizer, prompt, count=40)
-    assert sum(map(examples.demo_sample.parses, lines)) > 20, lines
+    lines = examples.demo_sample.definitions(demo, tokenizer, prompt, count=20)
+    assert sum(map(examples.demo_sample.parses, lines)) > 10, lines
 
 
 def test_parses_tells_python_from_noise(examples: SimpleNamespace):
@@ -170,8 +170,11 @@ def test_cut_words_spell_the_same_text(examples: SimpleNamespace, tokenizer: Tok
     assert tokenizer.decode(cut.tolist()) == text
 
 
-def test_a_resumed_run_ends_with_the_same_weights(examples: SimpleNamespace, tmp_path: Path):
+def test_a_resumed_run_ends_with_the_same_weights(
+    examples: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     fit = examples.demo_fit
+    monkeypatch.setattr(fit, "make_step", cache(fit.make_step))  # traced once for all runs
     config = ModelConfig.uniform(64, 16, 32, 1, 2, 1, 8, tied_embeddings=True)
     recipe = fit.Recipe(config, (fit.Phase(4, 2, 8), fit.Phase(2, 2, 8)), 1e-2, evaluate_every=2)
     material = fit.Material(np.random.default_rng(0).integers(0, 64, 400).astype(np.int32))

@@ -10,17 +10,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 from cases.adapters import write
 from cases.documents import PAGES, ROOT, Block, blocks, commands, with_outputs
 from cases.models import TINY
+from cases.weights import drawn
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init
 from duetto.serve.cli.main import main, parse
 from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.options.keywords import engine_options
@@ -101,7 +100,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for seed, adapter in enumerate(("sql", "de")):
         write(tmp_path / adapter, demo, rank=4, seed=seed)
     asked = {"prompts": ["import "], "prompt": "import ", "answer_ids": [5, 6]}
-    own = {"config": TINY, "params": init(jax.random.key(0), decoder_spec(TINY))}
+    own = {"config": TINY, "params": drawn(decoder_spec(TINY))}
     return asked | own | {"train": lambda params, answers: params}
 
 

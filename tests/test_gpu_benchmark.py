@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.__main__ import PARTS, main
 
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 PEERS = {"peers"}  # in a process of their own, where Transformers is installed
@@ -57,18 +57,27 @@ def test_a_part_stands_alone_and_joins_the_figures(rehearsed: tuple[Path, str]):
     assert {row["part"] for row in rows[len(before) :]} == {"prefill"}
 
 
-def test_nothing_is_written_as_measured_without_a_gpu(tmp_path: Path):
-    earlier = tmp_path / "earlier.json"
-    earlier.write_text('{"about": {"dry": true}, "rows": []}')
+def test_the_script_ends_where_nothing_is_measured(tmp_path: Path):
     ran = run(str(tmp_path))
     assert ran.returncode == 2 and "is no NVIDIA GPU: nothing is measured" in ran.stderr
-    assert list(tmp_path.iterdir()) == [earlier]
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_figures_and_measured_ones_share_no_file(tmp_path: Path):
-    file = tmp_path / "measured.json"
-    file.write_text('{"about": {}, "rows": []}')
-    command = [sys.executable, "-m", "benchmarks.gpu", str(file), "--dry", "--parts", "steps"]
-    own = os.environ | {"JAX_PLATFORMS": "cpu"}
-    ran = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT, env=own)
-    assert ran.returncode == 2 and "the file has measured figures" in ran.stderr
+@pytest.mark.parametrize(
+    ("kept", "flags", "said"),
+    [
+        ('{"about": {"dry": true}, "rows": []}', [], "is no NVIDIA GPU: nothing is measured"),
+        ('{"about": {}, "rows": []}', ["--dry"], "the file has measured figures"),
+    ],
+    ids=["without a GPU", "dry figures"],
+)
+def test_what_is_no_measurement_is_not_written(
+    tmp_path: Path, monkeypatch, capsys, kept: str, flags: list[str], said: str
+):
+    """Neither anew, nor into a file of measured figures."""
+    (file := tmp_path / "figures.json").write_text(kept)
+    monkeypatch.setattr(sys, "argv", ["gpu", str(file), *flags, "--parts", "steps"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert said in capsys.readouterr().err
+    assert file.read_text() == kept and list(tmp_path.iterdir()) == [file]

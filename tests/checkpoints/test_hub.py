@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from cases.folders import decoder
 from cases.models import TINY
+from cases.requests import SIZES
 from conftest import ROOT
 from fakes.hub import Hub, Repository, serve
 from huggingface_hub import constants
@@ -37,8 +37,7 @@ USELESS = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A tiny model with the demo's tokenizer, and much that is not needed."""
     folder = tmp_path_factory.mktemp("tiny")
-    config = replace(TINY, layers=TINY.layers[:1])
-    save(folder, config, decoder(config), jnp.float32)
+    save(folder, TINY, decoder(TINY), jnp.float32)
     found = {f.name: f.read_bytes() for f in folder.iterdir()}
     demo = ROOT / "checkpoints" / "demo"
     found |= {name: (demo / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
@@ -169,8 +168,7 @@ def test_a_model_a_draft_and_a_tokenizer_by_their_ids(hub: Hub, tmp_path: Path):
 
 @pytest.mark.usefixtures("few_shapes")
 def test_an_id_is_served_and_its_texts_end(hub: Hub, tmp_path: Path):
-    sizes = {"max_num_seqs": 2, "max_prefill_tokens": 16, "max_model_len": 64, "reproducible": False}
-    with LLM("org/tiny", revision="v1", download_dir=tmp_path / "here", hf_token="x", **sizes) as llm:
+    with LLM("org/tiny", revision="v1", download_dir=tmp_path / "here", hf_token="x", **SIZES) as llm:
         assert llm.get_default_sampling_params() == SamplingParams(max_tokens=5)
         end = llm.get_tokenizer().eos_token_id  # no other file names it
         forced = [SamplingParams(temperature=0, max_tokens=4, logit_bias={i: 1000.0}) for i in (end, 9, 8)]

@@ -1,11 +1,13 @@
 """The head that guesses: its file, its guesses along chains and trees, and what the shipped one is worth."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.weights import drawn
 
 from duetto.checkpoints.heads import FILE, load_head, save_head
 from duetto.checkpoints.huggingface import load
@@ -14,7 +16,7 @@ from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
 from duetto.model.heads import Head, advance, head_spec
 from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
-from duetto.model.tree import init, nbytes
+from duetto.model.tree import is_spec, nbytes
 from duetto.sampling.guess_tree import guess_tree
 from duetto.sampling.token_tree import TokenTree
 
@@ -25,13 +27,8 @@ CONFIG = ModelConfig.uniform(V, D, 32, 1, 2, 2, 8)
 
 @pytest.fixture(scope="module")
 def tiny_head() -> tuple[Head, Decoder]:
-    return made()
-
-
-@jax.jit
-def made() -> tuple[Head, Decoder]:
-    head, params = init(jax.random.key(0), head_spec(D, 24)), init(jax.random.key(1), decoder_spec(CONFIG))
-    return jax.tree.map(lambda x: 5 * x, head), params
+    larger = jax.tree.map(lambda s: replace(s, scale=5 * s.scale), head_spec(D, 24), is_leaf=is_spec)
+    return drawn(larger), drawn(decoder_spec(CONFIG), seed=1)
 
 
 @jax.jit

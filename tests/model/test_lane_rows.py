@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 from cases.models import RANDOM
 from cases.targets import found_target
+from cases.weights import drawn
 from jax.sharding import SingleDeviceSharding
 
 from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, decoder_spec
-from duetto.model.tree import init
 from duetto.model.weights import prepared as forms
 from duetto.model.weights.prepared import LaneRows, in_lanes, prepared, prepared_as, unprepared
 from duetto.serve.planner.roofline.facts import facts
 
-CONFIG = replace(RANDOM["tiny"], vocab_size=384)  # of width 48
+CONFIG = replace(RANDOM["tiny"], vocab_size=384, layers=RANDOM["tiny"].layers[:1])  # of width 48
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "max_prefill_tokens": 32}
 
 
-def drawn(config: ModelConfig = CONFIG) -> Decoder:
-    return init(jax.random.key(0), decoder_spec(config), jnp.float32)
+def params_of(config: ModelConfig = CONFIG) -> Decoder:
+    return drawn(decoder_spec(config))
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rows_are_those_of_the_embedding(tpu: None):
-    params = drawn()
+    params = params_of()
     found = prepared(params, False).embed
     tokens = jnp.array([[3, 0], [383, 3]])
     assert isinstance(found, LaneRows) and found.array.shape == (384, 128)
@@ -48,7 +48,7 @@ def test_rows_are_those_of_the_embedding(tpu: None):
 
 
 def test_shapes_are_those_of_arrays(tpu: None):
-    params = drawn()
+    params = params_of()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
     found, real = in_lanes(shapes).embed, in_lanes(params).embed
     assert jax.tree.structure(found) == jax.tree.structure(real)
@@ -64,17 +64,19 @@ def test_shapes_are_those_of_arrays(tpu: None):
     ],
 )
 def test_others_stay_as_they_are(tpu: None, config: ModelConfig):
-    params = drawn(config)
+    params = params_of(config)
     assert prepared(params, False).embed is params.embed
 
 
 def test_other_devices_have_none():
-    params = drawn()
+    params = params_of()
     assert prepared(params, False).embed is params.embed
 
 
-def test_an_engine_serves_the_same_tokens_and_takes_other_weights(tpu: None, monkeypatch: pytest.MonkeyPatch):
-    params, asked = drawn(), SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
+def test_an_engine_serves_the_same_tokens_and_takes_other_weights(
+    tpu: None, few_shapes: None, monkeypatch: pytest.MonkeyPatch
+):
+    params, asked = params_of(), SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
     other = jax.tree.map(lambda x: x * 2, params)
 
     def answers(llm: LLM) -> list[Any]:

@@ -203,7 +203,7 @@ def test_the_stages_are_made_once_for_all_functions(monkeypatch):
 
 
 def test_shorter_lists_are_filled_up_and_kinds_are_the_defaults():
-    processors = processors_of(PROCESSORS, V, S)
+    processors = bound(*PROCESSORS)
     ban, ngram, _ = knobs_of(processors, {"banned": [3, 9], "ngram_size": 2})
     assert ban.values["banned"].tolist() == [3, 9] + [NONE] * 14 and ban.values["banned"].dtype == np.int32
     assert ban.asked and ngram.asked and int(ngram.values["ngram_size"]) == 2
@@ -227,7 +227,7 @@ def test_shorter_lists_are_filled_up_and_kinds_are_the_defaults():
 )
 def test_a_wrong_number_is_refused(extra, message):
     with pytest.raises(ValueError, match=message):
-        knobs_of(processors_of(PROCESSORS, V, S), SamplingParams(extra_args=extra).extra_args)
+        knobs_of(bound(*PROCESSORS), SamplingParams(extra_args=extra).extra_args)
 
 
 def test_without_processors_extra_arguments_are_refused():
@@ -242,12 +242,17 @@ def test_without_processors_extra_arguments_are_refused():
 # ---------------------------------------------------------------- in a batch
 
 
+@functools.cache
+def bound(*functions):
+    return processors_of(functions, V, S)
+
+
 class Rows:
     """Requests with a prompt and an output, each in a slot of its own. Other slots are empty: tests share
     programs."""
 
     def __init__(self, given, processors=PROCESSORS, slots=SLOTS, **more):
-        self.processors, self.slots = processors_of(processors, V, S), slots
+        self.processors, self.slots = bound(*processors), slots
         self.state = empty_state(slots, V, processors=self.processors, S=S)
         for slot, extra in enumerate(given):
             self.enter(slot, SamplingParams(**{"temperature": 0, "extra_args": extra} | more))
@@ -329,18 +334,25 @@ def test_banned_tokens_are_never_accepted_as_drafts():
     assert p[8] == p[9] == 0 and p[10] > 0.9
 
 
-@pytest.mark.parametrize("value", [jnp.inf, 3e38, -jnp.inf])
-def test_no_number_outweighs_a_mask(value):
+VALUES = np.inf, 3e38, -np.inf
+
+
+@logits_processor(which=0)
+def overwritten(logits, history, knobs):
+    return logits.at[:20].set(jnp.array(VALUES, jnp.float32)[knobs["which"]])
+
+
+@logits_processor(forced=0)
+def alone(logits, history, knobs):
+    return jnp.where(jnp.arange(V) == knobs["forced"], 0.0, -jnp.inf)
+
+
+def test_no_number_outweighs_a_mask():
     """A function may return anything: tokens that are not allowed stay out, the others are drawn from."""
-    own = lambda logits, history, knobs: logits.at[:20].set(value)
-    rows = Rows([None], [own], slots=1, allowed_token_ids=[3, 30], min_tokens=9)
-    assert rows.sample(falling(5, 30)[None]).tolist() == [3 if value > 0 else 30]
-
-
-def test_a_token_that_is_forced_does_not_outweigh_a_mask():
-    forced = lambda logits, history, knobs: jnp.where(jnp.arange(V) == 7, 0.0, -jnp.inf)
-    rows = Rows([None], [forced], slots=1, allowed_token_ids=[3, 30])
-    assert rows.sample(falling(5, 30)[None])[0] in (3, 30)
+    asked = [{"which": i} for i in range(len(VALUES))] + [{"forced": 7}]
+    rows = Rows(asked, [overwritten, alone], allowed_token_ids=[3, 30], min_tokens=9)
+    *found, forced = rows.sample(np.stack([falling(5, 30)] * 4)).tolist()
+    assert found == [3 if value > 0 else 30 for value in VALUES] and forced in (3, 30)
 
 
 def test_row_sums_in_a_fixed_order_pass_the_probe():

@@ -6,7 +6,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from conftest import ROOT, random_model
+from conftest import ROOT, Model, random_model
+from fakes.greedy import greedy_programs
 
 from duetto import LLM, SamplingParams
 from duetto.serve.cli.buckets import lengths_of
@@ -72,7 +73,8 @@ def tokens_of(llm: LLM, work: list[tuple[int, int]], **params) -> list[list[int]
 
 
 @pytest.mark.parametrize("longest, kinds", [(64, 2), (128, 3)])
-def test_a_rehearsal_takes_the_steps_that_an_engine_takes(longest: int, kinds: int):
+@greedy_programs()
+def test_a_rehearsal_takes_the_steps_that_an_engine_takes(one_layer: Model, longest: int, kinds: int):
     """Of an engine whose classes leave no shape out."""
     work, sizes = (
         [(5, 3), (130, 9), (70, 1), (64, 4), (200, 6), (3, 12)],
@@ -80,9 +82,8 @@ def test_a_rehearsal_takes_the_steps_that_an_engine_takes(longest: int, kinds: i
     )
     steps = list(rehearse(work, EngineOptions(**sizes)))
     assert sum(step.tokens for step in steps) == sum(p for p, _ in work)
-    model = random_model("tiny")
     with LLM.from_params(
-        model.config, model.params, reproducible=False, max_prefill_delay=0.0, **sizes
+        one_layer.config, one_layer.params, reproducible=False, max_prefill_delay=0.0, **sizes
     ) as llm:
         tokens_of(llm, work, temperature=0.0)
         taken = llm.report()["steps"]

@@ -48,7 +48,7 @@ def test_every_family_there_and_back(name, tmp_path):
         assert same_tensors(source, tmp_path / "b")
 
 
-def test_a_converted_folder_is_served_like_its_source(source, converted):
+def test_a_converted_folder_is_served_like_its_source(few_shapes, source, converted):
     with LLM(converted, **SIZES) as llm:
         assert same_params(llm.params, huggingface.load(source, "float32")[1])
         assert llm.config == huggingface.read_config(source)

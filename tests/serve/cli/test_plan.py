@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 from cases.targets import SMALL, small_job
+from fakes.greedy import greedy_programs
 from fakes.processes import Forked, script
 
 from duetto.model.pair import Pair, PairConfig
@@ -143,6 +144,7 @@ def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]):
     assert f"{params / 2**20:.1f} MiB" in shown
 
 
+@greedy_programs()
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]):
     flags = [
         "--max-num-seqs",
@@ -191,9 +193,10 @@ def test_the_memory_plan_is_what_a_run_takes(tmp_path: Path):
     assert seconds > 0
 
 
+@greedy_programs()
 def test_a_run_explains_its_programs():
     with LLM(DRAFT, max_num_seqs=8, max_model_len=128, max_prefill_tokens=64, compilation_cache=None) as llm:
-        llm.generate([[1, 2, 3]] * 2, SamplingParams(max_tokens=4), use_tqdm=False)
+        llm.generate([[1, 2, 3]] * 2, SamplingParams(temperature=0.0, max_tokens=4), use_tqdm=False)
         report = llm.report(explained=True)
         table = report["explained"].splitlines()
     assert list(report["step_seconds"]) == ["decode[8,1]", "prefill[2,32]"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.requests import SIZES
+from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, SamplingParams
 from duetto.serve.cli.main import main
@@ -16,15 +16,15 @@ from duetto.serve.llm.audit.facts import NEEDED
 @pytest.mark.usefixtures("few_shapes")
 def test_a_log_is_proved_or_what_was_altered_is_told(tmp_path, capsys):
     log = tmp_path / "log"
-    with LLM(audit_log=str(log), **SIZES) as llm:
+    with LLM(SMALLEST, audit_log=str(log), **SIZES) as llm:
         params = [SamplingParams(seed=i, max_tokens=8, logprobs=1) for i in range(3)]
         llm.generate(["def add(a, b):", "import ", "class A"], params, use_tqdm=False)
-    assert main(["verify", str(log), "--quiet"]) == 0
+    assert main(["verify", str(log), "--model", SMALLEST, "--quiet"]) == 0
     assert "3 of 3 requests have the same bits again" in capsys.readouterr().out
     lines = log.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b'"seed":', b'"seed":1')
     log.write_bytes(b"".join(lines))
-    assert main(["verify", str(log), "--quiet", "--json"]) == 1
+    assert main(["verify", str(log), "--model", SMALLEST, "--quiet", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["proved"] == 2 and [one["line"] for one in found["altered"]] == [3] and found["broken"]
 

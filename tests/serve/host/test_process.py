@@ -1,20 +1,30 @@
 import gc
+from collections.abc import Iterator
 
 import pytest
+from suite.quick import rarely_collected
 
 from duetto.serve.host import process
 
 
-@pytest.fixture
-def thawed():
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> Iterator[None]:
+    """Collections look at what these tests make, not at all that the process holds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    rarely_collected()
+
+
+@pytest.fixture(autouse=True)
+def callbacks_kept() -> Iterator[None]:
     callbacks = list(gc.callbacks)
     yield
     gc.callbacks[:] = callbacks
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize(("long", "lasts"), [(0.0, True), (float("inf"), False)])
-def test_what_outlives_a_long_collection_is_passed_over(thawed, monkeypatch, long, lasts):
+def test_what_outlives_a_long_collection_is_passed_over(monkeypatch, long, lasts):
     monkeypatch.setattr(process, "LONG", long)
     process.freeze_what_lasts()
     kept = [[] for _ in range(100)]
@@ -22,7 +32,7 @@ def test_what_outlives_a_long_collection_is_passed_over(thawed, monkeypatch, lon
     assert any(x is kept[0] for x in gc.get_objects()) == (not lasts)
 
 
-def test_what_is_there_at_the_start_is_passed_over(thawed):
+def test_what_is_there_at_the_start_is_passed_over():
     kept: list[list[int]] = [[]]
     process.freeze_what_lasts()
     assert not any(x is kept[0] for x in gc.get_objects())

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases.requests import SIZES
+from conftest import with_few_shapes
 
 from duetto import LLM, SamplingParams
 from duetto.model.pair import PairConfig
@@ -28,7 +29,8 @@ def usual(tiny):
 
 @pytest.fixture(scope="module")
 def whole(tiny):
-    with LLM.from_params(tiny.config, tiny.params, **SIZES, max_logprobs=-1) as llm:
+    options = SIZES | {"max_logprobs": -1}
+    with with_few_shapes(), LLM.from_params(tiny.config, tiny.params, **options) as llm:
         yield llm
 
 

@@ -124,10 +124,10 @@ def added(monkeypatch, early) -> Iterator[list[str]]:
             thread.join(600.0)
 
 
-def test_a_job_that_ends_first_compiles_only_what_it_began_with(tiny, added, monkeypatch):
+def test_a_job_that_ends_first_compiles_only_what_it_began_with(one_layer, added, monkeypatch):
     monkeypatch.setattr(executable_cache.Spent, "mean", 1e6)
     monkeypatch.setattr(needs, "GRACE", 1e6)
-    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+    with LLM.from_params(one_layer.config, one_layer.params, **SIZES) as llm:
         llm.expect(0)
         monkeypatch.setattr(needs, "GRACE", 0.0)
         outputs = llm.generate([[5, 6, 7]] * 16, ALIKE, use_tqdm=False)
@@ -145,28 +145,28 @@ def llm_missing(report: dict[str, Any]) -> set[str]:
     return {*prefills, "decode[8,1]", "decode[16,1]"} - report["compiled_at"].keys()
 
 
-def test_an_engine_without_an_end_in_sight_compiles_where_it_is_idle(tiny, added, monkeypatch):
+def test_an_engine_without_an_end_in_sight_compiles_where_it_is_idle(one_layer, added, monkeypatch):
     monkeypatch.setattr(executable_cache.Spent, "mean", 1e6)
     monkeypatch.setattr(needs, "GRACE", 1e6)
-    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+    with LLM.from_params(one_layer.config, one_layer.params, **SIZES) as llm:
         assert not llm.session.warm() and llm.engine.warmup is not None and not llm.engine.warmup.idle
         monkeypatch.setattr(needs, "GRACE", 0.0)
         assert not llm.session.warm() and llm.engine.warmup is not None and llm.engine.warmup.idle
 
 
-def test_the_first_program_beside_serving_is_one_that_the_steps_lack(tiny, added):
+def test_the_first_program_beside_serving_is_one_that_the_steps_lack(one_layer, added):
     """Two prompts a step, and so few rows of decode that the narrow program holds them."""
-    with LLM.from_params(tiny.config, tiny.params, **SIZES) as llm:
+    with LLM.from_params(one_layer.config, one_layer.params, **SIZES) as llm:
         llm.expect(0)
         while not added:
             llm.generate([[5, 6, 7]] * 8, ALIKE, use_tqdm=False)
     assert added[0] == "prefill[2,32]"
 
 
-def test_all_programs_are_compiled_where_a_grammar_waits_for_the_last(tiny, added, monkeypatch):
+def test_all_programs_are_compiled_where_a_grammar_waits_for_the_last(one_layer, added, monkeypatch):
     monkeypatch.setattr(executable_cache.Spent, "mean", 1e6)
     monkeypatch.setattr(needs, "GRACE", 1e6)
-    with LLM.from_params(tiny.config, tiny.params, **SIZES | {"max_prefill_tokens": 64}) as llm:
+    with LLM.from_params(one_layer.config, one_layer.params, **SIZES | {"max_prefill_tokens": 64}) as llm:
         programs: Any = llm.engine.programs
         missing = set(map(str, programs.missing))
         llm.engine._warm_later()

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from cases.packers import LLAMA_CASES, experts, llama_folder, mxfp4, projection, quantise, random_folder
 from cases.targets import compile_for
+from cases.weights import drawn
+from fakes.greedy import greedy_programs
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
@@ -61,9 +63,9 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def params():
-    specs = decoder_spec(CONFIG)
-    keys = iter(jax.random.split(jax.random.key(0), 99))
-    return jax.tree.map(lambda s: 0.3 * jax.random.normal(next(keys), s.shape), specs, is_leaf=is_spec)
+    return drawn(
+        jax.tree.map(lambda s: replace(s, mean=0.0, scale=0.3), decoder_spec(CONFIG), is_leaf=is_spec)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +104,8 @@ def test_a_folder_is_quantised_while_it_is_loaded(folder: Path, params, scheme: 
     assert jax.tree.structure(shapes) == jax.tree.structure(found) and nbytes(shapes) == nbytes(found)
 
 
-def test_parameters_at_hand_are_quantised_and_stay_the_callers(params):
+@greedy_programs()
+def test_parameters_at_hand_are_quantised_and_stay_the_callers(few_shapes, params):
     with LLM.from_params(CONFIG, params, quantization="int8", **SMALL) as llm:
         assert equal(llm.params, quantize_params(params, "int8"))
         first = tokens(llm)
@@ -126,7 +129,8 @@ def test_pages_of_another_precision_have_other_names(params):
 
 
 @pytest.mark.parametrize("case", ["fp8 blocks", "gptq asymmetric", "mxfp4"])
-def test_kept_codes_say_what_widened_ones_say(stored: dict[str, Path], case: str):
+@greedy_programs()
+def test_kept_codes_say_what_widened_ones_say(few_shapes, stored: dict[str, Path], case: str):
     with LLM(stored[case], dtype="float32", **SMALL) as llm:
         assert schemes(llm.params) == {{"f": "fp8", "g": "int4", "m": "fp4"}[case[0]]}
         kept, codes = tokens(llm), llm.params

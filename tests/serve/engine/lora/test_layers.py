@@ -115,7 +115,8 @@ def test_grouped_products_of_experts_have_each_rows_adapter():
     }
     x, chosen = drawn_as(6, D), jnp.array([[0, 1], [1, 2], [3, 1], [0, 3], [1, 0], [2, 0]], jnp.int32)
     f = FFN(**weights)
-    tiles, grouped = by_tiles(f, c, x, chosen, 2), by_ragged_products(f, c, x, chosen)
+    tiled, ragged = jax.jit(by_tiles, static_argnums=(1, 4)), jax.jit(by_ragged_products, static_argnums=1)
+    tiles, grouped = tiled(f, c, x, chosen, 2), ragged(f, c, x, chosen)
     np.testing.assert_allclose(tiles, grouped, rtol=1e-4, atol=1e-3)
     for row, place in enumerate(owner.tolist()):
         own = {
@@ -123,7 +124,7 @@ def test_grouped_products_of_experts_have_each_rows_adapter():
             for name, w in weights.items()
         }
         rows = slice(2 * row, 2 * row + 2)
-        wanted = by_tiles(FFN(**own), c, x[rows], chosen[rows], 2)
+        wanted = tiled(FFN(**own), c, x[rows], chosen[rows], 2)
         np.testing.assert_allclose(tiles[rows], wanted, rtol=1e-3, atol=1e-2)
 
 
@@ -156,5 +157,6 @@ def test_terms_equal_weights_that_they_are_merged_into(name):
     found = equal_scores(MANY + 5)
     for path in adapter.terms:
         a, b = stacks_of(whole)[path]
-        less = with_owners(adapted(whole, stacks_of(whole) | {path: (a, 0 * b)}), np.zeros(1, np.int32))
+        none = jax.device_put(np.zeros(b.shape, b.dtype))
+        less = with_owners(adapted(whole, stacks_of(whole) | {path: (a, none)}), np.zeros(1, np.int32))
         assert (scores(less, tokens, MANY + 5) != found).any(), path

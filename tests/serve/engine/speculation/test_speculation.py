@@ -8,12 +8,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from cases.weights import drawn
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.checkpoints.huggingface import CheckpointError, save
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init
 from duetto.serve.options.keywords import engine_options
 
 pytestmark = pytest.mark.as_served
@@ -124,7 +124,7 @@ def test_what_is_refused_before_a_model_is_read(options, message):
 
 def test_a_guide_that_does_not_fit_is_refused(tmp_path):
     other = ModelConfig.uniform(7, 16, 24, 1, 2, 1, 8, max_position=32)
-    save(tmp_path / "other", other, init(jax.random.key(1), decoder_spec(other)))
+    save(tmp_path / "other", other, drawn(decoder_spec(other)))
     with pytest.raises(ValueError, match="vocabulary of 7, the model that it drafts for one of 2048"):
         LLM(speculative_config={"method": "draft_model", "model": str(tmp_path / "other")})
     with pytest.raises(CheckpointError, match="nowhere"):

@@ -14,6 +14,7 @@ import pytest
 from cases.gpus import traced_for
 from cases.requests import SIZES
 from conftest import ROOT, Model
+from fakes.greedy import greedy_programs
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
@@ -22,7 +23,7 @@ from duetto.model.config import ModelConfig
 from duetto.serve.cli.convert import convert
 from duetto.serve.engine.startup import dtype, trial
 from duetto.serve.engine.startup.dtype import compute_dtype
-from duetto.serve.engine.startup.folder import DEMO, load_folder
+from duetto.serve.engine.startup.folder import load_folder
 from duetto.serve.host import progress
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import plan_job
@@ -112,7 +113,7 @@ def test_a_cache_in_e4m3_is_refused_by_name_where_it_cannot_be_converted():
         dtype.check_cache(EngineOptions(kv_cache_dtype=kept), a100)
 
 
-def test_the_choices_of_a_t4_run():
+def test_the_choices_of_a_t4_run(few_shapes):
     """No kernel, float16: a model answers as in float32, but for ties."""
     config = read_config(DRAFT)
     chosen = compute_dtype("auto", T4, config, DRAFT)
@@ -120,6 +121,7 @@ def test_the_choices_of_a_t4_run():
     params = SamplingParams(temperature=0.0, max_tokens=8)
     with (
         traced_for("t4"),
+        greedy_programs(),
         LLM(DRAFT, dtype=chosen, **SIZES, background_compilation=False) as llm,
     ):
         found = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
@@ -144,23 +146,24 @@ def test_the_stored_weights_decide_where_the_configuration_does_not(tiny: Model,
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 def test_a_converted_folder_has_the_dtype_that_it_was_converted_to(tmp_path: Path, gain, stored: str):
     gain(FAST)
-    convert(DEMO, tmp_path / "there", dtype=stored)
+    convert(DRAFT, tmp_path / "there", dtype=stored)
     assert compute_dtype("auto", CPU, SMALL, tmp_path / "there") == stored
 
 
 def test_the_choice_is_told_and_only_where_it_is_one(gain, capfd, monkeypatch):
     monkeypatch.setattr(progress, "PATIENCE", 600.0)
-    load_folder(DEMO, "auto")
+    load_folder(DRAFT, "auto")
     gain(FAST)
-    load_folder(DEMO, "bfloat16")
+    load_folder(DRAFT, "bfloat16")
     with progress.telling(False):
-        load_folder(DEMO, "auto")
+        load_folder(DRAFT, "auto")
     assert capfd.readouterr().err == ""
-    load_folder(DEMO, "auto")
+    load_folder(DRAFT, "auto")
     assert capfd.readouterr().err.startswith("duetto: computing in bfloat16, ")
 
 
-def test_a_plan_and_a_report_say_what_a_start_chooses(gain):
+@greedy_programs()
+def test_a_plan_and_a_report_say_what_a_start_chooses(gain, few_shapes):
     gain(FAST)
     options = EngineOptions(max_num_seqs=2, max_model_len=64)
     assert plan_job(None, "135m", "auto", options, here(), None).dtype == "bfloat16"
@@ -201,5 +204,6 @@ def test_what_is_measured_has_a_models_width_and_fits_in_memory():
         assert 0 < 2 * layers.width * layers.inner * layers.number <= trial.MOST
 
 
-def test_products_are_timed():
+def test_products_are_timed(monkeypatch):
+    monkeypatch.setattr(trial, "LONGEST", trial.LEAST)
     assert trial.measured(jax.local_devices()[0], trial.Layers.of(SMALL)) > 0

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.weights import drawn, logits
+from fakes.greedy import greedy_programs
 from flax import nnx
 
 from duetto import LLM, SamplingParams
@@ -175,7 +176,8 @@ def pointers(tree) -> list[int]:
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
 
 
-def test_parameters_are_served_where_they_lie(theirs):
+@greedy_programs()
+def test_parameters_are_served_where_they_lie(few_shapes, theirs):
     """Not one is copied: not when the engine starts, not in generating, and not with new parameters."""
     params = params_from_state(CONFIG, state_of(theirs), NAMES)
     before = pointers(params)

@@ -17,13 +17,12 @@ from duetto.serve.jobs.batch.journal import about_and_answer
 LINES = 160
 
 
-@pytest.fixture
-def source(tmp_path) -> Path:
+def source_in(folder: Path, lines: int = LINES) -> Path:
     """An input of lines of both formats, greedy and sampled, short and long, some of them wrong."""
-    path = tmp_path / "in.jsonl"
+    path = folder / "in.jsonl"
     prompts = ["def read(path):\n", "class Stack:\n", "import os\n", "for name in ", "    return ", "try:\n"]
     with open(path, "w") as file:
-        for i in range(LINES):
+        for i in range(lines):
             fields = {"prompt": prompts[i % 6], "max_tokens": 4 + 7 * i % 40, "temperature": i % 3 * 0.5}
             if i % 5 == 0:
                 fields = {"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": fields}
@@ -57,13 +56,14 @@ def answered(journal: Path) -> list[int]:
     return [record[0]["index"] for record in records if record is not None]
 
 
-@pytest.mark.parametrize("times", [3, 20])
-def test_a_job_killed_again_and_again_ends_with_the_same_bytes(source, times):
+@pytest.mark.parametrize(("times", "lines"), [(3, 60), (20, LINES)], ids=["3", "20"])
+def test_a_job_killed_again_and_again_ends_with_the_same_bytes(tmp_path, times, lines):
+    source = source_in(tmp_path, lines)
     whole, out = source.with_name("whole.jsonl"), source.with_name("out.jsonl")
     journal, report = (out.with_name(out.name + end) for end in (".journal", ".report.json"))
     assert Forked(command, *arguments(source, whole), heard=[], more=STRICT).wait() == 0
     expected = whole.read_bytes()
-    assert expected.count(b"\n") == LINES
+    assert expected.count(b"\n") == lines
 
     chance, kills, before = random.Random(7), 0, set()
     while kills < times:
@@ -82,7 +82,7 @@ def test_a_job_killed_again_and_again_ends_with_the_same_bytes(source, times):
             report.unlink()
     assert Forked(command, *arguments(source, out), heard=[], more=STRICT).wait() == 0
     assert out.read_bytes() == expected and not journal.exists()
-    assert json.loads(report.read_bytes())["output"]["lines"] == LINES
+    assert json.loads(report.read_bytes())["output"]["lines"] == lines
 
 
 INTERRUPTED = """
@@ -107,7 +107,8 @@ raise SystemExit(main())
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_command_says_so_by_its_exit_code(source, signum, code):
+def test_an_interrupted_command_says_so_by_its_exit_code(tmp_path, signum, code):
+    source = source_in(tmp_path)
     out = source.with_name("out.jsonl")
     journal = out.with_name(out.name + ".journal")
     (program := source.with_name("program.py")).write_text(INTERRUPTED)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases.requests import SIZES
+from cases.requests import SIZES, SMALLEST
 
 from duetto import SamplingParams
 from duetto.ray import ERROR, Predictor, ProcessorConfig, finished
@@ -23,7 +23,8 @@ class Frame(dict):
 @pytest.fixture(scope="module")
 def predictor() -> Iterator[Predictor]:
     given = {"max_tokens": 6, "ignore_eos": True}
-    made = Predictor(ProcessorConfig(engine_kwargs=OWN, sampling_params=given, should_continue_on_error=True))
+    config = ProcessorConfig(SMALLEST, OWN, sampling_params=given, should_continue_on_error=True)
+    made = Predictor(config)
     yield made
     made._llm.close()
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases.requests import GREEDY, PARAMS, PROMPTS, SEEDED, SIZES, exact
+from conftest import with_few_shapes
 
 from duetto import LLM, SamplingParams
 from duetto.serve.host.append_log import AppendLog
@@ -42,7 +43,7 @@ def served(tiny, tmp_path_factory) -> Iterator[tuple[Path, dict[str, Any]]]:
     doubled = jax.tree.map(lambda x: x * jnp.asarray(1.25, x.dtype), tiny.params)
     told: dict[str, Any] = {}
     options = SIZES | {"max_model_len": 128, "max_batched_token_mem": 128, "max_num_seqs": 4}
-    with LLM.from_params(tiny.config, tiny.params, audit_log=str(log), **options) as llm:
+    with with_few_shapes(), LLM.from_params(tiny.config, tiny.params, audit_log=str(log), **options) as llm:
         texts, params = [text for text, _ in MANY], [p for _, p in MANY]
         told["first"] = llm.generate(texts, params, use_tqdm=False)
         told["preemptions"] = llm.report()["preemptions"]

@@ -4,12 +4,13 @@ took."""
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import jax
 import pytest
 from cases.models import TINY as TWO
+from cases.weights import drawn
+from fakes.greedy import greedy_programs
 
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import abstract, init
+from duetto.model.tree import abstract
 from duetto.sampling.params import SamplingParams
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.request import Request, RequestTimes
@@ -75,7 +76,8 @@ def real() -> Iterator[tuple[Engine, EngineOptions]]:
         max_num_seqs=4, page_size=16, max_model_len=160, max_prefill_tokens=64, max_batched_token_mem=320,
         reproducible=False, background_compilation=False,
     )  # fmt: skip
-    engine = start_engine(TINY, init(jax.random.key(0), decoder_spec(TINY), "float32"), options)
+    with greedy_programs():
+        engine = start_engine(TINY, drawn(decoder_spec(TINY)), options)
     yield engine, options
     engine.close()
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import Model
+from fakes.greedy import greedy_programs
 from jax.experimental.compilation_cache import compilation_cache
 
 from duetto import LLM, SamplingParams
@@ -45,7 +46,7 @@ def settings_kept() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def own_programs(programs_shared: None) -> Iterator[None]:
     """Engines read their programs from the folder: none is shared within the process."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, greedy_programs():
         patch.setattr(start, "Programs", programs.Programs)
         yield
 

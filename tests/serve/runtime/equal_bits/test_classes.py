@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from conftest import Model
+from fakes.greedy import greedy_programs
 
 from duetto import LLM
 from duetto.kvcache.pages import KVCache
@@ -48,9 +49,10 @@ def test_a_large_model_is_probed_with_one():
     assert finish(Rounded(jnp.zeros((128, 1, 1, 128), jnp.bfloat16), 1).agrees(OTHER))
 
 
-def test_prefills_of_more_rows_than_slots_serve(tiny: Model):
+@greedy_programs()
+def test_prefills_of_more_rows_than_slots_serve(one_layer: Model):
     sizes = {"max_num_seqs": 1, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16}
-    with LLM.from_params(tiny.config, tiny.params, **sizes) as llm:
+    with LLM.from_params(one_layer.config, one_layer.params, **sizes) as llm:
         assert Shape("prefill", 2, 32) in llm.engine.classes.prefill
 
 

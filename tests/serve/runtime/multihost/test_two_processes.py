@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from cases.text.letters import backend_of
-from conftest import Model, random_model
+from conftest import Model
 from fakes.processes import Forked, script
+from fakes.processes import command as duetto
 
 from duetto import SamplingParams
 from duetto.checkpoints.huggingface import save
@@ -59,12 +60,6 @@ def stored(model: Model, folder: Path) -> Path:
     return folder
 
 
-def one_layer(model: Model) -> Model:
-    """A model cut to its first layer: three processes compile it."""
-    config = replace(model.config, layers=model.config.layers[:1])
-    return replace(model, config=config, params=replace(model.params, layers=model.params.layers[:1]))
-
-
 def served(options: dict[str, Any], ends: bool) -> dict[str, Any]:
     """What two processes give, which is what one with two devices gives, to the last draw."""
     own = finished(start(options, devices=2))
@@ -82,15 +77,14 @@ def served(options: dict[str, Any], ends: bool) -> dict[str, Any]:
     return found
 
 
-def test_two_processes_serve_the_tokens_of_one(tmp_path, oracle):
+def test_two_processes_serve_the_tokens_of_one(one_layer, tmp_path, oracle):
     """Under the contract and through preemptions; greedy ones are one device's too."""
-    model = one_layer(random_model("tiny"))
-    folder = stored(model, tmp_path / "model")
+    folder = stored(one_layer, tmp_path / "model")
     backend_of().save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text('{"eos_token_id": 299}')  # where a grammar ends
     found = served(SMALL | {"model": str(folder)}, ends=True)
-    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    assert found["0"] == [[oracle(model)(prompt, greedy)] for prompt in PROMPTS]
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    assert found["0"] == [[oracle(one_layer)(prompt, greedy)] for prompt in PROMPTS]
     assert found["preemptions"] and len(found["digits"]) == 6 and found["digits"].isdigit()
 
 
@@ -106,18 +100,17 @@ def test_experts_over_two_processes(others: dict[str, Any], tmp_path):
     served(options | {"enable_expert_parallel": True, "reproducible": False} | others, ends=False)
 
 
-def test_processes_that_would_not_run_the_same_are_refused(tmp_path):
-    options = SMALL | {"model": str(stored(random_model("tiny"), tmp_path / "model"))}
+def test_processes_that_would_not_run_the_same_are_refused(one_layer, tmp_path):
+    options = SMALL | {"model": str(stored(one_layer, tmp_path / "model"))}
     ranks = of_group(options, page_size=32)
     assert [code for code, *_ in ranks] == [1, 1]
     assert all("page_size is 32 in rank 1 and 16 in rank 0" in err for *_, err in ranks)
 
 
-def test_other_weights_are_refused(tmp_path):
+def test_other_weights_are_refused(one_layer, tmp_path):
     """Also those that no device has whole."""
-    tiny = random_model("tiny")
-    ours, theirs = stored(tiny, tmp_path / "a"), tmp_path / "b"
-    save(theirs, tiny.config, replace(tiny.params, embed=tiny.params.embed + 1))
+    ours, theirs = stored(one_layer, tmp_path / "a"), tmp_path / "b"
+    save(theirs, one_layer.config, replace(one_layer.params, embed=one_layer.params.embed + 1))
     ranks = of_group(SMALL | {"model": str(ours)}, model=str(theirs))
     assert ranks[0][0] == 1 and "files of the model of rank 1 are others than of rank 0" in ranks[0][2]
     assert ranks[1][0] in (0, 1) and "Traceback" not in ranks[1][2]  # nobody could take it up there
@@ -134,7 +127,7 @@ FLAGS = [
 class Command:
     """`duetto batch` in two processes, and what it said."""
 
-    def __init__(self, folder: Path, lines: int):
+    def __init__(self, model: Model, folder: Path, lines: int):
         self.folder, self.out, self.log = folder, folder / "out.jsonl", folder / "log"
         self.journal = folder / "out.jsonl.journal"
         source, requests = folder / "in.jsonl", random.Random(1)
@@ -144,11 +137,14 @@ class Command:
                 file.write(
                     json.dumps({"prompt": prompt, "max_tokens": 30, "temperature": i % 2 * 0.8}) + "\n"
                 )
-        stored(random_model("tiny"), folder / "model")
+        stored(model, folder / "model")
+
+    def words(self, out: Path) -> list[str]:
+        given = [str(self.folder / "in.jsonl"), str(out), "--model", str(self.folder / "model")]
+        return ["batch", *given, *FLAGS]
 
     def start(self, out: Path, *more: str) -> subprocess.Popen[Any]:
-        words = ["batch", str(self.folder / "in.jsonl"), str(out), "--model", str(self.folder / "model")]
-        command = [sys.executable, "-m", "duetto", *words, *FLAGS, *more]
+        command = [sys.executable, "-m", "duetto", *self.words(out), *more]
         with open(self.log, "w") as log:
             return subprocess.Popen(
                 command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=log, stderr=log
@@ -168,7 +164,7 @@ class Command:
         return self.journal.stat().st_size if self.journal.exists() else 0
 
 
-def children(process: subprocess.Popen[Any]) -> list[int]:
+def children(process: subprocess.Popen[Any] | Forked) -> list[int]:
     """The ranks that a command has started, by their numbers."""
     found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False)
     return sorted(map(int, found.stdout.split()))
@@ -201,8 +197,8 @@ def kill_in_turn(process: subprocess.Popen[Any], command: Command, kills: int) -
 @pytest.mark.parametrize(
     "lines, kills", [(12, 2), pytest.param(120, 20, marks=pytest.mark.minutes)], ids=["two", "twenty"]
 )
-def test_a_batch_whose_ranks_are_killed_ends_with_the_same_bytes(lines: int, kills: int, tmp_path):
-    command = Command(tmp_path, lines)
+def test_a_batch_whose_ranks_are_killed_ends_with_the_same_bytes(one_layer, lines: int, kills: int, tmp_path):
+    command = Command(one_layer, tmp_path, lines)
     expected = command.answered(tmp_path / "whole.jsonl")
     assert expected.count(b"\n") == lines
     process = command.start(command.out)
@@ -212,9 +208,9 @@ def test_a_batch_whose_ranks_are_killed_ends_with_the_same_bytes(lines: int, kil
     assert command.log.read_text().count("the processes start again") == kills
 
 
-def test_what_the_ranks_refuse_ends_the_command(tmp_path):
+def test_what_the_ranks_refuse_ends_the_command(one_layer, tmp_path):
     """A usage error, and a batch that cannot be written, are said once and not tried again."""
-    command = Command(tmp_path, 2)
+    command = Command(one_layer, tmp_path, 2)
     assert command.ended(command.start(tmp_path / "out", "--page-size", "48")) == 1
     said = command.log.read_text()
     assert "page_size" in said and "start again" not in said
@@ -225,11 +221,11 @@ def test_what_the_ranks_refuse_ends_the_command(tmp_path):
     assert (tmp_path / "there").read_text() == "somebody's"
 
 
-def test_ranks_end_with_the_command(tmp_path):
-    command = Command(tmp_path, 40)
-    process = command.start(command.out)
+def test_ranks_end_with_the_command(one_layer, tmp_path):
+    command = Command(one_layer, tmp_path, 40)
+    process = Forked(duetto, *command.words(command.out), heard=())
     while not (ranks := children(process)) or command.size() == 0:
-        assert process.poll() is None, command.log.read_text()
+        assert process.poll() is None
         time.sleep(0.05)
     process.kill()
     process.wait()
@@ -261,9 +257,9 @@ with LLM(
 
 
 @pytest.mark.parametrize(("gains", "chosen"), [((2.0, 0.5), "bfloat16"), ((0.5, 2.0), "float32")])
-def test_rank_0_chooses_the_dtype_of_all(gains: tuple[float, float], chosen: str, tmp_path):
+def test_rank_0_chooses_the_dtype_of_all(one_layer, gains: tuple[float, float], chosen: str, tmp_path):
     """Whatever the other measures of its own machine."""
-    save(tmp_path, (tiny := random_model("tiny")).config, tiny.params, "bfloat16")
+    save(tmp_path, one_layer.config, one_layer.params, "bfloat16")
     (tmp_path / "rank.py").write_text(MEASURING)
     given = str(free_port()), str(tmp_path)
     ranks = [

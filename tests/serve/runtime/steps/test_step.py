@@ -15,8 +15,6 @@ from duetto.serve.runtime.steps import step
 from duetto.serve.runtime.steps.scoring import NEVER
 from duetto.serve.runtime.steps.step import Seat, decode, empty_slots, prefill, seat, verify
 
-pytestmark = pytest.mark.as_served
-
 PROMPT = np.random.default_rng(5).integers(3, 300, 20).astype(np.int32)
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 SEEDED = SamplingParams(temperature=0.9, frequency_penalty=0.5, logprobs=0)
@@ -83,11 +81,11 @@ def plain(model, params, count, **limits):
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("right", [0, 1, 2, 3])
-def test_verify_emits_what_decode_would(tiny, params, right):
+def test_verify_emits_what_decode_would(one_layer, params, right):
     """Guesses that are right are kept, and the sample after the last right one comes on top."""
-    want = plain(tiny, params, 6)
+    want = plain(one_layer, params, 6)
     guesses = [t if i < right else (t + 1) % 300 for i, t in enumerate(want[1:4])]
-    device = Device(tiny, params)
+    device = Device(one_layer, params)
     device.prompt()
     emitted, _ = device.run(verify, [-1, *guesses])
     assert emitted == want[1 : right + 2]
@@ -96,20 +94,20 @@ def test_verify_emits_what_decode_would(tiny, params, right):
     assert after == [want[right + 2]], "a wrong guess has left something behind"
 
 
-def test_verify_takes_shorter_guesses_in_the_same_shape(tiny):
-    want = plain(tiny, GREEDY, 4)
-    device = Device(tiny, GREEDY)
+def test_verify_takes_shorter_guesses_in_the_same_shape(one_layer):
+    want = plain(one_layer, GREEDY, 4)
+    device = Device(one_layer, GREEDY)
     device.prompt()
     emitted, _ = device.run(verify, [-1, want[1], 0, 0], count=2)
     assert emitted == want[1:3]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_places_without_a_token_need_not_be_computed(tiny, params):
+def test_places_without_a_token_need_not_be_computed(one_layer, params):
     """Three of eight places hold a token; in any order among the rows that are computed."""
-    want = plain(tiny, params, 5)
+    want = plain(one_layer, params, 5)
     for packed in ([0, 1, 2, 8], [8, 2, 0, 1, 8]):
-        device = Device(tiny, params)
+        device = Device(one_layer, params)
         device.prompt()
         emitted, _ = device.run(verify, [-1, *want[1:3], 0], count=3, packed=packed)
         assert emitted == want[1:4]
@@ -118,9 +116,9 @@ def test_places_without_a_token_need_not_be_computed(tiny, params):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-def test_several_steps_in_one_dispatch(tiny, params):
-    want = plain(tiny, params, 9)
-    device = Device(tiny, params)
+def test_several_steps_in_one_dispatch(one_layer, params):
+    want = plain(one_layer, params, 9)
+    device = Device(one_layer, params)
     found = device.prompt()
     for _ in range(2):
         tokens, logprobs = device.run(decode, [-1] * 4)
@@ -130,15 +128,15 @@ def test_several_steps_in_one_dispatch(tiny, params):
     assert found == want
 
 
-def test_decode_replays_the_tokens_it_is_given(tiny):
+def test_decode_replays_the_tokens_it_is_given(one_layer):
     """As for a preempted request: known tokens are fed, nothing is emitted for them, then sampling goes
     on."""
-    want = plain(tiny, SEEDED, 8)
-    device = Device(tiny, SEEDED)
+    want = plain(one_layer, SEEDED, 8)
+    device = Device(one_layer, SEEDED)
     knobs = knobs_row(
         SamplingParams(temperature=0.9, logprobs=0), seed=9, stop_ids=(), prompt_len=len(PROMPT)
     )
-    free = plain(tiny, SamplingParams(temperature=0.9, logprobs=0), 8)
+    free = plain(one_layer, SamplingParams(temperature=0.9, logprobs=0), 8)
     new = Seat(jnp.int32(len(PROMPT) + 3), jnp.int32(100), jnp.int32(NEVER), knobs)
     device.slots = seated(device.slots, jnp.int32(SLOT), new)
     assert device.prompt() == []
@@ -147,16 +145,16 @@ def test_decode_replays_the_tokens_it_is_given(tiny):
     assert want[:1] == free[:1]
 
 
-def test_stop_ids_and_the_end_stop_on_the_device(tiny):
-    want = plain(tiny, GREEDY, 8)
+def test_stop_ids_and_the_end_stop_on_the_device(one_layer):
+    want = plain(one_layer, GREEDY, 8)
     stop = next(t for i, t in enumerate(want) if i >= 2 and t not in want[:i])
-    device = Device(tiny, GREEDY, stop_ids=(stop,))
+    device = Device(one_layer, GREEDY, stop_ids=(stop,))
     found = device.prompt()
     for _ in range(2):
         found += device.run(decode, [-1] * 4)[0]
         device.length += 4
     assert found == want[: want.index(stop) + 1]
-    ended = Device(tiny, GREEDY, end=len(PROMPT) + 3)
+    ended = Device(one_layer, GREEDY, end=len(PROMPT) + 3)
     found = ended.prompt()
     found += ended.run(decode, [-1] * 4)[0]
     assert found == want[:3]
@@ -164,7 +162,7 @@ def test_stop_ids_and_the_end_stop_on_the_device(tiny):
 
 
 @pytest.mark.parametrize("tokens, logits", [(1, 8), (16, 8), (64, 8)])
-def test_rows_of_a_step_that_get_logits(tiny, monkeypatch, tokens, logits):
+def test_rows_of_a_step_that_get_logits(one_layer, monkeypatch, tokens, logits):
     """Decode keeps its width at fewer slots; a prefill has at least as many rows as change no bit."""
     seen, unembed = [], step.unembed
     monkeypatch.setattr(
@@ -174,7 +172,7 @@ def test_rows_of_a_step_that_get_logits(tiny, monkeypatch, tokens, logits):
     batch = jax.tree.map(
         jnp.asarray, Batch(np.zeros((8, tokens), np.int32), rows, one, (np.zeros((8, 2), np.int32),), rows)
     )
-    hidden = jax.ShapeDtypeStruct((8, tokens, tiny.config.hidden_size), jnp.float32)
-    slots = empty_slots(1, tiny.config.vocab_size)
-    jax.eval_shape(lambda h: step.sample_last(tiny.params, tiny.config, slots, batch, h), hidden)
+    hidden = jax.ShapeDtypeStruct((8, tokens, one_layer.config.hidden_size), jnp.float32)
+    slots = empty_slots(1, one_layer.config.vocab_size)
+    jax.eval_shape(lambda h: step.sample_last(one_layer.params, one_layer.config, slots, batch, h), hidden)
     assert seen == [logits]

@@ -153,7 +153,7 @@ def test_the_longest_head_is_a_number_of_bytes(server, before, piece):
 
 def test_a_client_that_does_not_read_is_left(server):
     """Neither its seats nor the server's end wait for it."""
-    place, body = urlsplit(server.url), json.dumps(ENDLESS | {"n": 64, "logprobs": 20}).encode()
+    place, body = urlsplit(server.url), json.dumps(ENDLESS | {"n": 32, "logprobs": 20}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first-key\r\n"
     head += "content-length: "
     with socket.socket() as own:
@@ -191,7 +191,7 @@ def test_text_and_tokens(server):
 def test_streams_finish_before_the_end(starting):
     """At a signal a server takes no more requests, finishes what it has, and ends with 0."""
     server = starting()
-    with server.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS | {"n": 32}) as reply:
+    with server.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS | {"n": 16}) as reply:
         lines = reply.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGTERM)

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import openai
@@ -24,6 +25,11 @@ ABSENT = "docs/serving.md, Clients, names the extra that installs it"
 ASKED = {"temperature": 0.0, "max_tokens": 120}
 QUESTION = "rain?"
 COLD = 1e-6  # greedy, too; guidance leaves 0 out of its requests
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skip a test before its server starts where a package is absent."""
+    return pytest.mark.skipif(find_spec(package) is None, reason=ABSENT)
 
 
 class City(BaseModel):
@@ -53,8 +59,9 @@ def said() -> str:
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "TOOLS_STRICT", "JSON_SCHEMA", "RESPONSES_TOOLS"])
+@needs("instructor")
 def test_instructor(room, mode):
-    instructor: Any = pytest.importorskip("instructor", reason=ABSENT)
+    instructor: Any = import_module("instructor")
     with room.openai() as client:
         own = instructor.from_openai(client, mode=instructor.Mode[mode])
         limit = "max_output_tokens" if mode.startswith("RESPONSES") else "max_tokens"
@@ -70,8 +77,9 @@ def test_instructor(room, mode):
 
 
 @pytest.mark.parametrize("api", ["OpenAIChatModel", "OpenAIResponsesModel"])
+@needs("pydantic_ai")
 def test_pydantic_ai(room, said, api):
-    library: Any = pytest.importorskip("pydantic_ai", reason=ABSENT)
+    library: Any = import_module("pydantic_ai")
     providers, models = (import_module(f"pydantic_ai.{name}.openai") for name in ("providers", "models"))
 
     async def asked() -> list[Any]:
@@ -88,8 +96,9 @@ def test_pydantic_ai(room, said, api):
     assert isinstance(called, City) and isinstance(constrained, City) and plain == said
 
 
+@needs("llama_index")
 def test_llama_index(room, said):
-    like: Any = pytest.importorskip("llama_index.llms.openai_like", reason=ABSENT)
+    like: Any = import_module("llama_index.llms.openai_like")
     message = import_module("llama_index.core.llms").ChatMessage(role="user", content=QUESTION)
     to = {
         "model": "demo", "api_base": f"{room.url}/v1", "api_key": "first-key", "context_window": 1024,
@@ -102,8 +111,9 @@ def test_llama_index(room, said):
     assert isinstance(caller.as_structured_llm(City).chat([message]).raw, City)
 
 
+@needs("outlines")
 def test_outlines(room):
-    outlines: Any = pytest.importorskip("outlines", reason=ABSENT)
+    outlines: Any = import_module("outlines")
     with room.openai() as client:
         theirs = outlines.from_openai(client, "demo")
         City.model_validate_json(theirs(QUESTION, City, **ASKED))
@@ -113,8 +123,9 @@ def test_outlines(room):
         assert re.fullmatch("[a-f]{4}", ours(QUESTION, outlines.types.Regex("[a-f]{4}"), **ASKED))
 
 
+@needs("guidance")
 def test_guidance(room, said):
-    guidance: Any = pytest.importorskip("guidance", reason=ABSENT)
+    guidance: Any = import_module("guidance")
     own = guidance.models.OpenAI("demo", api_key="first-key", base_url=f"{room.url}/v1", echo=False)
     with guidance.user():
         own += QUESTION

@@ -17,8 +17,8 @@ from duetto.model.transformer import Decoder, decoder_spec
 from duetto.serve.jobs.verify.claims import Claims
 
 BODY = {"prompt": "class Error(", "max_tokens": 200, "seed": 5, "ignore_eos": True, "return_token_ids": True}
-# Wide enough that an answer is not over before its weights are replaced, and of few layers to compile.
-CONFIG = ModelConfig.uniform(2048, 256, 768, 2, 4, 2, 64, tied_embeddings=True)
+# Wide enough that an answer is not over before its weights are replaced, and of one layer to compile.
+CONFIG = ModelConfig.uniform(2048, 256, 1536, 1, 4, 2, 64, tied_embeddings=True)
 
 
 def weights(gain: float) -> Decoder:

@@ -66,7 +66,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def serve(tiny, tokenizer):
     own = {"eos_token_ids": [END], "tokenizer": tokenizer}
-    return lambda **options: LLM.from_params(tiny.config, tiny.params, **(BASE | own | options))
+    return lambda model=tiny, **options: LLM.from_params(model.config, model.params, **(BASE | own | options))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
 
 
 @pytest.mark.usefixtures("early")
-def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
+def test_draws_that_wait_for_grammars_change_no_bit(serve, base, few_shapes, monkeypatch):
     """Programs for them come with the first grammar; rows without one, and all others, keep their bits while
     they come, when they are there, when one fails, and when requests are preempted."""
     wanted = [bits(o) for o in base.generate(prompts(), PARAMS, use_tqdm=False)]
@@ -147,9 +147,9 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
 
 
 @pytest.mark.usefixtures("early")
-def test_neighbours_with_adapters_wait_for_no_grammar(serve, tiny, tmp_path):
+def test_neighbours_with_adapters_wait_for_no_grammar(serve, one_layer, few_shapes, tmp_path):
     """Programs of late draws are compared while adapters come and go, and change no bit."""
-    folders = [write(tmp_path / name, tiny.config, 2 + i, i) for i, name in enumerate("abc")]
+    folders = [write(tmp_path / name, one_layer.config, 2 + i, i) for i, name in enumerate("abc")]
     asked = [LoRARequest(folder.name, i, str(folder)) for i, folder in enumerate(folders, 1)]
     whose = [asked[0], None, asked[1], asked[2], None, asked[0], asked[1]]
     lora = {"enable_lora": True, "max_loras": 2, "decode_steps": 1}
@@ -158,10 +158,10 @@ def test_neighbours_with_adapters_wait_for_no_grammar(serve, tiny, tmp_path):
         llm.engine.tables.forget()
         return [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False, lora_request=whose)]
 
-    with serve(background_compilation=False, **lora) as llm:
+    with serve(one_layer, background_compilation=False, **lora) as llm:
         wanted = answered(llm)
         assert llm.engine.warmup is None and "deferred[8,1]" not in llm.report()["steps"]
-    with serve(**lora) as llm:
+    with serve(one_layer, **lora) as llm:
         end = time.monotonic() + 600.0
         while "deferred[8,1]" not in llm.report()["steps"] or llm.engine.warmup is not None:
             assert time.monotonic() < end
