@@ -28,17 +28,17 @@ PARAMS = [
 PROMPTS = [np.random.default_rng(i).integers(3, 250, n).tolist() for i, n in enumerate((5, 33, 64, 17))]
 
 
-@pytest.mark.usefixtures("early")
+@pytest.mark.usefixtures("early", "few_shapes")
 @pytest.mark.parametrize(
     "layout, options", [(Layout(tensor=2), {}), (Layout(data=2), {"data_parallel_size": 2})]
 )
-def test_draws_that_wait_for_grammars_change_no_bit(tiny, layout, options):
+def test_draws_that_wait_for_grammars_change_no_bit(one_layer, layout, options):
     """While their programs come, and once they are there."""
-    params = spread(tiny.config, tiny.params, layout)
+    params = spread(one_layer.config, one_layer.params, layout)
     own = {"eos_token_ids": [END], "tokenizer": letters(None, AddedToken("<end>", special=True))}
 
     def serve(**more: Any) -> LLM:
-        return LLM.from_params(tiny.config, params, **OPTIONS | own | options | more)
+        return LLM.from_params(one_layer.config, params, **OPTIONS | own | options | more)
 
     def answered(llm: LLM) -> list[Any]:
         llm.engine.tables.forget()

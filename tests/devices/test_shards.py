@@ -91,6 +91,7 @@ def test_bits_depend_on_the_request_alone(name: str, options: dict[str, Any], or
             assert any(out.num_cached_tokens for out in outputs) == cached
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_adapters_are_in_every_shard(tiny, oracle, tmp_path):
     """Rows have the tokens of merged weights on one device, in whichever shard, and the bits that they have
     alone."""

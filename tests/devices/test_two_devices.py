@@ -99,6 +99,7 @@ def test_split_parameters_are_served_where_they_lie(model, mesh, alone):
         assert all(x.is_fully_replicated for x in jax.tree.leaves(state.slots))
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_the_reproducibility_contract_holds_on_a_mesh(tiny, mesh, alone):
     expected = alone(tiny)
     with LLM.from_params(tiny.config, spread(tiny, mesh), **SMALL | {"reproducible": True}) as llm:

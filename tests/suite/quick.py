@@ -5,6 +5,7 @@ Importing this module sets them. The users' settings hold in modules that are ma
 
 import copy
 import gc
+import hashlib
 import os
 import zlib
 from collections import OrderedDict
@@ -27,6 +28,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import config, install_import_hook
 from suite.strict import STRICT
 
@@ -73,11 +76,14 @@ DECORATOR._apply_typechecker = made_once(CHECK, lambda typechecker, made: (typec
 install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
+from duetto.model import tree
 from duetto.serve.engine.startup import start
+from duetto.serve.kv.offload import realm
 from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.executable_cache import JoinedPrograms
+from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.pipeline.programs import StagedPrograms
 
 for name, value in STRICT.items():
@@ -102,6 +108,44 @@ with suppress(jax.errors.JaxRuntimeError):  # newer versions have one kind only
 CACHE: Any = import_module("jax._src.compilation_cache")
 if CACHE.zstd is None and CACHE.zstandard is None:  # zlib takes a third of the time for nearly as few bytes
     CACHE.compress_executable = partial(zlib.compress, level=1)
+
+# What looks at weights, and takes a program or two for each shape of them.
+ON_DEVICES = {"all_finite": tree.all_finite, "digest": realm.digest, "fingerprint": classes.fingerprint}
+
+
+def all_finite(x: Any) -> bool:
+    """The same as `tree.all_finite` by numpy."""
+    return bool(np.isfinite(np.asarray(x)).all())
+
+
+def digest(x: Any) -> np.ndarray:
+    """The same as `realm.digest` by numpy."""
+    numbers = np.atleast_1d(np.asarray(x))
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = numbers.view(f"uint{8 * numbers.itemsize}").astype(np.uint32)
+    else:
+        bits = numbers.astype(np.int32).astype(np.uint32)
+    place = np.arange(bits.size, dtype=np.uint32).reshape(bits.shape)
+    lanes = np.array(realm.LANES, np.uint32)
+    sums = [mixed(bits ^ mixed(place * lane + lane)).sum(dtype=np.uint32) for lane in lanes]
+    return np.array(sums, np.uint32)
+
+
+def mixed(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def fingerprint(params: Any) -> str:
+    """The same as `classes.fingerprint` by numpy."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        found.update(np.asarray(leaf)[(0,) * max(leaf.ndim - 1, 0)].tobytes())
+    return found.hexdigest()
+
+
+tree.all_finite, realm.digest, classes.fingerprint = all_finite, digest, fingerprint
 
 MAY_COMPILE_LATE = start.may_compile_late
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.

@@ -33,6 +33,7 @@ ROWS = {
         r"test_adapters|"
         r"test_a_sharded_training"
     ),
+    "devices/test_deferred_draws.py": r".*\[layout0",
     "devices/test_logits_processors.py": r".*\[tensor\]",
     "devices/test_halves.py": r"test_requests_give_way",
     # each kind of guesser with each kind of pages
