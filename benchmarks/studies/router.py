@@ -199,10 +199,10 @@ def of_trace() -> list[Request]:
     return [replace(r, arrival=e.arrival) for r, e in zip(requests, entries, strict=True)]
 
 
-def dialogues(count: int) -> list[Request]:
+def dialogues(count: int, seed: int) -> list[Request]:
     """Drawn conversations of 4 turns on average, by arrival within a second: each turn has the tokens of
     those before it, behind one of 20 system prompts."""
-    draw, requests = np.random.default_rng(0), list[Request]()
+    draw, requests = np.random.default_rng(seed), list[Request]()
     systems = draw.integers(3, 30_000, (20, SYSTEM // DIVISOR)).tolist()
     for _ in range(count // 4):
         prompt, arrival = systems[draw.integers(20)], draw.random()
@@ -321,6 +321,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=ROUTERS, default=[*ROUTERS])
     parser.add_argument("--routers", type=int, nargs="+", default=[1])
     parser.add_argument("--dialogues", type=int, metavar="INT", help="so many requests for each replica")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawn conversations")
     parser.add_argument("--real", type=int, nargs="?", const=80, metavar="INT", help="so many requests")
     parser.add_argument("--naming", metavar="FOLDER", help="measure a tokenizer's folder")
     parser.add_argument("--output", type=Path)
@@ -331,10 +332,10 @@ def main() -> None:
         return print(json.dumps(naming(args.naming)))
     pages = [tokens // DIVISOR // PAGE for tokens in args.cache_tokens]
     trace = MOONCAKE.name if args.dialogues is None else f"{args.dialogues} drawn requests for each replica"
-    about = {"trace": trace, "divisor": DIVISOR, "page": PAGE, "block": BLOCK}
+    about = {"trace": trace, "seed": args.seed, "divisor": DIVISOR, "page": PAGE, "block": BLOCK}
     rows = []
     for count in args.replicas:
-        requests = of_trace() if args.dialogues is None else dialogues(args.dialogues * count)
+        requests = of_trace() if args.dialogues is None else dialogues(args.dialogues * count, args.seed)
         rows += study(requests, [count], pages, args.load, args.routers, args.kinds)
     if args.output:
         args.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
