@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Protocol
 
 from .prefix_index import PrefixIndex
@@ -150,12 +151,14 @@ def home(able: Sequence[Replica], prompt: Prompt, found: Replica) -> Replica:
     known = found.memory.hits(prompt.names)
     if known == len(prompt.names):
         return found
-    last, idle = prompt.names[max(0, known - 1) : known], min(able, key=lambda one: one.load)
-    alike = [one for one in able if not last or one.memory.hits(last)]
-    # Each router sees only its own load: without copies ahead of need, several would make too few of them.
-    if last and found.load - idle.load > found.hits(prompt) / math.sqrt(len(alike)):
-        known, found = 0, idle
-        alike = [one for one in able if one is idle or not one.memory.hits(last)]
+    alike = able
+    if known:
+        last, idle = prompt.names[known - 1], min(able, key=attrgetter("load"))
+        alike = [one for one in able if one.memory.has(last)]
+        # Each router sees only its own load: several would make too few copies if they waited for need.
+        if found.load - idle.load > found.hits(prompt) / math.sqrt(len(alike)):
+            known, found = 0, idle
+            alike = [one for one in able if one is idle or not one.memory.has(last)]
     spare = prompt.tokens - found.hits(prompt) if known else SPARE * prompt.tokens
     page, most = number(prompt.names[known]), found.load + spare
     return max((one for one in alike if one.load <= most), key=lambda one: one.salt * page % PRIME)
