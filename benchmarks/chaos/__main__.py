@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import number, output
 from benchmarks.chaos.planted import PLANTED, found_by
 from benchmarks.chaos.run import Outcome, run, shrunk
 
@@ -24,19 +25,35 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         "python -m benchmarks.chaos", description="Play seeded faults in simulated time.", allow_abbrev=False
     )
-    p.add_argument("--seeds", type=int, default=200, help="number of seeds (default: 200)")
-    p.add_argument("--first", type=int, help="first seed (default: the one after those in --output, or 0)")
+    p.add_argument("--seeds", type=number(int, 1), default=200, help="number of seeds (default: 200)")
     p.add_argument(
-        "--minutes", type=float, default=30.0, help="time after which no seed begins (default: 30)"
+        "--minutes",
+        type=number(float, 0, but=0),
+        default=30.0,
+        help="time after which no seed begins (default: 30)",
     )
-    p.add_argument("--workers", type=int, default=1, help="processes (default: 1)")
+    p.add_argument("--workers", type=number(int, 1), default=1, help="processes (default: 1)")
     p.add_argument(
         "--plant", choices=[*PLANTED, "all"], help="plant a fault, and name the seed that finds it"
     )
-    p.add_argument(
-        "--output", type=Path, help="file for the figures, which are added to those of the seeds there"
+    which = p.add_mutually_exclusive_group()
+    which.add_argument(
+        "--first", type=number(int, 0), help="first seed (default: the one after those in --output, or 0)"
+    )
+    which.add_argument(
+        "--output", type=output, help="file for the figures, which are added to those of the seeds there"
     )
     return p
+
+
+def earlier(p: argparse.ArgumentParser, file: Path | None) -> dict[str, Any] | None:
+    """Return the figures of a file, None if there is none; end the command if it has others."""
+    if file is None or not file.exists():
+        return None
+    try:
+        return merged(json.loads(file.read_text()), figures(iter(())))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        p.error(f"{file} has no figures of seeds")
 
 
 def outcomes(seeds: range, workers: int, minutes: float) -> Iterator[Outcome]:
@@ -97,10 +114,9 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> int:
-    options = parser().parse_args()
-    before = None
-    if options.output is not None and options.output.exists():
-        before = json.loads(options.output.read_text())
+    p = parser()
+    options = p.parse_args()
+    before = earlier(p, options.output)
     done = sum(before["seeds"].values()) if before else 0
     first = options.first if options.first is not None else done
     seeds = range(first, options.seeds if options.first is None else first + options.seeds)

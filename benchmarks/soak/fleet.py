@@ -49,6 +49,7 @@ class Fleet:
         self.allowed = frozenset({self.weights})
         self.http = httpx.AsyncClient(timeout=CHANGE, limits=httpx.Limits(max_connections=None))
         self.orphans: list[asyncio.Task[int]] = []
+        self._made: list[Server] = []
         self._door = f"127.0.0.1:{free_port()}"
         self._events = {name: f"tcp://127.0.0.1:{free_port()}" for name in ENGINES}
         for name in ("logs", "audit"):
@@ -58,7 +59,8 @@ class Fleet:
             self.servers[name] = self.server(name, partial(self._router, service))
 
     def server(self, name: str, words: Callable[[], list[str]]) -> Server:
-        return Server(name, words, self.folder / "logs" / f"{name}.log")
+        self._made.append(Server(name, words, self.folder / "logs" / f"{name}.log"))
+        return self._made[-1]
 
     def url(self, service: str) -> str:
         return self.servers[ROUTERS[service]].url
@@ -118,7 +120,7 @@ class Fleet:
 
     def end(self) -> None:
         """Kill what still runs, after an error."""
-        for server in self.servers.values():
+        for server in self._made:
             if server.process is not None and server.process.poll() is None:
                 server.process.kill()
 

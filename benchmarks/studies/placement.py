@@ -3,8 +3,8 @@ million known prefixes.
 
     python benchmarks/studies/placement.py [--output FILE]
 
-Prompts have 8,000 tokens in pages of 64. Three kinds of fleets: no replica has a page of the prompt, one has
-all, and all have all. Loads differ at random.
+Prompts have 8,000 tokens in pages of 64. Four kinds of fleets: no replica has a page of the prompt, one has
+all, all have all, and each second one has the first half. Loads differ at random.
 
 A whole request is measured too: a `duetto route` in front of 50 servers that answer at once, the processor
 time of its process for each request, without that of its health checks. Linux only.
@@ -31,7 +31,7 @@ from duetto.serve.server.router.prompts import TextNaming
 
 TOKENS, PAGE = 8000, 64
 COUNTS = 10, 100, 1000
-KNOWN = ("none", "one", "all")
+KNOWN = ("none", "one", "all", "half")
 CACHE = 1 << 18  # tokens that a replica is assumed to hold, the router's default
 PREFIXES = 1_000_000
 REPEATS = 7
@@ -46,6 +46,8 @@ def fleet(count: int, known: str, prompt: Prompt) -> list[Replica]:
         own.take(RoutedRequest(Prompt((), PAGE, Random(i).randrange(20_000))))
         if known == "all" or (known == "one" and i == count // 2):
             own.memory.sent(prompt.names)
+        if known == "half" and i % 2:
+            own.memory.sent(prompt.names[: len(prompt.names) // 2])
     return replicas
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/studies/router.py --output FILE
     python benchmarks/studies/router.py --routers 1 2 --load 0.7 --kinds "pages, by what was sent"
-    python benchmarks/studies/router.py --routers 1 2 --load 0.7 --dialogues 20 --replicas 1000
+    python benchmarks/studies/router.py --routers 1 2 --load 0.7 --dialogues 20 --seeds 0 1 2 --replicas 1000
     python benchmarks/studies/router.py --real
     python benchmarks/studies/router.py --naming checkpoints/demo
 
@@ -199,10 +199,10 @@ def of_trace() -> list[Request]:
     return [replace(r, arrival=e.arrival) for r, e in zip(requests, entries, strict=True)]
 
 
-def dialogues(count: int) -> list[Request]:
+def dialogues(count: int, seed: int) -> list[Request]:
     """Drawn conversations of 4 turns on average, by arrival within a second: each turn has the tokens of
     those before it, behind one of 20 system prompts."""
-    draw, requests = np.random.default_rng(0), list[Request]()
+    draw, requests = np.random.default_rng(seed), list[Request]()
     systems = draw.integers(3, 30_000, (20, SYSTEM // DIVISOR)).tolist()
     for _ in range(count // 4):
         prompt, arrival = systems[draw.integers(20)], draw.random()
@@ -321,6 +321,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=ROUTERS, default=[*ROUTERS])
     parser.add_argument("--routers", type=int, nargs="+", default=[1])
     parser.add_argument("--dialogues", type=int, metavar="INT", help="so many requests for each replica")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the drawn conversations")
     parser.add_argument("--real", type=int, nargs="?", const=80, metavar="INT", help="so many requests")
     parser.add_argument("--naming", metavar="FOLDER", help="measure a tokenizer's folder")
     parser.add_argument("--output", type=Path)
@@ -333,9 +334,10 @@ def main() -> None:
     trace = MOONCAKE.name if args.dialogues is None else f"{args.dialogues} drawn requests for each replica"
     about = {"trace": trace, "divisor": DIVISOR, "page": PAGE, "block": BLOCK}
     rows = []
-    for count in args.replicas:
-        requests = of_trace() if args.dialogues is None else dialogues(args.dialogues * count)
-        rows += study(requests, [count], pages, args.load, args.routers, args.kinds)
+    for count, seed in itertools.product(args.replicas, [None] if args.dialogues is None else args.seeds):
+        requests = of_trace() if seed is None else dialogues(args.dialogues * count, seed)
+        found = study(requests, [count], pages, args.load, args.routers, args.kinds)
+        rows += found if seed is None else [row | {"seed": seed} for row in found]
     if args.output:
         args.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 

@@ -4,13 +4,14 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Protocol
 
 from .prefix_index import PrefixIndex
 
 ROW = 32  # tokens of prefill that one generating request counts as
 PRIME = (1 << 61) - 1  # of the hashes that order replicas
-SPARE = 0.5  # share of a prompt's unknown tokens by which a replica's home may have more load than another
+SPARE = 0.5  # share of a prompt by which its home may have more load than another replica, if none knows it
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ def fitting(replicas: Sequence[Replica], realm: str, but: Collection[Replica]) -
 def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection[Replica]) -> Replica | None:
     """Return the replica that would have computed a prompt first, of those with fewer than `most`
     requests: the one with the longest cached prefix, unless its load is higher by more than the prefix
-    saves. Of replicas that know equally much, the first page that none of them knows has its own order."""
+    saves. Of replicas that know equally much, the first page that none of them knows has its own order. If n
+    replicas know the prefix, another one gets it as soon as waiting costs 1 / sqrt(n) of computing it."""
     able = [one for one in replicas if one.is_ready and len(one.jobs) < most and one not in but]
     found, least = None, (math.inf, 0, 0)
     computed = min(prompt.tokens, 1)  # at least
@@ -149,10 +151,17 @@ def home(able: Sequence[Replica], prompt: Prompt, found: Replica) -> Replica:
     known = found.memory.hits(prompt.names)
     if known == len(prompt.names):
         return found
-    most = found.load + SPARE * (prompt.tokens - found.hits(prompt))
-    last, page = prompt.names[max(0, known - 1) : known], number(prompt.names[known])
-    alike = [one for one in able if one.load <= most and (not last or one.memory.hits(last))]
-    return max(alike, key=lambda one: one.salt * page % PRIME)
+    alike = able
+    if known:
+        last, idle = prompt.names[known - 1], min(able, key=attrgetter("load"))
+        alike = [one for one in able if one.memory.has(last)]
+        # Each router sees only its own load: several would make too few copies if they waited for need.
+        if found.load - idle.load > found.hits(prompt) / math.sqrt(len(alike)):
+            known, found = 0, idle
+            alike = [one for one in able if one is idle or not one.memory.has(last)]
+    spare = prompt.tokens - found.hits(prompt) if known else SPARE * prompt.tokens
+    page, most = number(prompt.names[known]), found.load + spare
+    return max((one for one in alike if one.load <= most), key=lambda one: one.salt * page % PRIME)
 
 
 def number(name: bytes) -> int:

@@ -13,6 +13,10 @@ class PrefixIndex(Protocol):
         """Return the number of a prompt's first pages that are cached."""
         ...
 
+    def has(self, name: bytes) -> bool:
+        """Return whether a page is cached."""
+        ...
+
     def sent(self, names: Sequence[bytes]) -> None:
         """Note that a prompt with these pages is sent to the replica."""
         ...
@@ -39,6 +43,9 @@ class AssumedPrefixIndex:
             return 0
         return sum(1 for _ in takewhile(self._names.__contains__, names))
 
+    def has(self, name: bytes) -> bool:
+        return name in self._names
+
     def sent(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):
             self._names[name] = None
@@ -61,7 +68,10 @@ class EventPrefixIndex:
         self._coming = Counter[bytes]()
 
     def hits(self, names: Sequence[bytes]) -> int:
-        return sum(1 for _ in takewhile(lambda name: name in self._names or name in self._coming, names))
+        return sum(1 for _ in takewhile(self.has, names))
+
+    def has(self, name: bytes) -> bool:
+        return name in self._names or name in self._coming
 
     def sent(self, names: Sequence[bytes]) -> None:
         self._coming.update(names)

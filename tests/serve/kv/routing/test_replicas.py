@@ -1,6 +1,7 @@
 """Which replica is the best for a prompt, and what is known of replicas' pages."""
 
 from collections import Counter
+from math import sqrt
 from random import Random
 
 import pytest
@@ -80,10 +81,16 @@ def test_the_best_of_many_has_the_least_cost_or_is_the_home_of_what_none_of_them
     known = least.memory.hits(prompt.names) if least else 0
     if least is None or known == len(prompt.names):
         assert found is least
+        return
+    alike = [one for one in open if one.memory.hits(prompt.names) >= known]
+    idle = min(one.load for one in open)
+    if known and least.load - idle > least.hits(prompt) / sqrt(len(alike)):
+        alike = [one for one in open if one not in alike]
+        known, limit = 0, idle + SPARE * prompt.tokens
     else:
-        limit = least.load + SPARE * (prompt.tokens - least.hits(prompt))
-        alike = [one for one in open if one.load <= limit and one.memory.hits(prompt.names) >= known]
-        assert found is max(alike, key=lambda one: order(one, prompt.names[known]))
+        limit = least.load + (prompt.tokens - least.hits(prompt)) * (1 if known else SPARE)
+    alike = [one for one in alike if one.load <= limit]
+    assert found is max(alike, key=lambda one: order(one, prompt.names[known]))
 
 
 def test_routers_that_share_nothing_begin_a_prefix_in_the_same_replica():
@@ -111,3 +118,36 @@ def test_a_home_that_is_busier_by_more_than_a_share_of_the_prompt_is_left_out():
     assert best(replicas, prompt, 9, ()) is first
     first.take(RoutedRequest(Prompt()))
     assert best(replicas, prompt, 9, ()) is not first
+
+
+def loaded(replicas: list[Replica], tokens: int) -> None:
+    for one in replicas:
+        one.take(RoutedRequest(Prompt((), 64, tokens - ROW)))
+
+
+def test_a_prefix_that_several_replicas_have_gets_another_before_all_wait_for_as_long_as_it_takes():
+    """Each router makes the copies in the order of the hashes of the first page."""
+    routers = [[replica(f"http://r{i}:80") for i in range(9)] for _ in range(2)]
+    prompt = Prompt(NAMES, 64, 8 * 64)
+    wanted = sorted(routers[0], key=lambda one: -order(one, NAMES[0]))
+    for replicas in routers:
+        by_address = {one.address: one for one in replicas}
+        ranked = [by_address[one.address] for one in wanted]
+        for count in range(1, 9):
+            for one in ranked[:count]:
+                one.memory.sent(NAMES[:4])
+            loaded(ranked[:count], int(256 / sqrt(count)))
+            assert best(replicas, prompt, 9, ()) in ranked[:count]
+            loaded(ranked[:count], ROW + 1)
+            assert best(replicas, prompt, 9, ()) is ranked[count]
+            for one in ranked[:count]:
+                for job in [*one.jobs]:
+                    one.leave(job)
+
+
+def test_a_replica_that_has_a_page_without_those_before_it_may_be_the_least_busy():
+    one, two = replica("1"), replica("2")
+    one.memory.sent(NAMES[:4])
+    two.memory.sent(NAMES[3:4])
+    loaded([one], 240)
+    assert best([one, two], Prompt(NAMES, 64, 8 * 64), 9, ()) is two
