@@ -93,8 +93,8 @@ def plan_job(
     config = PRESETS[shape] if shape else read_config(folder)
     check_cache(options, device_of(target))
     options = with_kernels(options, device_of(target), config, dtype, len(target.devices))
-    where = None if shape else folder
-    chosen = compute_dtype(dtype, device_of(target), config, where, options.cpu_kernels)
+    stored = None if shape else folder
+    chosen = compute_dtype(dtype, device_of(target), config, stored, options.cpu_kernels)
     chosen = "bfloat16" if chosen == "auto" else str(jnp.dtype(chosen))
     if shape:
         options.require_unstored("a shape has no checkpoint")
