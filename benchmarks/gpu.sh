@@ -6,11 +6,12 @@
 # OUTDIR is where the file goes (default: benchmarks/results). The machine needs Python with jax for CUDA; nothing of it is changed:
 # packages of duetto's that are missing are taken from a folder of wheels, or the index, into a folder that is removed. PYTHON
 # names another interpreter, XLA_FLAGS are kept and recorded, PARTS names the parts to measure, whose figures join those of the
-# file. --dry runs everything on a tiny shape, on any device.
+# file. --dry rehearses on a tiny shape, on any device: its file is DATE-gpu-dry.json. Without it nothing is written where there is
+# no NVIDIA GPU.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-dry=()
-if [ "${1:-}" = --dry ]; then dry=(--dry) && shift; fi
+dry=() name=gpu seconds=380
+if [ "${1:-}" = --dry ]; then dry=(--dry) name=gpu-dry seconds=9999 && shift; fi # a rehearsal leaves nothing out
 mkdir -p "${1:-$root/benchmarks/results}"
 out=$(cd "${1:-$root/benchmarks/results}" && pwd)
 wheels=${2:-}
@@ -38,15 +39,15 @@ shape=8b
 if [ ${#dry[@]} -gt 0 ]; then shape=135m; fi
 "$python" -m duetto doctor --shape "$shape" --compilation-cache none || echo "duetto doctor found a fault" >&2
 
-file="$out/$(date +%F)-gpu.json"
+file="$out/$(date +%F)-$name.json"
 if [ -n "${PARTS:-}" ]; then
   # shellcheck disable=SC2086 # a list of words
   "$python" -m benchmarks.gpu "$file" --parts $PARTS ${dry[@]+"${dry[@]}"}
   exit
 fi
-rm -f "$file"
 status=0
-"$python" -m benchmarks.gpu "$file" --seconds 380 ${dry[@]+"${dry[@]}"} || status=$?
+"$python" -m benchmarks.gpu "$file" --anew --seconds "$seconds" ${dry[@]+"${dry[@]}"} || status=$?
+if [ "$status" = 2 ]; then exit 2; fi # refused: nothing is measured here
 # another process, since both frameworks keep the memory that they take
 if "$python" -c 'import torch, transformers' 2>/dev/null; then
   XLA_PYTHON_CLIENT_PREALLOCATE=false "$python" -m benchmarks.gpu "$file" --parts peers ${dry[@]+"${dry[@]}"}

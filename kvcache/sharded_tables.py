@@ -30,7 +30,6 @@ class ShardedPageTables(PageTables):
     def __init__(self, make: Callable[[], PageTables], shards: int):
         self._shards = [make() for _ in range(shards)]
         self.windows, self.page_size = self._shards[0].windows, self._shards[0].page_size
-        self.lent = self.claimed = 0
 
     @property
     def shards(self) -> Sequence[PageTables]:
@@ -89,6 +88,17 @@ class ShardedPageTables(PageTables):
 
     def growth(self, pages: Tables, end: int) -> int:
         return self._of(pages).growth(pages, end)
+
+    @property
+    def is_lending(self) -> bool:
+        return self.shards[0].is_lending
+
+    def lend(self, count: int, spare: int) -> Tables | None:
+        """Pages of the first shard, whose rows are those that shapes are compared by."""
+        return self.shards[0].lend(count, spare)
+
+    def take_back(self, lent: Tables) -> None:
+        self.shards[0].take_back(lent)
 
     def forget(self) -> None:
         for shard in self.shards:

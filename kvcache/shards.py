@@ -26,10 +26,17 @@ def each_shard(work: Callable[..., Any], mesh: Any, given: Any, made: Any) -> Ca
     return jax.shard_map(work, mesh=mesh, in_specs=given, out_specs=made, axis_names={DATA}, check_vma=False)
 
 
-def steps(phase: Callable[..., Any], params: Any, mesh: Any) -> Callable[..., Any]:
-    """A phase of one shard, of parameters (arrays or shapes), cache, slots and batch, as that of all."""
-    given = jax.tree.map(lambda x: over_shards(x.sharding.spec), params), PAGES, SEATS, SEATS
-    return each_shard(phase, mesh, given, (PAGES, SEATS, SEATS))
+def steps(
+    phase: Callable[..., Any],
+    params: Any,
+    mesh: Any,
+    given: tuple[Any, ...] = (PAGES, SEATS, SEATS),
+    made: tuple[Any, ...] = (PAGES, SEATS, SEATS),
+) -> Callable[..., Any]:
+    """A phase of one shard, of parameters (arrays or shapes), cache, slots and batch, as that of all.
+    `given` and `made` are PartitionSpecs of other arguments behind the parameters, and of other results."""
+    own = jax.tree.map(lambda x: over_shards(x.sharding.spec), params)
+    return each_shard(phase, mesh, (own, *given), made)
 
 
 def head_axes(mesh: Any, K: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -54,10 +54,20 @@ class JointWeight(Weight, Protocol):
 
 @runtime_checkable
 class RowWeight(Weight, Protocol):
-    """A weight that is another one for each row of a batch."""
+    """A weight that is another one for each row of a batch; `base` is what it would be for all of them."""
+
+    base: Any
 
     def of_rows(self, rows: Int[Array, " rows"]) -> Weight:
         """The weight for a batch of these rows alone."""
+        ...
+
+    def of_tokens(self, tokens: Int[Array, " rows"], count: int) -> "RowWeight":
+        """The weight for rows that are these tokens of a batch of `count` tokens."""
+        ...
+
+    def of_expert(self, e: Int[Array, ""]) -> "RowWeight":
+        """The weight of expert e, of experts side by side."""
         ...
 
 

@@ -5,6 +5,7 @@ from suite import quick  # first: jax reads its settings once
 # isort: split
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,13 @@ TYPED = (
     "serve/engine/speculation",
     "test_invariance_adapters.py",
 )
-NUMBERS = "serve/engine/speculation/test_speculation_controller.py"  # no arrays, and many calls
+# No arrays and many calls, or engines whose programs other tests trace with checks.
+UNTYPED = (
+    "serve/engine/speculation/test_drafters.py",
+    "serve/engine/speculation/test_speculation_controller.py",
+    "serve/runtime/compiled/test_executable_cache.py",
+    "serve/runtime/equal_bits/test_warmup.py",
+)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -86,7 +93,7 @@ def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
 def shapes_checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """Checks annotations, shapes among them, at every call in tests of the rooms where arrays flow."""
     where = request.path.relative_to(ROOT / "tests").as_posix()
-    config.update("jaxtyping_disable", not where.startswith(TYPED) or where == NUMBERS)
+    config.update("jaxtyping_disable", not where.startswith(TYPED) or where in UNTYPED)
     yield
     config.update("jaxtyping_disable", True)
 
@@ -107,6 +114,9 @@ def programs_shared() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "Programs", quick.SHARED)
         patch.setattr(StagedPrograms, "_lower", quick.staged_once(StagedPrograms._lower))
+        patch.setattr(Programs, "_lower", quick.split_once(Programs._lower))
+        for lower, name in quick.SMALL.items():
+            patch.setattr(Programs, lower, quick.small_once(vars(Programs)[lower], name))
         yield
 
 
@@ -114,26 +124,35 @@ def programs_shared() -> Iterator[None]:
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start cold, whatever earlier starts have kept, serve before all of their programs are there,
     and compile all of them under any load."""
-    monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
+    monkeypatch.setattr(start, "may_compile_late", quick.MAY_COMPILE_LATE)
     monkeypatch.setattr(executable_cache, "load", lambda *_: None)
     monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
-    monkeypatch.setattr(Programs, "_small", quick.small_once(Programs._small))
     # nothing is kept: what a program was compiled to before may have come from jax's cache
     monkeypatch.setattr(executable_cache, "compile", lambda _, lowered, *__: lowered.compile())
     monkeypatch.setattr(executable_cache.Spent, "mean", 0.0)
 
 
-@pytest.fixture
-def few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines compile one prefill, one decode and the verifications, which serve every request."""
+@contextmanager
+def with_few_shapes(verifications: int | None = None) -> Iterator[None]:
+    """Engines compile one prefill, one decode and the narrowest verifications, by default all: what serves
+    every request."""
     shapes_of = start.shapes_of
 
     def few(options: EngineOptions, sizes: Sizes, layers: Any, platform: str, dtype: Any) -> list[Shape]:
         found = shapes_of(options, sizes, layers, platform, dtype)
         first = first_shapes(found, Canonical.on(platform, options, sizes))
-        return [shape for shape in found if shape.phase == "verify" or shape in first]
+        verify = [shape for shape in found if shape.phase == "verify"]
+        return [*(shape for shape in found if shape in first), *verify[:verifications]]
 
-    monkeypatch.setattr(start, "shapes_of", few)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "shapes_of", few)
+        yield
+
+
+@pytest.fixture
+def few_shapes() -> Iterator[None]:
+    with with_few_shapes():
+        yield
 
 
 @pytest.fixture
@@ -205,6 +224,13 @@ def tiny() -> Model:
     return random_model("tiny")
 
 
+@pytest.fixture(scope="session")
+def one_layer(tiny: Model) -> Model:
+    """The model "tiny" cut to its first layer, for engines whose tests are not of the model."""
+    config = replace(tiny.config, layers=tiny.config.layers[:1])
+    return replace(tiny, config=config, params=replace(tiny.params, layers=tiny.params.layers[:1]))
+
+
 Oracle = Callable[..., list[int]]  # of a prompt, its parameters, and what continue_plainly takes more
 
 
@@ -216,12 +242,17 @@ def oracle() -> Callable[[Model], Oracle]:
 
 # ---------------------------------------------------------------- the invariance suite
 
+# Of these another engine takes several steps of decode in a call: `TIGHT` of test_invariance.py.
+ONE_STEP = ("windows", "longrope", "parallel", "recurrent", "borrowed", "bfloat16")
+
 
 @pytest.fixture(scope="module")
 def serve(model):
     """Starts an engine; the programs of the demo model are compiled as users' are."""
     jax.config.update("jax_disable_most_optimizations", model.name != "demo")
     own = BASE | {"kv_cache_dtype": model.kv_cache_dtype}
+    if model.name in ONE_STEP:
+        own["decode_steps"] = 1
     yield lambda **options: LLM.from_params(model.config, model.params, **(own | options))
     jax.config.update("jax_disable_most_optimizations", True)
 

@@ -1,12 +1,15 @@
 """The simulated fleet: seeds without a violation, the same course each time, planted faults that are found
 and shrunk. `python -m benchmarks.chaos` plays more seeds."""
 
+import json
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from conftest import ROOT
 
+from benchmarks.chaos.__main__ import main
 from benchmarks.chaos.planted import PLANTED, found_by, planted
 from benchmarks.chaos.run import run, shrunk
 
@@ -34,6 +37,18 @@ def test_a_seed_runs_the_same_in_another_process():
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == f"{[run(seed).trace for seed in (3, 4)]}\n"
+
+
+def test_a_run_goes_on_where_its_figures_end(tmp_path, monkeypatch):
+    file = tmp_path / "figures.json"
+    for seeds in (2, 5, 5):
+        monkeypatch.setattr(sys, "argv", ["chaos", "--seeds", str(seeds), "--output", str(file)])
+        assert main() == 0
+    found = json.loads(file.read_text())
+    outcomes = [run(seed) for seed in range(5)]
+    assert sum(found["seeds"].values()) == 5 and found["seeds"]["engine"] == 2 and not found["failed"]
+    assert found["requests"] == sum(outcome.asks for outcome in outcomes)
+    assert found["faults"] == Counter(fault.kind for outcome in outcomes for fault in outcome.faults)
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -73,6 +73,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     pages = {path.parent.name: path.read_text() for path in (tmp_path / "site").glob("**/index.html")}
     assert "usage: duetto batch INPUT OUTPUT" in pages["commands"]
     assert "presence_penalty" in pages["options"] and "tables.css" in pages["options"]
+    # no line ends inside of it
+    assert '<code><span class="word">--max-num-seqs</span></code>' in pages["batch"]
     assert "is prefilled once for its continuations" in pages["llm"] and "InputProcessor" not in pages["llm"]
     assert "require_whole" not in pages["outputs"]
     for name, page in pages.items():  # nothing is fetched from elsewhere, and no picture is drawn by a script

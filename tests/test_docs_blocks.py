@@ -44,7 +44,9 @@ NOT_RUN = {
         'llm = LLM("folder", pipeline_parallel_size=4': DEVICES,
         'llm = LLM("folder", experimental_ffn_devices=1': DEVICES,
     },
-    "docs/ray.md": {"from duetto.ray.serve import": "test_ray_serve.py runs duetto.ray.serve"},
+    "docs/ray.md": dict.fromkeys(
+        ("from duetto.ray.serve import", "config = LLMConfig("), "test_ray_serve.py runs duetto.ray.serve"
+    ),
     "docs/serving.md": {"from openai import": "tests/serve/server/http/test_documented_requests.py runs it"},
 }  # fmt: skip
 # Text that is not compared.
@@ -139,7 +141,7 @@ def test_command_lines_have_flags_targets_and_extras_that_exist(page: Path):
 def check(words: list[str]) -> None:
     """Fail for a command line that could not begin."""
     words = words[1:] if re.match(r"[A-Z_]+=", words[0]) else words
-    program, rest = words[0].removeprefix(".venv/bin/"), words[1:]
+    program, rest = words[0].rpartition("bin/")[2], words[1:]
     if program == "duetto":
         if not rest[0].startswith("--"):
             parse(rest)
@@ -148,7 +150,7 @@ def check(words: list[str]) -> None:
     elif "install" in rest:
         for extras in re.findall(r"(?:duetto|\.)\[([\w,]+)\]", " ".join(rest)):
             assert set(extras.split(",")) <= EXTRAS.keys(), words
-    elif program == "python":
+    elif program in ("python", "python3"):
         assert rest[0] == "-m" or (ROOT / rest[0]).exists(), words
     else:
         assert program in FOREIGN or (ROOT / program).exists(), words
@@ -156,6 +158,7 @@ def check(words: list[str]) -> None:
         json.loads(words[words.index("-d") + 1])
 
 
+@pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_print_what_the_page_shows(page: Path, capsys: pytest.CaptureFixture[str]):
     for block, shown in with_outputs(page):
@@ -165,11 +168,28 @@ def test_commands_print_what_the_page_shows(page: Path, capsys: pytest.CaptureFi
             assert stripped(capsys.readouterr().out) == stripped(shown.text)
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_the_line_of_a_batch_job_has_the_answer_that_is_shown(tmp_path: Path):
     line, answer = (block.text for block in blocks(ROOT / "README.md") if block.language == "json")
     (tmp_path / "prompts.jsonl").write_text(line)
     assert main(["batch", str(tmp_path / "prompts.jsonl"), str(tmp_path / "answers.jsonl"), "--quiet"]) == 0
     assert (tmp_path / "answers.jsonl").read_text() == answer
+
+
+def between(file: str, start: str, end: str) -> str:
+    """The text of a page between two others that it has."""
+    _, found, text = (ROOT / file).read_text().partition(start)
+    assert found and end in text
+    return text.partition(end)[0]
+
+
+def test_the_readme_names_the_examples_of_vllm_that_run():
+    """A row's path is an example, or a folder whose examples the second column names."""
+    page = between("docs/vllm.md", "## Examples that run", "One more needs")
+    rows = re.findall(r"^\| `(?:[^`]+/)?([^`/]*)` \| (.*)\|$", page, re.MULTILINE)
+    named = [name for path, rest in rows for name in ([path] if path else re.findall(r"`(\w+)`", rest))]
+    said = between("README.md", "with import and model changed:", "One needs a larger")
+    assert re.findall(r"`(\w+)`", said) == named and len(named) == 25
 
 
 def refused() -> list[str]:

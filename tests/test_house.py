@@ -34,6 +34,12 @@ def files() -> list[Path]:
     return [Path(name) for name in listing.stdout.splitlines() if not (ROOT / name).is_symlink()]
 
 
+@pytest.fixture(scope="module")
+def trees(files) -> dict[Path, ast.Module]:
+    """What each Python file is parsed to."""
+    return {file: ast.parse((ROOT / file).read_text()) for file in files if file.suffix == ".py"}
+
+
 def test_a_folder_shows_about_a_dozen_doors(files):
     doors = defaultdict[str, set[str]](set)
     for file in files:
@@ -45,14 +51,13 @@ def test_a_folder_shows_about_a_dozen_doors(files):
     } == {}
 
 
-def test_private_fields_of_another_class_are_not_reached_into(files):
+def test_private_fields_of_another_class_are_not_reached_into(trees):
     reaches = []
-    for file in files:
-        if file.suffix == ".py" and file.parts[0] in (*LIBRARY, "src"):
-            tree = ast.parse((ROOT / file).read_text())
+    for file, tree in trees.items():
+        if file.parts[0] in (*LIBRARY, "src"):
             found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
             names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-            own = names | {node.attr for node in found if ast.unparse(node.value) in ("self", "cls")}
+            own = names | {node.attr for node in found if is_own(node.value)}
             reaches += [
                 f"{file}:{node.lineno}: {ast.unparse(node)}"
                 for node in found
@@ -61,16 +66,19 @@ def test_private_fields_of_another_class_are_not_reached_into(files):
     assert reaches == []
 
 
-def test_files_and_functions_can_be_read_at_one_sitting(files):
+def is_own(value: ast.expr) -> bool:
+    """Whether a value is the object or the class whose method reads it."""
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def test_files_and_functions_can_be_read_at_one_sitting(trees):
     long = []
-    for file in files:
-        if file.suffix == ".py":
-            text = (ROOT / file).read_text()
-            long += [str(file)] if len(text.splitlines()) > MOST_LINES else []
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                    lines = (node.end_lineno or 0) - node.lineno + 1
-                    long += [f"{file}: {node.name}"] if lines > MOST_OF_A_FUNCTION else []
+    for file, tree in trees.items():
+        long += [str(file)] if len((ROOT / file).read_text().splitlines()) > MOST_LINES else []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                long += [f"{file}: {node.name}"] if lines > MOST_OF_A_FUNCTION else []
     assert long == []
 
 
@@ -93,10 +101,10 @@ def test_what_the_library_reads_beside_its_modules_is_in_the_wheel(files):
         assert any(file.is_relative_to(folder) and file.match(name) for folder, name in kept), file
 
 
-def test_no_class_name_stands_twice_in_the_library(files):
+def test_no_class_name_stands_twice_in_the_library(trees):
     places = defaultdict(list)
-    for file in (file for file in files if file.parts[0] in (*LIBRARY, "src") and file.suffix == ".py"):
-        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+    for file, tree in trees.items():
+        for node in ast.walk(tree) if file.parts[0] in (*LIBRARY, "src") else ():
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(str(file))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

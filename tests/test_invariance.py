@@ -3,7 +3,7 @@ cacheless oracle."""
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from cases.models import RANDOM
 from cases.observed import OPTIONS, observed, observed_plainly
 from cases.oracle import computed
 from cases.streams import streamed
-from conftest import Model
+from conftest import Model, with_few_shapes
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.cpu_kernels.library import library
@@ -33,6 +33,7 @@ CHUNKS = {"max_prefill_tokens": 32, "max_num_seqs": 16, "page_size": 128, "decod
 # several rows.
 TIGHT = {  # so few pages that requests are preempted
     "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 32, "batch_invariant_matmul": True,
+    "decode_steps": 4,
 }  # fmt: skip
 FEWER = {  # of models whose layers have both in another; what is their own is shown by this one
     "int8": CHUNKS,  # products of sixteen rows
@@ -203,7 +204,7 @@ def test_the_shapes_of_an_accelerator_give_the_same_tokens(model, serve, expecte
     here = Canonical.on
     monkeypatch.setattr(Canonical, "on", lambda platform, *sizes: here("gpu", *sizes))
     texts = prompts(model.config.vocab_size)
-    with serve(max_num_seqs=32, max_prefill_tokens=256) as llm:
+    with serve(max_num_seqs=32, max_prefill_tokens=256, decode_steps=4) as llm:
         assert {str(shape) for shape in llm.engine.classes.decode} >= {"decode[64,1]", "decode[64,4]"}
         assert min(shape.area for shape in llm.engine.programs.steps if shape.phase == "prefill") == 256
         together = [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)]
@@ -294,7 +295,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
     found = base.report()["cached_tokens"] - before
     assert found == 64 or STATE in base.engine.config.windows  # the page before the tokens that are scored
     assert end.logprobs == [entry[0][1] for entry in alone[99:]]
-    with serve(**variants(model)[0]) as small:
+    with serve(**variants(model)[0] | {"decode_steps": 1}) as small:
         assert scores(small) == alone
 
 
@@ -306,7 +307,7 @@ def test_prompt_logprobs_survive_preemption(model, base, serve, expected):
     texts = prompts(model.config.vocab_size)
     base.engine.tables.forget()
     wanted = [prompt_bits(o) for o in base.generate(texts, params, use_tqdm=False)]
-    with serve(**TIGHT) as llm:
+    with serve(**TIGHT | {"decode_steps": 1}) as llm:
         for _ in range(2):
             found = llm.generate(texts, params, use_tqdm=False)
             assert [prompt_bits(o) for o in found] == wanted
@@ -406,7 +407,9 @@ def guessing(serve, model):
     """An engine that verifies seven guesses a row, with so small a cache that requests are preempted."""
     config = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
     sizes = {"max_model_len": 230, "max_batched_token_mem": 240, "page_size": 16, "max_num_seqs": 4}
-    with serve(**sizes, max_prefill_tokens=32, decode_steps=1, speculative_config=config) as llm:
+    with with_few_shapes(verifications=1) if model.name == "recurrent" else nullcontext():
+        llm = serve(**sizes, max_prefill_tokens=32, decode_steps=1, speculative_config=config)
+    with llm:
         yield llm
 
 

@@ -19,6 +19,23 @@ MOST_BYTES = 300_000
 DRIVERS = {None: "", "580.65.06": ",cuda", "550.54.15": ",cuda12", "unknown": ",cuda12"}
 
 
+# Before the first cell: everything is chosen as on a T4, and runs on this CPU. The shipped model is stored in
+# float32, which "auto" keeps.
+AS_ON_A_T4 = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+from cases.gpus import served_as
+gpu = served_as("t4")
+gpu.__enter__()
+"""
+# The engines of notebooks; 02 has steps alone, and 04 and 05 ask for CPUs.
+ENGINES = {"01-quickstart": "llm", "02-what-a-step-costs": None, "03-speculation": "plain"}
+SHOW_CHOICES = """
+print({llm}.engine.params.embed.dtype, {{x["reason"] for x in {llm}.report()["kernels"].values()}})
+"""
+CHOICES = "float32 {'it needs compute capability 8.0, Tesla T4 has 7.5'}"
+
+
 def read(name: str):
     import nbformat
 
@@ -75,3 +92,20 @@ def test_notebook_runs(name):
     assert any("image/png" in output.get("data", {}) for output in outputs)
     told = "".join(o.text for o in outputs if o.output_type == "stream" and o.name == "stderr")
     assert [line for line in told.splitlines() if line and not line.startswith("duetto: ")] == []
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Jupyter's own
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name, llm", ENGINES.items(), ids=ENGINES)
+def test_notebook_runs_with_the_choices_of_a_t4(name, llm):
+    import nbformat
+
+    notebook = read(name)
+    cells, stored = code_cells(notebook), [shown(cell) for cell in code_cells(notebook)]
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(AS_ON_A_T4))
+    choices = nbformat.v4.new_code_cell(SHOW_CHOICES.format(llm=llm) if llm else "print()")
+    notebook.cells.insert(notebook.cells.index(cells[-1]), choices)
+    run(notebook)
+    assert [shown(cell) for cell in cells] == stored
+    if llm:
+        assert choices.outputs[0].text.strip() == CHOICES

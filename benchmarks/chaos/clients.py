@@ -3,7 +3,7 @@
 import asyncio
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,8 @@ class Client:
 
     def __init__(self, loop: SimulatedLoop, proxy: Proxy, ask: Asked, on_end: Callable[[Asked], None]):
         self.loop, self.proxy, self.ask, self._on_end = loop, proxy, ask, on_end
-        self.status, self.data, self.error = 0, b"", ""
+        self.status, self.data = 0, b""
+        self.error, self.code = "", ""  # of an answer that failed
         self.is_over = self.has_left = False
         self.begun = ask.at
         self.ended: float | None = None
@@ -90,7 +91,7 @@ class Client:
         except HttpError as error:
             if self.status:
                 raise Violation(f"request {self.ask.number} was answered twice") from error
-            self.error = f"{error.status} {error.code}"
+            self._fail(error.body)
         self._on_end(self.ask)
         self.ended = self.loop.time()
 
@@ -129,7 +130,7 @@ class Client:
         """Return each completion's tokens, the reasons of their ends, and whether the answer is whole."""
         outputs, ends = defaultdict[int, list[int]](list), list[Any]()
         if self.status and self.status != 200:
-            self.error = f"{self.status} {self.data[:200]!r}"
+            self._fail(msgspec.json.decode(self.data))
             return outputs, ends, False
         if not self.ask.stream:
             if self.is_over and self.status:
@@ -142,10 +143,13 @@ class Client:
             elif block.startswith(b"data: "):
                 record = msgspec.json.decode(block[6:])
                 if "error" in record:
-                    self.error = str(record["error"])
+                    self._fail(record)
                     return outputs, ends, False
                 self._take(record, outputs, ends)
         return outputs, ends, is_whole and self.is_over
+
+    def _fail(self, body: Mapping[str, Any]) -> None:
+        self.error, self.code = body["error"]["message"], body["error"]["code"] or ""
 
     def _take(self, record: dict[str, Any], outputs: dict[int, list[int]], ends: list[Any]) -> None:
         for choice in record["choices"]:

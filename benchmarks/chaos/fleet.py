@@ -2,35 +2,48 @@
 answers, realms, fair shares."""
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from benchmarks.chaos.alone import family
 from benchmarks.chaos.clients import Asked, Client, Verdict
 from benchmarks.chaos.fairness import FairnessMonitor
-from benchmarks.chaos.faults import DISK, FLEET, LOCAL, Fault, drawn
+from benchmarks.chaos.faults import FLEET, LOCAL, Fault, drawn
 from benchmarks.chaos.machine import Machine, MachineConfig, Violation, audit_end
 from benchmarks.chaos.server import ChaosReplica
 from benchmarks.chaos.simulated.device import VOCAB, Oracle
 from benchmarks.chaos.simulated.network import Network
 from benchmarks.chaos.simulated.world import SimulatedLoop, hashed
+from duetto.serve.engine.core.engine import MAX_FAILURES
 from duetto.serve.kv.routing.placement import Prompt, Replica, best
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.router.health import Health
 from duetto.serve.server.router.prompts import TextNaming
-from duetto.serve.server.router.proxy import Proxy
+from duetto.serve.server.router.proxy import OTHER_REALM, Proxy
 from duetto.serve.server.router.queue import PrefillPool, RequestQueue
 
 UNTIL, LIMIT = 1.5, 120.0  # seconds in which faults begin, and within which all ends
 CALM = 25.0  # seconds after which no fault is felt any more
-RECOVERY = 6.0  # seconds for which a fault may be felt after its end
+# Seconds for which a fault may be felt after its end: two failed health checks, and a good one.
+RECOVERY = 4.0
 REBOOT = 4.0  # seconds that a machine without power takes at least, longer than the router needs to miss it
 NUMBERS = 3  # weights
 MOST_LOSSES = 2  # that an answer bears: the router's attempts, less one
+LOSSES = ("kill", "power", "old_disk", "other_weights", "cut_off", "drain")  # of a replica
+
+
+@dataclass
+class Strike:
+    """A fault that has struck. `until`: when it was over."""
+
+    fault: Fault
+    until: float = math.inf
 
 
 class Fleet:
@@ -61,7 +74,7 @@ class Fleet:
         self.asks = self._asks(random)
         self.by_seed = {ask.seed: ask for ask in self.asks}
         self.clients: list[Client] = []
-        self.struck: list[Fault] = []
+        self.struck: list[Strike] = []
 
     def _asks(self, random: Random) -> list[Asked]:
         longest = self.config.longest_request
@@ -117,7 +130,13 @@ class Fleet:
 
     async def strike(self, fault: Fault) -> None:
         await asyncio.sleep(fault.at)
-        self.struck.append(fault)
+        strike = Strike(fault)
+        self.struck.append(strike)
+        await self._strike(fault)
+        if fault.kind != "cut":  # which may wait for the next answer
+            strike.until = self.loop.time()
+
+    async def _strike(self, fault: Fault) -> None:
         replica = self.replicas[fault.machine]
         machine = replica.machine
         match fault.kind:
@@ -129,6 +148,7 @@ class Fleet:
                 self.network.cuts += 1
             case "cut_off":
                 self.network.cut_off[replica.host] = self.loop.time() + 3 * fault.seconds
+                await asyncio.sleep(3 * fault.seconds)
             case "pause":
                 await self._pause(replica, fault)
             case "drain":
@@ -215,19 +235,34 @@ class Fleet:
         verdict = client.verdict(self.oracle, range(NUMBERS))
         self.monitor.check()
         if verdict is Verdict.FAILED and not self._is_excused(client):
-            raise Violation(f"request {client.ask.number} was answered with {client.error}")
+            raise Violation(f"request {client.ask.number} was answered with {client.code}: {client.error}")
 
     def _is_excused(self, client: Client) -> bool:
-        """Return whether faults explain an error: too many of them, no replica that was there all the time,
-        or other weights."""
-        assert client.ended is not None
+        """Return whether faults explain an error by the rules of the router: more losses than attempts, no
+        replica that was there all the time, too many requests for the replicas that were, or none with the
+        weights that a stream began with. No other error is ever excused."""
         felt = [
-            f for f in self.struck if client.begun <= f.at + 3 * f.seconds + RECOVERY and f.at <= client.ended
+            strike.fault
+            for strike in self.struck
+            if strike.fault.at <= (client.ended or 0.0) and client.begun <= strike.until + RECOVERY
         ]
-        ends = [f for f in felt if f.kind not in (*DISK, "rot", "clock", "pause")]
-        whole = {*range(len(self.replicas))} - {f.machine for f in ends if f.kind != "cut"}
-        is_mixed = self.is_mixed or any(f.kind == "other_weights" for f in self.struck)
-        return is_mixed or len(ends) > MOST_LOSSES or not whole
+        failed = Counter(fault.machine for fault in felt if fault.kind in ("device", "device_read"))
+        lost = [fault.machine for fault in felt if fault.kind in LOSSES]
+        lost += [machine for machine, count in failed.items() if count >= MAX_FAILURES]
+        cuts = [fault.machine for fault in felt if fault.kind == "cut"]
+        match client.code:
+            case "replica_lost" if client.error == str(OTHER_REALM):
+                return client.ask.stream and self._has_mixed(client) and bool(lost + cuts)
+            case "replica_lost" | "unavailable":  # a cut parts any two machines
+                return len(lost + cuts) > MOST_LOSSES or len({*lost}) + len(cuts) >= len(self.replicas)
+            case "too_many_requests":
+                return bool(lost + cuts)
+        return False
+
+    def _has_mixed(self, client: Client) -> bool:
+        """Return whether replicas had different weights before a request ended."""
+        others = [strike.fault.at for strike in self.struck if strike.fault.kind == "other_weights"]
+        return self.is_mixed or any(at <= (client.ended or 0.0) for at in others)
 
     def trace(self) -> str:
         """Return a hash of all answers and times, but not of their random ids and dates."""

@@ -3,7 +3,8 @@ JSON file holds it.
 
 Two ceilings are measured first, a copy in the device's memory and a large product in bfloat16; shares are of
 these. Parts run in the order of their worth until the time is over, and the file is written after each
-figure. `--dry` runs every part on a tiny shape on any device, to see that it runs: its figures mean nothing.
+figure. `--dry` rehearses: every part on a tiny shape, on any device. Its figures mean nothing, so its file
+says that it is dry, and no measured figure joins it. Without it nothing runs where there is no NVIDIA GPU.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from benchmarks.gpu.peers import bench_peers
 from benchmarks.gpu.programs import bench_decode, bench_kernels, bench_prefill, bench_reference, bench_steps
 from benchmarks.gpu.run import DRY, Row, Run
 from benchmarks.gpu.serving import bench_serving
+from duetto.model.gpus import gpu_of
 from duetto.serve.host.devices import default_device
 
 PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
@@ -43,8 +45,9 @@ PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
 }
 
 
-def about() -> dict[str, Any]:
-    """The device, and the versions and settings that the figures depend on."""
+def about(dry: bool) -> dict[str, Any]:
+    """The device, the versions and the settings that the figures depend on, and whether they mean
+    nothing."""
 
     def known(package: str) -> str | None:
         try:
@@ -63,9 +66,17 @@ def about() -> dict[str, Any]:
     )
     settings = {k: v for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_"))}
     device = jax.devices()[0].device_kind
-    return {"date": time.strftime("%Y-%m-%d"), "device": device, "settings": settings} | {
-        p: v for p in packages if (v := known(p))
-    }
+    found = {"date": time.strftime("%Y-%m-%d"), "device": device, "settings": settings}
+    return found | {p: v for p in packages if (v := known(p))} | ({"dry": True} if dry else {})
+
+
+def refusal(dry: bool, kept: Any) -> str | None:
+    """Return why figures may not join those of a file, or be written at all; None if they may."""
+    if not dry and gpu_of(jax.devices()[0]) is None:
+        return f"{jax.devices()[0].device_kind} is no NVIDIA GPU: nothing is measured; --dry rehearses"
+    if kept is not None and kept["about"].get("dry", False) != dry:
+        return "the file has dry figures" if kept["about"].get("dry") else "the file has measured figures"
+    return None
 
 
 def shown(row: Row) -> str:
@@ -81,10 +92,14 @@ def main() -> str | None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[p for p in PARTS if p != "peers"])
     parser.add_argument("--seconds", type=float, default=400, help="no part is begun later (default: 400)")
     parser.add_argument("--dry", action="store_true", help="a tiny shape, on any device")
+    parser.add_argument("--anew", action="store_true", help="drop the figures that the file has")
     args = parser.parse_args()
     default_device()  # duetto's settings of XLA and of the memory go before jax looks for devices
+    kept = args.file.exists() and not args.anew
+    if reason := refusal(args.dry, json.loads(args.file.read_text()) if kept else None):
+        parser.error(reason)
     begin, run = time.monotonic(), DRY if args.dry else Run()
-    found = json.loads(args.file.read_text()) if args.file.exists() else {"about": about(), "rows": []}
+    found = json.loads(args.file.read_text()) if kept else {"about": about(args.dry), "rows": []}
     found["ceilings"] = {"flops": run.peaks.flops16, "bytes": run.peaks.bandwidth}
     print(
         f"{found['about']['device']}: {run.peaks.flops16 / 1e12:.4g} TFLOP/s, "

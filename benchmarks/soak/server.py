@@ -14,7 +14,7 @@ import httpx
 
 from duetto.serve.runtime.multihost.supervisor import free_port
 
-STARTING = 300.0  # seconds that a start may take
+STARTING = 600.0  # seconds that a process may take to start: a loaded machine is no fault
 STOPPING = 120.0  # seconds that a drain may take
 LINGERING = 10.0  # seconds in which the children of a killed process end
 

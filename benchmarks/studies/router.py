@@ -1,13 +1,17 @@
 """Prompts that find their beginnings: a router that knows pages against one that deals in turn.
 
     python benchmarks/studies/router.py --output FILE
+    python benchmarks/studies/router.py --routers 1 2 --load 0.7 --kinds "pages, by what was sent"
+    python benchmarks/studies/router.py --routers 1 2 --load 0.7 --dialogues 20 --replicas 1000
     python benchmarks/studies/router.py --real
     python benchmarks/studies/router.py --naming checkpoints/demo
 
 The Mooncake trace goes to replicas that compute nothing and keep real books: the engine's pools, page tables
 and names, in a time of their own, in which a prompt takes so many seconds for each token that is not found,
 one prompt after the other, and each generated token one step, all together. The router's own code chooses.
-Times to the first token are those of such replicas, and say what finding prompts is worth.
+Times to the first token are those of such replicas, and say what finding prompts is worth. With several
+--routers the requests take turns among them, and each knows only what it has sent itself. With --dialogues
+there are drawn conversations in place of the trace, which has too few for a thousand replicas.
 
 With --real: conversations of the trace, shortened, on two `duetto serve` of the shipped model whose caches
 hold 1,536 tokens each; their own metrics say what was found.
@@ -51,7 +55,8 @@ from duetto.serve.server.router.queue import PrefillPool, RequestQueue
 
 DIVISOR, PAGE = 8, 16  # lengths of the trace are divided, so that 64 tokens stand for a block of 512
 ROOT = root("simulated")
-SEATS = 64
+SEATS, MANY = 64, 16  # requests at once of a replica; replicas whose shares are not listed
+SYSTEM, TURN = 4096, 1024  # tokens of drawn conversations: the system prompt, and what each turn adds
 SHORT = 64  # lengths of the trace are divided by so much for real servers
 SERVER = [
     "-m", "duetto", "serve", "--port", "0", "--quiet", "--max-num-seqs", "4", "--max-model-len", "384",
@@ -61,16 +66,20 @@ READ, WRITE = 1 / 1000, 0.02  # seconds: a token of a prompt, a step (an 8B mode
 
 
 class Books:
-    """A replica that computes nothing: its pages, and when it would have computed what."""
+    """A replica that computes nothing: its pages, and when it would have computed what. `views` has one of it
+    for each router, with what that router knows."""
 
-    def __init__(self, pages: int, memory: AssumedPrefixIndex | EventPrefixIndex):
-        self.tables, self.memory = PageTables([None], [pages], PAGE, work=512), memory
-        self.replica = Replica("simulated", memory, ROW // DIVISOR)
-        self.replica.is_ready = True
+    def __init__(self, name: str, pages: int, memories: Sequence[AssumedPrefixIndex | EventPrefixIndex]):
+        self.tables = PageTables([None], [pages], PAGE, work=512)
+        self.views = [Replica(name, memory, ROW // DIVISOR) for memory in memories]
+        for view in self.views:
+            view.is_ready = True
         self.line: deque[Any] = deque()
         self.free_at, self.seated, self.found, self.asked = 0.0, 0, 0, 0
-        if isinstance(memory, EventPrefixIndex):
-            self._translator, self._pages, self._count = Translator(ROOT, PAGE), ReplicaPages(memory, PAGE), 0
+        events = [memory for memory in memories if isinstance(memory, EventPrefixIndex)]
+        if events:
+            self._translator, self._count = Translator(ROOT, PAGE), 0
+            self._pages = [ReplicaPages(memory, PAGE) for memory in events]
             self.tables.listen(self)
 
     # ------------------------------------------------------------ what the pool says, straight to the router
@@ -85,7 +94,8 @@ class Books:
         self._told(self._translator.cleared())
 
     def _told(self, event: Any) -> None:
-        self._pages.take(self._count, KVEventBatch(0.0, [event]))
+        for pages in self._pages:
+            pages.take(self._count, KVEventBatch(0.0, [event]))
         self._count += 1
 
     # ------------------------------------------------------------ requests
@@ -93,7 +103,7 @@ class Books:
     def seat(self, now: float) -> Iterator[tuple[float, Any, float]]:
         """Those that find room: when each has its first token, and when its last."""
         while self.line and self.seated < SEATS:
-            job, request, names = self.line[0]
+            job, request, names, view = self.line[0]
             tokens, end = len(request.prompt), len(request.prompt) + request.output
             found = self.tables.find(names[: (tokens - 1) // PAGE])
             if not self.tables.fits(found, end, end + 1, 0):
@@ -105,7 +115,7 @@ class Books:
             first = max(now, self.free_at) + (tokens - hits) * READ
             self.free_at = first
             self.tables.name(own, names, len(found[0]), request.prompt)
-            yield first, (job, own, end), first + request.output * WRITE
+            yield first, (job, own, end, view, request.arrival), first + request.output * WRITE
 
     def leave(self, own: Any, end: int) -> None:
         self.tables.release(own, end + 1)
@@ -124,39 +134,41 @@ class Outcome:
         times = {"ttft_mean": np.mean(self.waits), "ttft_p50": p50, "ttft_p99": p99}
         hits = {"hits": round(self.found / self.asked, 4)}
         rounded = {name: round(float(value), 3) for name, value in times.items()}
-        return {"router": name} | hits | rounded | {"requests": self.shares}
+        shares = {"requests": self.shares} if len(self.shares) <= MANY else {}
+        return {"router": name} | hits | rounded | shares
 
 
 def simulate(requests: list[Request], prompts: list[Any], replicas: list[Books], choose: Callable) -> Outcome:
-    """Requests at their arrivals through a router; each replica takes what it has room for."""
+    """Requests at their arrivals, which take turns among routers; each replica takes what it has room for."""
     result, number = Outcome(), itertools.count()
     events: list[Any] = [(request.arrival, next(number), "arrives", i) for i, request in enumerate(requests)]
     heapq.heapify(events)
-    by_replica = {own.replica: own for own in replicas}
+    routers = [list(views) for views in zip(*(own.views for own in replicas), strict=True)]
+    by_view = {view: own for own in replicas for view in own.views}
     while events:
         now, _, what, of = heapq.heappop(events)
         if what == "arrives":
             prompt, names = prompts[of]
             job = RoutedRequest(prompt)
-            chosen = choose([own.replica for own in replicas], prompt, 1 << 30, ())
+            chosen = choose(routers[of % len(routers)], prompt, 1 << 30, ())
             chosen.take(job)
-            books = by_replica[chosen]
-            books.line.append((job, requests[of], names))
+            books = by_view[chosen]
+            books.line.append((job, requests[of], names, chosen))
         elif what == "begins":
-            books, job, begun = of
-            books.replica.begun(job)
+            job, _, _, view, begun = of
+            view.begun(job)
             result.waits.append(now - begun)
             continue
         else:
-            books, (job, own, end) = of
+            job, own, end, view, _ = of
+            books = by_view[view]
             books.leave(own, end)
-            books.replica.leave(job)
-        arrivals = {id(job): request.arrival for job, request, _ in books.line}
+            view.leave(job)
         for first, seat, last in books.seat(now):
-            heapq.heappush(events, (first, next(number), "begins", (books, seat[0], arrivals[id(seat[0])])))
-            heapq.heappush(events, (last, next(number), "ends", (books, seat)))
+            heapq.heappush(events, (first, next(number), "begins", seat))
+            heapq.heappush(events, (last, next(number), "ends", seat))
     result.found, result.asked = (sum(getattr(own, n) for own in replicas) for n in ("found", "asked"))
-    result.shares = [own.replica.chosen for own in replicas]
+    result.shares = [sum(view.chosen for view in own.views) for own in replicas]
     return result
 
 
@@ -168,31 +180,57 @@ def in_turn(
     return min(open, key=lambda one: one.chosen, default=None)
 
 
+BY_SENT = "pages, by what was sent"
 ROUTERS: dict[str, tuple[Callable, Callable]] = {
     "in turn": (in_turn, AssumedPrefixIndex),
     "least busy": (
         lambda own, prompt, *rest: best(own, Prompt(tokens=prompt.tokens), *rest),
         AssumedPrefixIndex,
     ),
-    "pages, by what was sent": (best, AssumedPrefixIndex),
+    BY_SENT: (best, AssumedPrefixIndex),
     "pages, by events": (best, lambda pages: EventPrefixIndex()),
 }
 
 
-def study(counts: list[int], pages: list[int], loads: list[float]) -> list[dict[str, Any]]:
+def of_trace() -> list[Request]:
+    """The requests of the Mooncake trace."""
     entries = read(MOONCAKE)
     requests = with_prefixes(entries, 30_000, DIVISOR)
+    return [replace(r, arrival=e.arrival) for r, e in zip(requests, entries, strict=True)]
+
+
+def dialogues(count: int) -> list[Request]:
+    """Drawn conversations of 4 turns on average, by arrival within a second: each turn has the tokens of
+    those before it, behind one of 20 system prompts."""
+    draw, requests = np.random.default_rng(0), list[Request]()
+    systems = draw.integers(3, 30_000, (20, SYSTEM // DIVISOR)).tolist()
+    for _ in range(count // 4):
+        prompt, arrival = systems[draw.integers(20)], draw.random()
+        for _ in range(draw.geometric(1 / 4)):
+            prompt = prompt + draw.integers(3, 30_000, TURN // DIVISOR).tolist()
+            requests.append(Request(prompt, TURN // DIVISOR // 4, arrival))
+            arrival += draw.exponential(0.05)
+    return sorted(requests, key=lambda request: request.arrival)
+
+
+def study(
+    requests: list[Request],
+    counts: list[int],
+    pages: list[int],
+    loads: list[float],
+    routers: list[int],
+    kinds: Collection[str],
+) -> list[dict[str, Any]]:
     prompts = [(named(r.prompt, PAGE, TOKENS), engine_names(r.prompt)) for r in requests]
     rows = []
     for count, size, load in itertools.product(counts, pages, loads):
         work = sum(len(r.prompt) for r in requests) * READ / count
-        stretch = work / load / entries[-1].arrival
-        timed = [
-            Request(r.prompt, r.output, e.arrival * stretch) for r, e in zip(requests, entries, strict=True)
-        ]
-        for name, (choose, memory) in ROUTERS.items():
-            replicas = [Books(size, memory(size)) for _ in range(count)]
-            row = simulate(timed, prompts, replicas, choose).row(name)
+        stretch = work / load / requests[-1].arrival
+        timed = [replace(r, arrival=r.arrival * stretch) for r in requests]
+        for name, several in itertools.product(kinds, routers):
+            choose, memory = ROUTERS[name]
+            replicas = [Books(str(i), size, [memory(size) for _ in range(several)]) for i in range(count)]
+            row = simulate(timed, prompts, replicas, choose).row(name) | {"routers": several}
             rows.append({"replicas": count, "cache_tokens": size * PAGE * DIVISOR, "load": load} | row)
             print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -232,7 +270,7 @@ def real(count: int) -> dict[str, Any]:
     chosen = conversations(read(MOONCAKE), count, 16_000, turns=2)
     requests = with_prefixes([replace(e, output=8 * SHORT) for e in chosen], 300, SHORT)
     found: dict[str, Any] = {"requests": len(requests)}
-    for name, choose in (("in turn", in_turn), ("pages, by what was sent", best)):
+    for name, choose in (("in turn", in_turn), (BY_SENT, best)):
         with ExitStack() as stack:
             ports = [stack.enter_context(started(SERVER))[1] for _ in range(2)]
             asyncio.run(ask(ports, [r.prompt for r in requests], choose))
@@ -280,6 +318,9 @@ def main() -> None:
         default=[0.5, 0.7],
         help="of what the replicas can read, without hits",
     )
+    parser.add_argument("--kinds", nargs="+", choices=ROUTERS, default=[*ROUTERS])
+    parser.add_argument("--routers", type=int, nargs="+", default=[1])
+    parser.add_argument("--dialogues", type=int, metavar="INT", help="so many requests for each replica")
     parser.add_argument("--real", type=int, nargs="?", const=80, metavar="INT", help="so many requests")
     parser.add_argument("--naming", metavar="FOLDER", help="measure a tokenizer's folder")
     parser.add_argument("--output", type=Path)
@@ -289,8 +330,12 @@ def main() -> None:
     if args.naming:
         return print(json.dumps(naming(args.naming)))
     pages = [tokens // DIVISOR // PAGE for tokens in args.cache_tokens]
-    about = {"trace": MOONCAKE.name, "divisor": DIVISOR, "page": PAGE, "block": BLOCK}
-    rows = study(args.replicas, pages, args.load)
+    trace = MOONCAKE.name if args.dialogues is None else f"{args.dialogues} drawn requests for each replica"
+    about = {"trace": trace, "divisor": DIVISOR, "page": PAGE, "block": BLOCK}
+    rows = []
+    for count in args.replicas:
+        requests = of_trace() if args.dialogues is None else dialogues(args.dialogues * count)
+        rows += study(requests, [count], pages, args.load, args.routers, args.kinds)
     if args.output:
         args.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 

@@ -19,6 +19,8 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
+CODE = re.compile(r"<code>([^<\n]+)</code>")
+WORD = re.compile(r"(?<!\S)\S{1,60}(?!\S)")
 ASKED = re.compile(r"<!-- (help|fields): ([\w.]+) -->\n")
 
 
@@ -32,6 +34,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     at = ROOT if uri == "index.md" else (ROOT / "docs" / uri).parent
     markdown = LINK.sub(lambda found: link(found, at, uri, config["repo_url"]), markdown)
     return ASKED.sub(lambda found: (help_of if found[1] == "help" else fields_of)(found[2]), markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Marks the words of code, which a browser would break behind a hyphen (`tables.css`)."""
+    marked = r'<span class="word">\g<0></span>'
+    return CODE.sub(lambda found: f"<code>{WORD.sub(marked, found[1])}</code>", html)
 
 
 def link(found: re.Match[str], at: Path, uri: str, repository: str) -> str:

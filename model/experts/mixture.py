@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..config import Experts
 from ..ffn import FFN, activate, feed_forward, ffn_spec
-from ..layers import Norm, Weight, apart, biased, einsum, norm_spec, ragged_product
+from ..layers import Norm, RowWeight, Weight, apart, biased, einsum, norm_spec, ragged_product
 from ..sharding import on_several_devices
-from ..tree import Spec, is_spec, pytree, static
+from ..tree import Spec, is_spec, pytree, static, unwrapped
 from ..weights.grouped import expert_kernel
 from ..weights.panels import Packed
 
@@ -147,7 +147,8 @@ def has_kernel(f: FFN, dtype: Any) -> bool:
 
 def has_cpu_kernel(f: FFN, dtype: Any) -> bool:
     """True if duetto's own CPU kernels multiply rows of this dtype with these experts."""
-    return all(isinstance(w, Packed) and w.multiplies(dtype, dtype) for w in (f.gate, f.up, f.down))
+    weights = (w.base if isinstance(w, RowWeight) else w for w in (f.gate, f.up, f.down))
+    return all(isinstance(w, Packed) and w.multiplies(dtype, dtype) for w in weights)
 
 
 def route(
@@ -184,7 +185,8 @@ def by_ragged_products(
 ) -> Float[Array, "tokens A D"]:
     """Each token through each of its experts, as products of consecutive rows with one expert each."""
     order, sizes = sorted_by_expert(chosen, count_of(f))
-    expert = chosen.reshape(-1)[order]
+    expert, tokens = chosen.reshape(-1)[order], order // chosen.shape[1]
+    f = unwrapped(f, RowWeight, lambda w: w.of_tokens(tokens, len(x)))
 
     def product(
         rows: Float[Array, "rows _"], weights: Any, bias: Float[Array, "E outputs"] | None
@@ -192,7 +194,7 @@ def by_ragged_products(
         out = ragged_product(rows, weights, sizes, expert)
         return out if bias is None else out + bias[expert]
 
-    rows = x[order // chosen.shape[1]]
+    rows = x[tokens]
     gate, up = product(rows, f.gate, f.gate_bias), product(rows, f.up, f.up_bias)
     out = product(activate(c.each, gate, up), f.down, f.down_bias)
     return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
@@ -225,17 +227,28 @@ def by_tiles(
     most = expert.size // tile + min(E, expert.size)
     row = apart(row, expert < E, most * tile)
     rows = jnp.zeros((most * tile, x.shape[1]), x.dtype)
-    rows = rows.at[row].set(x[order // chosen.shape[1]], mode="drop", unique_indices=True)
+    token = order // chosen.shape[1]
+    rows = rows.at[row].set(x[token], mode="drop", unique_indices=True)
+    tokens = jnp.zeros(most * tile, jnp.int32).at[row].set(token, mode="drop", unique_indices=True)
     owner = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right", method="compare_all")
 
     def one(i: Int[Array, ""], out: Float[Array, "rows D"]) -> Float[Array, "rows D"]:
         e, start = owner[i], i * tile
         a = jax.lax.dynamic_slice_in_dim(rows, start, tile)
-        own = jax.tree.map(lambda leaf: leaf[e], f)
+        own = one_expert(f, e, jax.lax.dynamic_slice_in_dim(tokens, start, tile), len(x))
         return jax.lax.dynamic_update_slice_in_dim(out, feed_forward(own, c.each, a), start, 0)
 
     out = jax.lax.fori_loop(0, ends[-1], one, jnp.zeros_like(rows))
     return out[row][jnp.argsort(order)].reshape(*chosen.shape, -1)
+
+
+def one_expert(f: FFN, e: Int[Array, ""], tokens: Int[Array, " rows"], count: int) -> FFN:
+    """Expert e, for rows that are these tokens of `count`."""
+
+    def own(w: Any) -> Any:
+        return w.of_expert(e).of_tokens(tokens, count) if isinstance(w, RowWeight) else w[e]
+
+    return jax.tree.map(own, f, is_leaf=lambda w: isinstance(w, RowWeight))
 
 
 def count_of(f: FFN) -> int:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
-from ..layers import Weight, einsum
+from ..layers import Weight, einsum, ragged_product
 from ..recurrent.kinds import DeltaNet, Mamba, ShortConv
 from ..transformer import decoder_spec
 from ..tree import Spec, paths, pytree, unwrapped
@@ -33,12 +33,14 @@ ADAPTED: dict[type, tuple[str, ...]] = {
     Dense: ("gate", "up", "down"),
     Experts: ("shared.gate", "shared.up", "shared.down"),
 }
+ROUTED = ("experts.gate", "experts.up", "experts.down")  # of Experts, E of each side by side
 SCALE = 0.02  # of the numbers in places that no adapter has had: shapes are compared with them
 
 
 @pytree
 class Adapted:
-    """A weight [*inputs, *outputs], an array or a record, and `places` of terms a b of at most a rank.
+    """A weight [*inputs, *outputs], an array or a record, and `places` of terms a b of at most a rank. Of
+    experts side by side a is [E, *inputs, places, rank], and b [places, E, rank, *outputs].
 
     `owner` is each row's place, NO_ADAPTER for none; None between steps. A row without an adapter has the
     bits of the weight alone.
@@ -79,11 +81,28 @@ class Adapted:
     def ragged(
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
     ) -> Float[Array, "rows F"]:
-        raise AssertionError("experts have no adapters")
+        """Products of consecutive rows with one expert's weight each; `sizes` and `owner` are the experts'.
+        The record is that of these rows."""
+        plain, places = ragged_product(rows, self.base, sizes, owner), self.a.shape[-2]
+        first = self.a.reshape(*self.a.shape[:-2], -1)
+        thin = ragged_product(rows, first, sizes, owner).reshape(len(rows), places, -1)
+        found = plain
+        for i in range(places):
+            own = plain + ragged_product(thin[:, i], self.b[i], sizes, owner)
+            found = jnp.where((self.owner == i)[:, None], own, found)
+        return found
 
     def of_rows(self, rows: Int[Array, " rows"]) -> "Adapted":
         """The weight for a batch of these rows alone."""
         return self if self.owner is None else replace(self, owner=self.owner[rows])
+
+    def of_tokens(self, tokens: Int[Array, " rows"], count: int) -> "Adapted":
+        """The weight for rows that are these tokens of a batch of `count` tokens."""
+        return replace(self, owner=per_token(self.owner, (count,))[tokens])
+
+    def of_expert(self, e: Int[Array, ""]) -> "Adapted":
+        """The weight of expert e, of experts side by side."""
+        return replace(self, base=jax.tree.map(lambda x: x[e], self.base), a=self.a[e], b=self.b[:, e])
 
 
 def per_token(owner: Int[Array, " B"], rows: tuple[int, ...]) -> Int[Array, "*rows"]:
@@ -94,34 +113,46 @@ def per_token(owner: Int[Array, " B"], rows: tuple[int, ...]) -> Int[Array, "*ro
 
 @dataclass(frozen=True)
 class AdapterSizes:
-    """Capacity for LoRA adapters beside a model's weights: `count` adapters of at most `rank`."""
+    """Capacity for LoRA adapters beside a model's weights: `count` adapters of at most `rank`, beside each
+    routed expert too where `experts` says so."""
 
     count: int
     rank: int
+    experts: bool = False
 
     def specs(self, weight: Spec) -> tuple[Spec, Spec]:
         """Specs of `a` and `b` for a weight: split over a mesh like its inputs and outputs."""
-        first = inputs_of(weight)
+        first, of = inputs_of(weight), int(is_stacked(weight))
         sizes, axes = (self.count, self.rank), ("adapters", "rank")
         a = Spec((*weight.shape[:first], *sizes), (*weight.axes[:first], *axes), scale=SCALE)
-        return a, Spec((*sizes, *weight.shape[first:]), (*axes, *weight.axes[first:]), scale=SCALE)
+        shape = (self.count, *weight.shape[:of], self.rank, *weight.shape[first:])
+        return a, Spec(shape, (axes[0], *weight.axes[:of], axes[1], *weight.axes[first:]), scale=SCALE)
 
 
 def inputs_of(projection: Spec) -> int:
-    """Number of first axes over which a layer's projection sums: all but the last, or one, the model's or a
-    rank."""
-    return len(projection.axes) - 1 if projection.axes[-1] == "model" else 1
+    """Number of first axes over which a layer's projection sums, behind that of experts: all but the last, or
+    one, the model's or a rank."""
+    return len(projection.axes) - 1 if projection.axes[-1] == "model" else 1 + is_stacked(projection)
 
 
-def adaptable(config: ModelConfig, has_mesh: bool = False) -> dict[str, Spec]:
+def is_stacked(projection: Spec) -> bool:
+    """True for a projection of experts side by side."""
+    return projection.axes[0] == "experts"
+
+
+def adaptable(config: ModelConfig, has_mesh: bool = False, routed: bool = False) -> dict[str, Spec]:
     """The weights of a model that adapters may change, by their paths: projections of attention, of recurrent
-    and of dense feed-forward layers, and those of shared experts where devices do not share them."""
+    and of dense feed-forward layers, and those of shared experts, and of routed ones if `routed`, where
+    devices do not share them."""
     specs = paths(decoder_spec(config))
     names = (
         f"layers.{i}.{part}.{name}"
         for i, kind in enumerate(config.layers)
         for part, of_part in parts_of(kind)
-        for name in ADAPTED.get(type(of_part), ())
+        for name in (
+            *ADAPTED.get(type(of_part), ()),
+            *(ROUTED if routed and type(of_part) is Experts else ()),
+        )
         if not (has_mesh and isinstance(of_part, Experts))
     )
     return {name: specs[name] for name in names if name in specs}

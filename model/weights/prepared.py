@@ -1,16 +1,25 @@
-"""The forms in which an engine multiplies weights on its device, whatever form they came in."""
+"""The forms in which an engine multiplies weights on its device, whatever form they came in.
 
+An embedding's rows fill whole lanes of a TPU: where a row is no multiple of 128 numbers, but the vocabulary
+is, a TPU lays the matrix out by columns, and a step copies all of it to look up its tokens' rows.
+"""
+
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
 from ...cpu_kernels.library import library
 from ..experts import parted, unparted
+from ..tree import pytree, static, unwrapped
 from .fixed import fixed, is_fixed, unfixed
 from .packed import packed, packed_as, unpacked
 from .transposed import is_transposed, transposed, untransposed
 
 T = TypeVar("T")
+LANES = 128
 
 
 def laid_out(params: T, cpu_kernels: bool, donate: bool = False) -> T:
@@ -28,17 +37,84 @@ def is_on_cpu(params: Any) -> bool:
 
 def prepared(params: T, batch_invariant_matmul: bool, cpu_kernels: bool = False) -> T:
     """Parameters, or ShapeDtypeStructs, as their device multiplies them."""
-    params = parted(laid_out(params, cpu_kernels))
+    params = in_lanes(parted(laid_out(params, cpu_kernels)))
     return fixed(params) if batch_invariant_matmul else params
 
 
 def prepared_as(served: Any, params: T) -> T:
     """Parameters in the forms that those of a running engine have."""
     params = packed_as(served, params)
-    params = parted(transposed(params) if is_transposed(served) else params)
+    params = in_lanes(parted(transposed(params) if is_transposed(served) else params))
     return fixed(params) if is_fixed(served) else params
 
 
 def unprepared(params: T) -> T:
     """An engine's parameters as arrays in the forms that they came in."""
-    return unparted(untransposed(unpacked(unfixed(params))))
+    return unparted(untransposed(unpacked(unfixed(out_of_lanes(params)))))
+
+
+@pytree
+class LaneRows:
+    """An embedding [V,D] with zeros behind each row. size: D."""
+
+    array: Any  # [V, a multiple of LANES]
+    size: int = static(0)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.array.shape[0], self.size
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    @property
+    def sharding(self) -> Any:
+        return self.array.sharding
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        return self.array.is_fully_addressable
+
+    @property
+    def whole(self) -> Any:
+        """The embedding as it was, an array that is a copy, or a ShapeDtypeStruct."""
+        if isinstance(self.array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
+        return self.array[:, : self.size]
+
+    def __getitem__(self, tokens: Int[Array, "*tokens"]) -> Float[Array, "*tokens D"]:
+        return self.array[tokens][..., : self.size]
+
+
+def in_lanes(params: T) -> T:
+    """A decoder, with arrays or ShapeDtypeStructs, whose embedding is one of `LaneRows` where a TPU would
+    copy it in each step; others are given back themselves. An embedding that is the output matrix too stays
+    as it is."""
+    embed: Any = getattr(params, "embed", None)
+    if getattr(params, "head", None) is None or not is_by_columns(embed):
+        return params
+    V, D = embed.shape
+    wide = -(-D // LANES) * LANES
+    if isinstance(embed, jax.ShapeDtypeStruct):
+        rows: Any = jax.ShapeDtypeStruct((V, wide), embed.dtype, sharding=embed.sharding)
+    else:
+        rows = jnp.pad(embed, ((0, 0), (0, wide - D)))
+    return replace(params, embed=LaneRows(rows, D))  # type: ignore[type-var]
+
+
+def is_by_columns(embed: Any) -> bool:
+    """True for a matrix that lies by columns on the one TPU that has it."""
+    if not isinstance(embed, jax.Array | jax.ShapeDtypeStruct) or embed.sharding is None or embed.ndim != 2:
+        return False
+    (V, D), devices = embed.shape, embed.sharding.device_set
+    return len(devices) == 1 and is_tpu(next(iter(devices))) and D % LANES > 0 and V % LANES == 0
+
+
+def is_tpu(device: Any) -> bool:
+    return device.platform == "tpu"
+
+
+def out_of_lanes(params: T) -> T:
+    """The tree with the embedding in place of `LaneRows`; itself where it has none."""
+    return unwrapped(params, LaneRows, lambda x: x.whole)

@@ -54,7 +54,6 @@ def check_stages(options: "EngineOptions", count: int) -> None:
     beside = f"experimental_ffn_devices {apart}" if apart else f"{count} pipeline stages"
     check_no_draft_model(options, beside)
     require(options.kv_role is None, f"kv_role {options.kv_role} is not allowed with {beside}")
-    require(not options.enable_lora, f"enable_lora is not allowed with {beside}")
     only(options, {"decode_steps": 1} | UNTIERED, beside)
     require((apart or 1) == 1, f"experimental_ffn_devices {apart} is not allowed: 1, more were never run")
     if apart:
@@ -176,14 +175,17 @@ def place_of(address: str) -> tuple[str, int]:
 
 
 def check_lora(options: "EngineOptions") -> None:
-    """Check adapters: their model lies on one device, or is tensor-parallel."""
+    """Check adapters: their model belongs to one process, and its layers are whole."""
     if not options.enable_lora:
-        require(not options.lora_modules, "lora_modules is not allowed without enable_lora")
+        for name in ("lora_modules", "lora_experts"):
+            require(not getattr(options, name), f"{name} is not allowed without enable_lora")
         return
     for name in ("kv_role", "experimental_ffn_devices"):
         value = getattr(options, name)
         require(value is None, f"{name} {value} is not allowed with enable_lora")
-    only(options, dict.fromkeys(("data_parallel_size", "pipeline_parallel_size", "nnodes"), 1), "enable_lora")
+    only(options, {"nnodes": 1}, "enable_lora")
+    if options.lora_experts:
+        only(options, dict.fromkeys(LAYOUTS, 1), "lora_experts")
 
 
 def check_observed(options: "EngineOptions") -> None:

@@ -157,6 +157,9 @@ class EngineOptions:
     enable_lora: bool = knob(False, "serve LoRA adapters, several in one batch")
     max_loras: int = knob(1, "maximum LoRA adapters on the device at once; requests for others wait")
     max_lora_rank: int = knob(16, "maximum rank of a LoRA adapter; a higher limit costs memory and time")
+    lora_experts: bool = knob(
+        False, "LoRA adapters may change routed experts too: a place beside each expert, on one device"
+    )
     lora_modules: Sequence[str] | None = knob(
         None,
         "LoRA adapters that requests may name: NAME=FOLDER, or JSON with name, path, base_model_name",

@@ -60,7 +60,11 @@ def merged(params: Decoder, adapter: Adapter) -> Decoder:
         if terms is None:
             return weight
         a, b = (np.asarray(x, np.float32) for x in terms)
-        both = np.tensordot(a, b, axes=1) + np.asarray(weight, np.float32)
+        stacked = a.ndim + b.ndim - 2 > weight.ndim  # of experts
+        product = (
+            np.stack([np.tensordot(*one, axes=1) for one in zip(a, b, strict=True)]) if stacked else None
+        )
+        both = (np.tensordot(a, b, axes=1) if product is None else product) + np.asarray(weight, np.float32)
         return jax.device_put(both.astype(weight.dtype))
 
     return jax.tree_util.tree_map_with_path(leaf, params)

@@ -1,12 +1,15 @@
 """GPUs that are taken to be here: programs are traced as for them, and run on the CPU."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from duetto.kvcache.kernels import attention
 from duetto.model import gpus
+from duetto.model.weights import expert_tiles
+from duetto.serve.engine.startup import dtype, kernel_cases
 from duetto.serve.planner.roofline.targets import CHIPS
 
 
@@ -17,4 +20,17 @@ def traced_for(kind: str) -> Iterator[None]:
     name = CHIPS[kind].kind if kind in CHIPS else kind
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(name, 132, "gpu"))
     with patch.object(gpus, "compiles_for_gpus", lambda: True), use_abstract_mesh(mesh):
+        yield
+
+
+@contextmanager
+def served_as(name: str) -> Iterator[None]:
+    """While this is entered, engines on this CPU take it for the GPU of a target: dtype, rules and checks of
+    kernels are the GPU's. Programs are traced with its kernels, and lowered without them."""
+    chip = CHIPS[name].gpu
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(gpus, "compiles_for_gpus", lambda: True))
+        patches.enter_context(patch.object(dtype, "gpu_of", lambda _: chip))
+        for module in (gpus, attention, expert_tiles, kernel_cases):
+            patches.enter_context(patch.object(module, "gpu", lambda: chip))
         yield

@@ -3,8 +3,14 @@
 from dataclasses import replace
 
 from duetto import RequestOutput, SamplingParams
+from duetto.serve.engine.startup.folder import DEMO
+
+SMALLEST = str(DEMO.with_name("demo-draft"))  # of the models that ship: with the tokenizer of the other
 
 SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
+# Of a command that finds the programs of an engine of these sizes, whatever the processor is.
+FLAGS = ["--model", SMALLEST, "--dtype", "float32"]
+FLAGS += [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=10, logprobs=2)
 PENALISED = SamplingParams(

@@ -51,9 +51,9 @@ def random(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
-def drawn(specs: Any, dtype: Any = jnp.float32) -> Any:
+def drawn(specs: Any, dtype: Any = jnp.float32, seed: int = 0) -> Any:
     """Random parameters for a tree of specs, drawn by numpy."""
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
 
     def leaf(spec: Spec) -> jax.Array:
         numbers = spec.mean + spec.scale * draw.standard_normal(spec.shape)

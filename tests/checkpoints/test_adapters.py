@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,11 @@ from cases.families.recurrent import DELTA, QWEN_EXPERTS
 from cases.models import TINY
 
 from duetto.checkpoints.adapters.adapter import Reader
+from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.huggingface import load, read_model
 from duetto.checkpoints.tensors import CheckpointError, contents
 from duetto.model.attention import causal
+from duetto.model.config import Experts, LayerKind
 from duetto.model.transformer import forward, unembed
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -126,6 +129,34 @@ def test_a_rank_above_the_limit_and_a_folder_that_is_none(tmp_path):
     for name in ("x" * 5000, "x\0"):
         with pytest.raises(CheckpointError, match=re.escape("has no adapter_config.json")):
             read(tmp_path / name, TINY)
+
+
+def test_experts_have_modules_of_their_own(tmp_path):
+    """Of any rank each; those without one have zeros."""
+    kind = LayerKind(TINY.layers[0].mixer, Experts(4, 2, 24))
+    config, rng = replace(TINY, layers=(kind,)), np.random.default_rng(0)
+    ranks, tensors = {("gate_proj", 1): 2, ("gate_proj", 3): 3, ("down_proj", 0): 3}, {}
+    for (name, e), rank in ranks.items():
+        out, inner = (24, 48) if name == "gate_proj" else (48, 24)
+        module = f"base_model.model.model.layers.0.mlp.experts.{e}.{name}"
+        tensors[f"{module}.lora_A.weight"] = rng.standard_normal((rank, inner)).astype(np.float32)
+        tensors[f"{module}.lora_B.weight"] = rng.standard_normal((out, rank)).astype(np.float32)
+    patterns = {rf"experts\.{e}\.{name}": rank for (name, e), rank in ranks.items()}
+    folder = written(tmp_path / "a", tensors, {"r": 2, "lora_alpha": 6, "rank_pattern": patterns})
+    family = FAMILIES["qwen3_moe"]
+    adapter = Reader(family, config, np.float32, 8, routed=True).read(folder, "a")
+    assert adapter.rank == 3 and sorted(adapter.terms) == [
+        f"layers.0.ffn.experts.{x}" for x in ("down", "gate")
+    ]
+    for (name, e), rank in ranks.items():
+        a, b = adapter.terms[f"layers.0.ffn.experts.{name.removesuffix('_proj')}"]
+        module = f"base_model.model.model.layers.0.mlp.experts.{e}.{name}"
+        stored = tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
+        np.testing.assert_allclose(a[e] @ b[e], 6 / rank * stored.T, rtol=1e-4, atol=1e-5)
+        used = {number for other, number in ranks if other == name}
+        assert all(a[i].any() == b[i].any() == (i in used) for i in range(4))
+    with pytest.raises(CheckpointError, match=r"mlp.experts.\d.\w+' cannot have an adapter here"):
+        Reader(family, config, np.float32, 8).read(folder, "a")
 
 
 # ------------------------------------------------------------ PEFT itself

@@ -167,6 +167,7 @@ def test_a_model_a_draft_and_a_tokenizer_by_their_ids(hub: Hub, tmp_path: Path):
     assert Path(draft).is_relative_to(tmp_path / "here") and (Path(draft) / "model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_an_id_is_served_and_its_texts_end(hub: Hub, tmp_path: Path):
     sizes = {"max_num_seqs": 2, "max_prefill_tokens": 16, "max_model_len": 64, "reproducible": False}
     with LLM("org/tiny", revision="v1", download_dir=tmp_path / "here", hf_token="x", **sizes) as llm:

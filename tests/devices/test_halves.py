@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import pytest
 from cases.invariance import PARAMS, bits, prompts
+from conftest import with_few_shapes
+from fakes.greedy import greedy_programs
 from jax.sharding import Mesh
 
 from duetto import LLM, SamplingParams
@@ -29,7 +31,9 @@ MIXED = pytest.mark.parametrize("model", ["parallel"], indirect=True)  # a dense
 
 @pytest.fixture(scope="module")
 def llm(model):
-    with LLM.from_params(model.config, model.params, **APART, **SMALL) as llm:
+    with with_few_shapes(), greedy_programs():
+        llm = LLM.from_params(model.config, model.params, **APART, **SMALL)
+    with llm:
         yield llm
 
 

@@ -10,6 +10,7 @@ from duetto import LLM
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
 
 
+@pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("name", ["tensor", "data", "pipeline"])
 def test_tokens_are_those_of_the_oracle(tiny, name):
     texts = prompts(tiny.config.vocab_size)

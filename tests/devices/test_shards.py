@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from cases.adapters import merged, read, write
 from cases.invariance import PARAMS, bits, prompts
 from conftest import random_model
 from jax.sharding import Mesh
 
 from duetto import LLM, SamplingParams
+from duetto.lora.request import LoRARequest
 from duetto.model.experts import MoE
 from duetto.model.sharding import Layout, device_bytes
 from duetto.model.tree import nbytes
@@ -36,6 +38,7 @@ def generated(llm: LLM, texts=PROMPTS, params: Any = GREEDY) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(texts, params, use_tqdm=False)]
 
 
+@pytest.mark.usefixtures("greedy_only")
 @pytest.mark.parametrize("name, options", [("tiny", {}), ("latent", EXPERTS), ("windows", EXPERTS)])
 def test_served_tokens_are_those_of_one_device(name: str, options: dict[str, Any], oracle):
     """Also of requests that give way, come back, and find their prompts; alone too, beside an empty shard."""
@@ -88,6 +91,28 @@ def test_bits_depend_on_the_request_alone(name: str, options: dict[str, Any], or
             assert any(out.num_cached_tokens for out in outputs) == cached
 
 
+def test_adapters_are_in_every_shard(tiny, oracle, tmp_path):
+    """Rows have the tokens of merged weights on one device, in whichever shard, and the bits that they have
+    alone."""
+    folders = {name: write(tmp_path / name, tiny.config, 2 + i, i) for i, name in enumerate("ab")}
+    asked = {name: LoRARequest(name, i, str(folder)) for i, (name, folder) in enumerate(folders.items(), 1)}
+    whose = ["a", None, "b", "b", "a"]
+    models: dict[str | None, Any] = {
+        name: replace(tiny, params=merged(tiny.params, read(folder, tiny.config)))
+        for name, folder in folders.items()
+    } | {None: tiny}
+    expected = [oracle(models[name])(prompt, GREEDY) for name, prompt in zip(whose, PROMPTS, strict=True)]
+    wanted, scored = [asked.get(name) for name in whose], replace(GREEDY, logprobs=1)
+    with serve(tiny, **LARGE | {"enable_lora": True, "max_loras": 2, "reproducible": True}) as llm:
+        together = llm.generate(PROMPTS, scored, use_tqdm=False, lora_request=wanted)
+        assert [list(out.outputs[0].token_ids) for out in together] == expected
+        for prompt, own, found in zip(PROMPTS, wanted, together, strict=True):
+            llm.engine.tables.forget()
+            (alone,) = llm.generate(prompt, scored, use_tqdm=False, lora_request=own)
+            assert bits(alone) == bits(found)
+        assert llm.report()["compilations"] == 0
+
+
 def test_a_shard_is_empty_while_another_is_full(tiny, oracle):
     """Requests go where their prompt is, as long as that makes no step wider; others elsewhere."""
     begin = PROMPTS[-1][:96]
@@ -137,6 +162,7 @@ def test_several_steps_in_one_dispatch_end_together(oracle):
         assert any(name.endswith(",4]") for name in llm.report()["steps"])
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_requests_are_aborted_and_weights_put_aside(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     with serve(tiny, **SMALL) as llm:
@@ -174,6 +200,7 @@ def test_what_shards_cannot_do_is_refused(tiny, options, words):
         serve(tiny, **SMALL | options)
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_a_mesh_of_ones_own_says_how_rows_are_split(tiny, oracle):
     mesh = Mesh(np.array(jax.devices()), ("data",))
     own = put(places(tiny.config, Layout(data=2), mesh), tiny.params)

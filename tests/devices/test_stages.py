@@ -8,13 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.adapters import merged, read, write
 from cases.invariance import PARAMS, bits, prompts
+from conftest import with_few_shapes
 from jax.sharding import Mesh
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
-from duetto.kvcache.stages import stages
+from duetto.kvcache.stages import devices, stages
+from duetto.lora.request import LoRARequest
 from duetto.model.sharding import Layout
+from duetto.model.weights.adapted import stacks_of
 from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.engine.startup.mesh import places, put, spread
 from duetto.serve.options.engine import EngineOptions
@@ -81,6 +85,31 @@ def test_bits_depend_on_the_request_alone(tiny):
             assert any(out.num_cached_tokens for out in outputs) == cached
 
 
+def test_adapters_lie_with_their_layers(tiny, oracle, tmp_path):
+    """More adapters than places come and go while steps are in flight: rows have the tokens of merged weights
+    on one device, and those without an adapter the model's. Guesses of the host change none."""
+    folders = {name: write(tmp_path / name, tiny.config, 2 + i, i) for i, name in enumerate("abc")}
+    models: dict[str | None, Any] = {
+        name: replace(tiny, params=merged(tiny.params, read(folder, tiny.config)))
+        for name, folder in folders.items()
+    } | {None: tiny}
+    asked = {name: LoRARequest(name, i, str(folder)) for i, (name, folder) in enumerate(folders.items(), 1)}
+    whose = ["a", None, "b", "c"]
+    expected = [oracle(models[name])(prompt, GREEDY) for name, prompt in zip(whose, PROMPTS, strict=True)]
+    guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}}
+    for options in ({}, guesses):
+        with serve(tiny, enable_lora=True, max_loras=2, **options) as llm:
+            for _ in range(2):
+                wanted = [asked.get(name) for name in whose]
+                outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=wanted)
+                assert [list(out.outputs[0].token_ids) for out in outputs] == expected
+            assert llm.report()["compilations"] == 0 and llm.engine.scheduler.places.loads > 2
+            params: Any = llm.engine._state.params
+            for path, stack in stacks_of(params).items():
+                layer = params.layers[int(path.split(".")[1])]
+                assert devices(stack) == devices(layer.any_norm)
+
+
 def test_any_cut_will_do(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     for layers in range(1, tiny.config.num_layers):
@@ -89,6 +118,7 @@ def test_any_cut_will_do(tiny, oracle):
                 assert generated(llm) == expected
 
 
+@pytest.mark.usefixtures("few_shapes", "greedy_only")
 def test_requests_give_way_and_come_back(tiny, oracle):
     small = {"max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 4}
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
@@ -144,7 +174,9 @@ def test_prompts_are_scored_as_on_one_device(tiny):
         outputs = llm.generate(PROMPTS, scored, use_tqdm=False)
         return [[x.logprob for at in out.prompt_logprobs[1:] for x in at.values()] for out in outputs]
 
-    with serve(tiny) as llm, serve(tiny, tiny.params) as one:
+    with with_few_shapes():
+        alone = serve(tiny, tiny.params)
+    with serve(tiny) as llm, alone as one:
         for found, expected in zip(scores(llm), scores(one), strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -181,6 +213,7 @@ def breaks(llm: LLM, step: int) -> None:
         last, programs[shape] = own, fails
 
 
+@pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_cache_of_a_step_that_failed_is_gone_before_there_is_another(tiny, oracle, stages, monkeypatch):
     """Two may not fit."""

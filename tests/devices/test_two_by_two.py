@@ -30,6 +30,7 @@ def at_once(
     return [StepFuture(done).part(i) for i in range(count)]
 
 
+@pytest.mark.usefixtures("few_shapes", "greedy_only")
 @pytest.mark.parametrize("model", ["tiny", "windows"], indirect=True)
 def test_tokens_are_those_of_the_oracle(model, oracle, monkeypatch):
     assert jax.device_count() == 4

@@ -75,6 +75,7 @@ def alone(oracle):
     return answers
 
 
+@pytest.mark.usefixtures("greedy_only")
 @pytest.mark.parametrize(
     "model",
     ["tiny", "windows", "latent", "recurrent", "windows, int8 cache", "latent, fp8_e5m2 cache"],
@@ -105,6 +106,7 @@ def test_the_reproducibility_contract_holds_on_a_mesh(tiny, mesh, alone):
         assert llm.report()["compilations"] == 0
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_pages_come_back_from_the_host_and_from_a_folder_to_the_devices_of_their_heads(
     tiny, mesh, alone, tmp_path
 ):
@@ -121,6 +123,7 @@ def test_pages_come_back_from_the_host_and_from_a_folder_to_the_devices_of_their
         assert generated(llm) == expected and llm.report()["tiers"]["snapshot"]["hits"] > 0
 
 
+@pytest.mark.usefixtures("few_shapes", "greedy_only")
 def test_a_mesh_with_explicit_axes_is_one_too(tiny, alone):
     """`jax.make_mesh` types its axes so; arrays in it would refuse the steps' products."""
     params = spread(tiny, jax.make_mesh((2,), ("tensor",), (jax.sharding.AxisType.Explicit,)))
@@ -174,6 +177,7 @@ def other(tiny):
     return replace(tiny, name="other", params=init(jax.random.key(7), specs))
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_new_parameters_are_served_where_they_lie(tiny, mesh, alone):
     new = other(tiny)
     params = spread(new, mesh)
@@ -184,11 +188,13 @@ def test_new_parameters_are_served_where_they_lie(tiny, mesh, alone):
             ValueError, match="update_params: embed lies in SingleDeviceSharding.*expected NamedSharding"
         ):
             llm.update_params(new.params)
+        compiled = llm.report()["compilations"]  # parameters that lie elsewhere are looked at too
         llm.update_params(params)
         assert first != generated(llm) == expected
-        assert pointers(llm.params) == before and llm.report()["compilations"] == 0
+        assert pointers(llm.params) == before and llm.report()["compilations"] == compiled
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_a_failed_step_does_not_change_the_tokens(tiny, mesh, alone, monkeypatch):
     expected = alone(tiny)
     with LLM.from_params(tiny.config, spread(tiny, mesh), **SMALL) as llm:
@@ -206,6 +212,7 @@ def test_a_failed_step_does_not_change_the_tokens(tiny, mesh, alone, monkeypatch
         assert llm.report()["compilations"] == 0
 
 
+@pytest.mark.usefixtures("greedy_only")
 @pytest.mark.parametrize("how, record", [("int4", Quantised), (0.9, LowRank)])
 def test_compressed_weights_are_split_too(tiny, mesh, oracle, how, record):
     small = replace(tiny, params=quantize_params(tiny.params, how))
@@ -225,6 +232,7 @@ def own(where, key):
     return where.get(path) or where[path.rpartition(".")[0]]
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_a_sharded_training_loop_samples(tiny, oracle):
     """Every parameter is split along the model's width, as in fully sharded data parallelism."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
@@ -257,6 +265,7 @@ def test_a_sharded_training_loop_samples(tiny, oracle):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.usefixtures("few_shapes", "greedy_only")
 def test_a_folder_is_loaded_onto_a_mesh(tiny, alone, oracle, tmp_path):
     mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
     huggingface.save(tmp_path / "theirs", tiny.config, tiny.params)
@@ -277,6 +286,7 @@ def test_a_folder_is_loaded_onto_a_mesh(tiny, alone, oracle, tmp_path):
         LLM(tmp_path / "theirs", mesh=Mesh(mesh.devices, ("data",)), **SMALL)
 
 
+@pytest.mark.usefixtures("greedy_only")
 def test_adapters_are_split_as_their_weights_are(tiny, mesh, oracle, tmp_path):
     """And their rows have the tokens of merged weights on one device."""
     wanted = [

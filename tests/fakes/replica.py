@@ -10,14 +10,16 @@ EVENT = 'data: {{"id": "{}", "choices": [{{"index": 0, "text": "{} "}}]}}\n\n'
 
 class FakeReplica:
     """Says the numbers from 0 on, a token each, as a stream that can go on elsewhere; `dies_after` so many of
-    its own it goes away in the middle of an event, and `hangs_after` so many it says nothing more. Unless it
-    `ends` its answers it says nothing behind the last event of a stream."""
+    its own it goes away in the middle of an event, and `hangs_after` so many it says nothing more. One that
+    went away is ready again at once if it `comes_back`. Unless it `ends` its answers it says nothing behind
+    the last event of a stream."""
 
     def __init__(self, tokens: int = 6):
         self.tokens, self.status, self.is_ready, self.is_alive = tokens, 200, True, True
         self.tells = True  # of whole answers too, which tokens they have so far
         self.realm = "one"  # what its tokens follow from; empty: it does not name it
         self.dies_after: int | None = None
+        self.comes_back = True
         self.hangs_after: int | None = None
         self.ends = True  # its answers, behind their last events
         self.garbage: list[bytes] = []  # each is sent once, in place of an answer
@@ -90,6 +92,7 @@ class FakeReplica:
         is_whole = not body.get("stream")
         for i in range(known, self.tokens):
             if i - known == self.dies_after:
+                self.is_ready = self.comes_back
                 await self._say(writer, EVENT.format(resume["id"], i)[:20])
                 return writer.transport.abort()
             if i - known == self.hangs_after:

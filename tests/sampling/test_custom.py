@@ -21,7 +21,7 @@ from duetto.sampling.params import knobs_row
 from duetto.sampling.search import pairwise_sum
 from duetto.sampling.state import dense_bias, empty_state, needs_history
 
-V, S = 40, 32
+V, S, SLOTS = 40, 32, 4
 PROMPT, OUTPUT = [2, 5, 5, 7], [4, 6, 4]
 COUNTER = itertools.count()
 target_jit = jax.jit(target_probs)
@@ -190,9 +190,12 @@ def test_functions_of_a_prompt_are_known_by_their_code(file):
 def test_the_stages_are_made_once_for_all_functions(monkeypatch):
     made, pipeline = [], sample.pipeline
     monkeypatch.setattr(sample, "pipeline", lambda state: made.append(state) or pipeline(state))
-    logits, position, slot, live, state = Rows([None]).arguments(falling(3)[None])
-    rows = sample.rows_of(jnp.asarray(position), jnp.asarray(slot), jnp.asarray(live), state)
-    sample.in_turn(logits, rows, sample.who_wants(rows), sample.edits(state))
+
+    def edited(logits, position, slot, live, state):
+        rows = sample.rows_of(position, slot, live, state)
+        return sample.in_turn(logits, rows, sample.who_wants(rows), sample.edits(state))
+
+    jax.eval_shape(edited, *Rows([None]).arguments(falling(3)[None]))
     assert len(made) == 2, "once for who wants them, once for what they change"
 
 
@@ -240,11 +243,12 @@ def test_without_processors_extra_arguments_are_refused():
 
 
 class Rows:
-    """Requests with a prompt and an output, each in a slot of its own."""
+    """Requests with a prompt and an output, each in a slot of its own. Other slots are empty: tests share
+    programs."""
 
-    def __init__(self, given, processors=PROCESSORS, **more):
-        self.processors = processors_of(processors, V, S)
-        self.state = empty_state(len(given), V, processors=self.processors, S=S)
+    def __init__(self, given, processors=PROCESSORS, slots=SLOTS, **more):
+        self.processors, self.slots = processors_of(processors, V, S), slots
+        self.state = empty_state(slots, V, processors=self.processors, S=S)
         for slot, extra in enumerate(given):
             self.enter(slot, SamplingParams(**{"temperature": 0, "extra_args": extra} | more))
 
@@ -257,16 +261,20 @@ class Rows:
             self.state = load_jit(self.state, np.int32(slot), tokens, *lengths, dense_bias(params, V))
 
     def arguments(self, logits):
-        slots = np.arange(len(logits), dtype=np.int32)
-        position = np.full(len(logits), len(PROMPT) + len(OUTPUT), np.int32)
-        return jnp.asarray(logits), position, slots, np.ones(len(logits), bool), self.state
+        every = np.arange(self.slots, dtype=np.int32)
+        padded = np.zeros((self.slots, V), np.float32)
+        padded[: len(logits)] = logits
+        position = np.full(self.slots, len(PROMPT) + len(OUTPUT), np.int32)
+        return padded, position, every, every < len(logits), self.state
 
     def sample(self, logits):
-        return np.asarray(sample_jit(*self.arguments(logits)).token)
+        return np.asarray(sample_jit(*self.arguments(logits)).token)[: len(logits)]
 
     def commit(self, tokens):
-        slots = np.arange(len(tokens), dtype=np.int32)
-        self.state = commit_jit(self.state, slots, np.int32(tokens), np.ones(len(tokens), bool))
+        every = np.arange(self.slots, dtype=np.int32)
+        self.state = commit_jit(
+            self.state, every, np.resize(np.int32(tokens), self.slots), every < len(tokens)
+        )
 
 
 def falling(*first):
@@ -307,7 +315,7 @@ def test_a_row_that_does_not_ask_keeps_its_bits(temperature):
     assert found[[1, 3]].tobytes() == wanted[[1, 3]].tobytes()
     assert own.sample(logits)[[1, 3]].tolist() == plain.sample(logits)[[1, 3]].tolist()
     for i in range(4):
-        alone = Rows(extra[i : i + 1], temperature=temperature)
+        alone = Rows(extra[i : i + 1], slots=1, temperature=temperature)
         assert (
             np.asarray(target_jit(*alone.arguments(logits[i : i + 1]))).tobytes()
             == found[i : i + 1].tobytes()
@@ -325,10 +333,13 @@ def test_banned_tokens_are_never_accepted_as_drafts():
 def test_no_number_outweighs_a_mask(value):
     """A function may return anything: tokens that are not allowed stay out, the others are drawn from."""
     own = lambda logits, history, knobs: logits.at[:20].set(value)
-    rows = Rows([None], [own], allowed_token_ids=[3, 30], min_tokens=9)
+    rows = Rows([None], [own], slots=1, allowed_token_ids=[3, 30], min_tokens=9)
     assert rows.sample(falling(5, 30)[None]).tolist() == [3 if value > 0 else 30]
+
+
+def test_a_token_that_is_forced_does_not_outweigh_a_mask():
     forced = lambda logits, history, knobs: jnp.where(jnp.arange(V) == 7, 0.0, -jnp.inf)
-    rows = Rows([None], [forced], allowed_token_ids=[3, 30])
+    rows = Rows([None], [forced], slots=1, allowed_token_ids=[3, 30])
     assert rows.sample(falling(5, 30)[None])[0] in (3, 30)
 
 

@@ -2,20 +2,24 @@
 
 Tests of a group run in one process (`--dist loadgroup`), since they share engines: those of a file, of one
 model of the invariance suite, of the one server, and those whose programs are compiled as users' are. Dear
-groups begin first, by the costs that `make durations` has recorded.
+groups begin first, by the costs that `make durations` has recorded; the others keep their order, in which
+neighbours find each other's programs in the process.
 """
 
 import faulthandler
 import json
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
-from suite.repetitions import is_repetition
+from suite.repetitions import is_repetition, unmatched
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "benchmarks" / "results"
+DEAR = 10.0  # CPU seconds of a group that would keep one worker busy at the end
 MINUTES = 3600  # seconds, the limit of a test marked `minutes`
+UNMATCHED = pytest.StashKey[list[str]]()  # rows of repetitions of the collected files that name no test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,12 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = defaultdict[str, list[str]](list)
     for item in items:
         file, name = item.path.relative_to(ROOT / "tests").as_posix(), item.nodeid.partition("::")[2]
+        names[file].append(name)
         if is_repetition(file, name, served_model(item)):
             item.add_marker(pytest.mark.full)
         if item.get_closest_marker("minutes"):
             item.add_marker(pytest.mark.timeout(MINUTES))
+    config.stash[UNMATCHED] = unmatched(names)
     deselect(config, items, "minutes", "minutes" in config.option.markexpr)
     deselect(config, items, "full", config.getoption("--full") or "full" in config.option.markexpr)
     costs, groups = recorded(), defaultdict[str, list[pytest.Item]](list)
@@ -47,7 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             join_group(item, name)
     if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
         cost = {name: sum(costs.get(file_of(item), 0.0) for item in own) for name, own in groups.items()}
-        items[:] = [item for name in sorted(groups, key=lambda name: -cost[name]) for item in groups[name]]
+        order = sorted(groups, key=lambda name: -cost[name] if cost[name] >= DEAR else 0.0)
+        items[:] = [item for name in order for item in groups[name]]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -74,9 +82,11 @@ def deselect(config: pytest.Config, items: list[pytest.Item], mark: str, is_want
 
 def served_model(item: pytest.Item) -> str | None:
     """The model of a row of the invariance suite."""
-    if item.path.name.startswith("test_invariance") and hasattr(item, "callspec"):
-        return item.callspec.params.get("model")  # pyright: ignore[reportAttributeAccessIssue]
-    return None
+    return params_of(item).get("model") if item.path.name.startswith("test_invariance") else None
+
+
+def params_of(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def group_of(item: pytest.Item) -> str:
@@ -85,7 +95,11 @@ def group_of(item: pytest.Item) -> str:
         return f"invariance of {model}"
     if "server" in getattr(item, "fixturenames", ()):
         return "a server"
-    return "as served" if item.get_closest_marker("as_served") else file_of(item)
+    if not item.get_closest_marker("as_served"):
+        return file_of(item)
+    if item.get_closest_marker("extras"):  # programs for devices that are absent, which nothing shares
+        return f"{file_of(item)} {params_of(item).get('name', '')}"
+    return "as served"
 
 
 def file_of(item: pytest.Item) -> str:

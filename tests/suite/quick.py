@@ -103,9 +103,9 @@ CACHE: Any = import_module("jax._src.compilation_cache")
 if CACHE.zstd is None and CACHE.zstandard is None:  # zlib takes a third of the time for nearly as few bytes
     CACHE.compress_executable = partial(zlib.compress, level=1)
 
-MAY_SERVE_EARLY = start.may_serve_early
+MAY_COMPILE_LATE = start.may_compile_late
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
-start.may_serve_early = lambda *_: False
+start.may_compile_late = lambda *_: False
 llm.give_back = lambda: None  # memory that the next engine takes again
 
 executable_cache.usable(Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "oracle")  # made for this user alone
@@ -170,8 +170,9 @@ def shared(make: type[Programs]) -> Callable[..., Programs]:
 
 
 LOWERED: OrderedDict[str, Any] = OrderedDict()
-MOST_LOWERED = 32  # programs, with what they compile to
-SMALL_PROGRAMS = ("seat", "load_history", "load_masks", "fresh_cache", "fresh_slots")
+MOST_LOWERED = 64  # programs, with what they compile to
+# Methods that lower the small programs of a table, and what those change.
+SMALL = {"_lower_seat": "slots", "_lower_loads": "slots", "_lower_slots": "slots", "_lower_cache": "cache"}
 
 
 class LoweredOnce:
@@ -200,17 +201,28 @@ def lowered_once(lower: Callable[..., Any]) -> Callable[..., Any]:
     return lowered
 
 
-def small_once(small: Callable[[Programs], list[Any]]) -> Callable[[Programs], list[Any]]:
-    """The same for the small programs of a table."""
+def small_once(lower: Callable[[Programs], Any], name: str) -> Callable[[Programs], Any]:
+    """A method that lowers small programs of a table, and returns what was lowered for slots, or a cache, of
+    the same shapes."""
 
-    def lowered(programs: Programs) -> list[Any]:
-        key = programs.key and f"small programs of {programs.key}"
-        tables = [table for table in MADE.values() if key is not None and table.key == programs.key]
-        if tables:
-            return [LoweredOnce(None, getattr(tables[0], name)) for name in SMALL_PROGRAMS]
-        return kept(key, lambda: [LoweredOnce(one) for one in small(programs)])
+    def lowered(programs: Programs) -> Any:
+        like, sizes = programs.like, programs.sizes
+        leaves, structure = jax.tree.flatten(getattr(like, name))
+        facts = lower.__name__, structure, list(map(facts_of, leaves)), sizes.shards, sizes.max_model_len
+        key = repr((*facts, programs.refused, executable_cache.environment(jax.devices()[0])))
+        return kept(key, lambda: once(lower(programs)))
 
     return lowered
+
+
+def once(found: Any) -> Any:
+    """One lowered program, or several, that are compiled once."""
+    return [LoweredOnce(one) for one in found] if isinstance(found, list) else LoweredOnce(found)
+
+
+def facts_of(x: Any) -> tuple[Any, ...]:
+    """What programs depend on of an array, or of its shape."""
+    return x.shape, x.dtype, str(x.sharding), str(x.sharding.device_set)
 
 
 def staged_once(lower: Callable[..., JoinedPrograms]) -> Callable[..., JoinedPrograms]:
@@ -218,15 +230,30 @@ def staged_once(lower: Callable[..., JoinedPrograms]) -> Callable[..., JoinedPro
     table of the same arguments: what joins them is the own of each table."""
 
     def lowered(programs: StagedPrograms, shape: Any) -> JoinedPrograms:
-        like = programs.like
-        leaves, structure = jax.tree.flatten((like.params, like.cache, like.slots))
-        where = [(x.shape, x.dtype, str(x.sharding), str(x.sharding.device_set)) for x in leaves]
-        facts = programs._phases, programs._route, programs.sizes, programs.refused, structure, where, shape
-        key = repr((*facts, executable_cache.environment(jax.devices()[0])))
+        key = key_here(programs, shape, programs._route)
         parts = kept(key, lambda: [LoweredOnce(part) for part in lower(programs, shape).parts])
         return JoinedPrograms(parts, programs._joined)
 
     return lowered
+
+
+def split_once(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for programs of several devices, which are not stored."""
+
+    def lowered(programs: Programs, shape: Any) -> Any:
+        if len(programs._devices) == 1:
+            return lower(programs, shape)
+        return kept(key_here(programs, shape), lambda: LoweredOnce(lower(programs, shape)))
+
+    return lowered
+
+
+def key_here(programs: Programs, shape: Any, *more: Any) -> str:
+    """What decides a program of a shape on the devices of this process."""
+    like = programs.like
+    leaves, structure = jax.tree.flatten((like.params, like.cache, like.slots))
+    facts = programs._phases, programs.sizes, programs.refused, structure, list(map(facts_of, leaves)), shape
+    return repr((*facts, *more, executable_cache.environment(jax.devices()[0])))
 
 
 def kept(key: str | None, make: Callable[[], Any]) -> Any:

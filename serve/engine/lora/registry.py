@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import NamedSharding
+
 from ....checkpoints.adapters.adapter import Adapter, Reader
 from ....checkpoints.families.family import Family
 from ....lora.request import LoRARequest
 from ....model.config import ModelConfig
-from ....model.sharding import on_several_devices
 from ....refusals import unknown
 from ...host.progress import over, telling
 from ...options.engine import EngineOptions
@@ -76,8 +77,10 @@ def registry_of(options: EngineOptions, family: Family, config: ModelConfig, emb
     have the dtype and lie on the devices of the embedding. Raises CheckpointError."""
     if not options.enable_lora:
         return None
-    has_mesh = options.tensor_parallel_size > 1 or on_several_devices(embed)
-    registry = Registry(Reader(family, config, embed.dtype, options.max_lora_rank, has_mesh))
+    sizes = options.tensor_parallel_size, options.data_parallel_size, options.pipeline_parallel_size
+    has_mesh = max(sizes) > 1 or isinstance(embed.sharding, NamedSharding)
+    reader = Reader(family, config, embed.dtype, options.max_lora_rank, has_mesh, options.lora_experts)
+    registry = Registry(reader)
     with telling(options.use_tqdm_on_load):
         for request in over(modules_of(options.lora_modules), "reading adapters"):
             registry.load(request)

@@ -115,7 +115,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
         WarmupGoal(canonical, options.reproducible, timed_depths(options)),
     )
     limits = limits_of(options, sizes, shapes, pair.block, count)
-    prefixes, later = options.enable_prefix_caching, deferral(options, programs, everything, canonical)
+    prefixes, later = options.enable_prefix_caching, deferral(options, programs, canonical)
     make = partial(Engine, programs, limits=limits, prefix_caching=prefixes, later=later, kernels=kernels)
     make = partial(make, without_cpu_kernels=without)
     if set(early) < set(shapes) and not are_known(programs, everything, aim):
@@ -189,21 +189,28 @@ def kind_of(params: Params) -> type[Programs]:
 
 def may_serve_early(options: EngineOptions, params: Params) -> bool:
     """Return True if an engine may serve before all of its programs are compiled: on one device, without
-    adapters, whose places are used to compare programs, and if threads see jax's settings as they are here,
-    not only in a block of code."""
-    if not options.background_compilation or options.enable_lora or len(devices(params)) > 1:
+    adapters, whose places are used to compare programs, and if programs may come late."""
+    return not options.enable_lora and len(devices(params)) == 1 and may_compile_late(options)
+
+
+def may_compile_late(options: EngineOptions) -> bool:
+    """Return True if programs may be compiled while an engine serves: threads see jax's settings as they are
+    here, not only in a block of code."""
+    if not options.background_compilation:
         return False
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: jax.config.values).result() == jax.config.values
 
 
 def deferral(
-    options: EngineOptions, programs: Programs, params: Params, canonical: Canonical
+    options: EngineOptions, programs: Programs, canonical: Canonical
 ) -> Callable[[ShapeClasses], Warmup] | None:
     """Return a maker of deferred draws, which wait for the masks of grammars while other rows go on; None if
-    programs may not come late, or if a step takes several tokens of a row."""
+    programs may not come late, if a step takes several tokens of a row, or if it has several programs or
+    processes."""
     several = options.guesses or options.decode_steps > 1
-    if several or options.is_observing or not may_serve_early(options, params):
+    several = several or isinstance(programs, StagedPrograms | SharedPrograms)
+    if several or options.is_observing or not may_compile_late(options):
         return None
     aim = WarmupGoal(canonical, options.reproducible, depths=())
 

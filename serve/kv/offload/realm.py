@@ -31,7 +31,7 @@ def realm(programs: StepPrograms, params: Any, options: EngineOptions, exact: bo
 def realm_of_answers(programs: StepPrograms, target: Any, options: EngineOptions, *others: Any) -> bytes:
     """Return 32 bytes that are equal for engines that continue equal tokens equally: the realm of the
     target's parameters, since draft tokens change no answer, and of `others` that answers depend on."""
-    lora = options.enable_lora, options.max_loras, options.max_lora_rank
+    lora = options.enable_lora, options.max_loras, options.max_lora_rank, options.lora_experts
     facts = repr(programs.config.target), options.kv_cache_dtype, options.page_size, lora, *others
     return named(programs, target, options, options.reproducible, *facts)
 

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Protocol
 
 from .prefix_index import PrefixIndex
 
 ROW = 32  # tokens of prefill that one generating request counts as
+PRIME = (1 << 61) - 1  # of the hashes that order replicas
+SPARE = 0.5  # share of a prompt's unknown tokens by which a replica's home may have more load than another
 
 
 @dataclass(frozen=True)
@@ -59,24 +62,21 @@ class RoutedRequest:
 
 
 class Replica:
-    """Server at an address: whether it is up and ready, and its requests."""
+    """Server at an address: whether it is up and ready, and its requests. `load` is its outstanding work, in
+    tokens of prefill."""
 
     def __init__(self, address: str, memory: PrefixIndex, row: int = ROW):
         self.address, self.memory, self._row = address, memory, row
+        self.salt = number(blake2b(address.encode(), digest_size=8).digest())
         self.is_up = self.is_ready = False  # until the first health check
         self.realm = ""  # of its answers; empty while unknown
         self.jobs: set[RoutedRequest] = set()
         self.connections: dict[ReplicaConnection, None] = {}  # a set in order of time
         self.chosen = self.prompt_tokens = self.hit_tokens = self.lost = 0
-        self._work = 0  # tokens of prefill of jobs whose answer has not begun
+        self.load = 0
 
     def __str__(self) -> str:
         return self.address
-
-    @property
-    def load(self) -> int:
-        """Outstanding work, in tokens of prefill."""
-        return self._work + self._row * len(self.jobs)
 
     def hits(self, prompt: Prompt) -> int:
         """Return the tokens of a prompt that are cached: at least one has to be computed."""
@@ -89,7 +89,7 @@ class Replica:
     def take(self, job: RoutedRequest) -> None:
         hits = self.hits(job.prompt)
         job.work, job.has_begun = job.prompt.tokens - hits, False
-        self._work += job.work
+        self.load += job.work + self._row
         self.jobs.add(job)
         self.memory.sent(job.prompt.names)
         self.chosen += 1
@@ -100,12 +100,13 @@ class Replica:
         """The first part of a job's answer has come: its prompt is computed."""
         if job in self.jobs and not job.has_begun:
             job.has_begun = True
-            self._work -= job.work
+            self.load -= job.work
 
     def leave(self, job: RoutedRequest) -> None:
         if job in self.jobs:
             self.begun(job)
             self.jobs.remove(job)
+            self.load -= self._row
             self.memory.ended(job.prompt.names)
 
     def lose(self) -> None:
@@ -128,13 +129,32 @@ def fitting(replicas: Sequence[Replica], realm: str, but: Collection[Replica]) -
 def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection[Replica]) -> Replica | None:
     """Return the replica that would have computed a prompt first, of those with fewer than `most`
     requests: the one with the longest cached prefix, unless its load is higher by more than the prefix
-    saves."""
+    saves. Of replicas that know equally much, the first page that none of them knows has its own order."""
+    able = [one for one in replicas if one.is_ready and len(one.jobs) < most and one not in but]
     found, least = None, (math.inf, 0, 0)
     computed = min(prompt.tokens, 1)  # at least
-    for one in replicas:
-        if not one.is_ready or len(one.jobs) >= most or one in but or one.load + computed > least[0]:
+    for one in able:
+        if one.load + computed > least[0]:
             continue
         rank = one.cost(prompt), len(one.jobs), one.chosen
         if rank < least:
             found, least = one, rank
-    return found
+    return found and home(able, prompt, found)
+
+
+def home(able: Sequence[Replica], prompt: Prompt, found: Replica) -> Replica:
+    """Return the replica at which any router would begin a prefix that it has not sent yet, of those that
+    know as much of the prompt as `found` and have little more load: routers that share nothing agree on it
+    (rendezvous hashing: Thaler and Ravishankar, IEEE/ACM Transactions on Networking 1998)."""
+    known = found.memory.hits(prompt.names)
+    if known == len(prompt.names):
+        return found
+    most = found.load + SPARE * (prompt.tokens - found.hits(prompt))
+    last, page = prompt.names[max(0, known - 1) : known], number(prompt.names[known])
+    alike = [one for one in able if one.load <= most and (not last or one.memory.hits(last))]
+    return max(alike, key=lambda one: one.salt * page % PRIME)
+
+
+def number(name: bytes) -> int:
+    """Return the first eight bytes of a hash as a number."""
+    return int.from_bytes(name[:8])

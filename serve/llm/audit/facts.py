@@ -23,7 +23,8 @@ from ...text.tokenizer.tokenizer import Tokenizer
 NEEDED = (
     "max_model_len", "kv_cache_dtype", "quantization", "batch_invariant_matmul", "cpu_kernels",
     "max_logprobs", "reproducible", "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens",
-    "page_size", "max_batched_token_mem", "enable_lora", "max_loras", "max_lora_rank", "lora_modules",
+    "page_size", "max_batched_token_mem", "enable_lora", "max_loras", "max_lora_rank", "lora_experts",
+    "lora_modules",
 )  # fmt: skip
 
 

@@ -89,8 +89,10 @@ TPUS = {
     "v5e": Peaks(197e12, 197e12 / 6, 0.82e12, 200e9, 16 << 30),
     "v5p": Peaks(459e12, 459e12 / 6, 2.77e12, 600e9, 95 << 30),
     "v6e": Peaks(918e12, 918e12 / 6, 1.64e12, 448e9, 32 << 30),
+    "tpu7x": Peaks(1153e12, 1153e12 / 6, 3.69e12, 300e9, 96 << 30),  # half of a chip
 }
-SLICES = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x4"}  # for example; 1x1 is one chip
+SLICES = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x4", "tpu7x": "2x2x1"}  # for example; 1x1 is one chip
+HALVES = {"tpu7x": 2}  # devices of a chip, where it is not one
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ ABSENT_TPU = {
 KINDS = {
     "H100": "h100", "H200": "h200", "B200": "b200", "A100-SXM4-80GB": "a100", "NVIDIA L4": "l4",
     "Tesla T4": "t4", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "TPU v5 lite": "v5e", "TPU v5": "v5p",
-    "TPU v6 lite": "v6e",
+    "TPU v6 lite": "v6e", "TPU7x": "tpu7x",
 }  # fmt: skip
 
 
@@ -195,6 +197,7 @@ def known_target(name: str) -> Known:
         peaks = GPUS[kind]
         return Known(name, "gpu", count, peaks, int(peaks.memory * MEMORY_FRACTION))
     if found and count and kind in TPUS and not (found[1] and found[3]):
+        count *= HALVES.get(kind, 1) if found[3] else 1
         return Known(name, "tpu", count, TPUS[kind], TPUS[kind].memory)
     kinds = ", ".join((*GPUS, *TPUS))
     raise TargetError(f"target {name!r} is unknown: one of {kinds}, 8xh200 and the like, or v6e:2x4")

@@ -54,12 +54,13 @@ class SimulatedReplica:
 
     simulation: Simulation
     tally: SLOStats
+    address: str
     source: SimulatedPrefillEngine | None = None
     link: SimulatedLink = field(default_factory=SimulatedLink)
 
     def __post_init__(self):
         most = self.simulation.sizes.shards * max(self.simulation.sizes.pages) * self._page_size // BLOCK
-        self.replica = Replica("simulated", AssumedPrefixIndex(most))
+        self.replica = Replica(self.address, AssumedPrefixIndex(most))
         self.replica.is_up = self.replica.is_ready = True
         self.simulation.engine.on_end = self._ended
         self._jobs: dict[Request, RoutedRequest] = {}
@@ -138,12 +139,13 @@ class Fleet:
 
     def _members(self, tally: SLOStats) -> list[SimulatedReplica]:
         if not self.prefills:
-            return [SimulatedReplica(own, tally) for own in self.simulations]
+            return [SimulatedReplica(own, tally, str(i)) for i, own in enumerate(self.simulations)]
         handed_to(self.simulations)
         sources = cycle([SimulatedPrefillEngine(own) for own in self.prefills])
-        pairs = zip(self.simulations, sources, strict=False)
+        pairs = enumerate(zip(self.simulations, sources, strict=False))
         return [
-            SimulatedReplica(own, tally, source, SimulatedLink(self._token_seconds)) for own, source in pairs
+            SimulatedReplica(own, tally, str(i), source, SimulatedLink(self._token_seconds))
+            for i, (own, source) in pairs
         ]
 
     def _play(

@@ -16,7 +16,7 @@ from ....kvcache.pages import Batch, empty_cache
 from ....kvcache.placement import automatic, cache_shardings
 from ....kvcache.placement import seats as seats_of
 from ....kvcache.quantised import kept_as
-from ....kvcache.shards import in_seat, steps
+from ....kvcache.shards import PAGES, SEATS, in_seat, steps
 from ....kvcache.stages import around
 from ....model.gpus import gpu_of, without
 from ....model.pair import PairConfig, Params, target_of
@@ -144,13 +144,16 @@ def lower_deferred(phases: Phases, shape: Shape, arguments: StepArguments, sizes
     """Lower a decode as two programs: the forward pass, and the draw of tokens from its hidden states."""
     assert isinstance(phases, TargetOnly), "what guesses needs each token at once"
     params, cache, slots, batch = given = operands(shape, arguments, sizes)
-    out = jax.tree.map(lambda pool: pool.sharding, cache), slots.last.sharding
-    forward = jax.jit(phases.forward, donate_argnums=1, out_shardings=out).trace(*given)
-    hidden = jax.ShapeDtypeStruct(forward.out_info[1].shape, forward.out_info[1].dtype, sharding=out[1])
-    draw = jax.jit(phases.draw, donate_argnums=1, out_shardings=out[1])
-    return JoinedPrograms(
-        [forward.lower(), draw.lower(around(params), slots, batch, hidden)], DeferredSampling
-    )
+    ends, whole = around(params), slots.last.sharding
+    forward, draw = phases.forward, phases.draw
+    if sizes.shards > 1:
+        forward = steps(forward, params, mesh_of(whole), made=(PAGES, SEATS))
+        draw = steps(draw, ends, mesh_of(whole), (SEATS, SEATS, SEATS), (SEATS, SEATS))
+    out = jax.tree.map(lambda pool: pool.sharding, cache), whole
+    first = jax.jit(forward, donate_argnums=1, out_shardings=out).trace(*given)
+    hidden = jax.ShapeDtypeStruct(first.out_info[1].shape, first.out_info[1].dtype, sharding=whole)
+    second = jax.jit(draw, donate_argnums=1, out_shardings=whole).lower(ends, slots, batch, hidden)
+    return JoinedPrograms([first.lower(), second], DeferredSampling)
 
 
 def mesh_of(place: Sharding) -> Mesh:

@@ -6,6 +6,7 @@ that an engine may serve between two of them.
 
 import hashlib
 from collections.abc import Generator, Iterable, Iterator
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,9 +18,9 @@ from jaxtyping import Array, Int, Shaped
 from ....kvcache.pages import Batch, KVCache
 from ....kvcache.placement import whole
 from ....kvcache.tables import Tables
-from ....model.pair import Params
+from ....model.pair import Params, target_of, with_target
 from ....model.recurrent.kinds import STATE
-from ....model.weights.adapted import NO_ADAPTER, places_in
+from ....model.weights.adapted import NO_ADAPTER, adapted, places_in, stacks_of
 from ....sampling.params import NO_TOKEN, SamplingParams, knobs_row
 from ...host.devices import time_calls
 from ..compiled.batches import empty_batch, fill
@@ -62,10 +63,18 @@ class Probe:
 
     Between two runs the engine may have the cache: `take` and `give` pass it. The probe has slots of its own.
     It needs `needed` pages of each window, and has those of `lent`.
+
+    serving: requests come meanwhile. Places for adapters differ, so that of all rows is the first, and it is
+    compared as it was when the comparison began.
     """
 
-    def __init__(self, programs: Programs, canonical: Canonical, shapes: Iterable[Shape]):
+    def __init__(
+        self, programs: Programs, canonical: Canonical, shapes: Iterable[Shape], serving: bool = False
+    ):
         self.programs, self.canonical, shapes = programs, canonical, list(shapes)
+        places = places_in(programs.like.params)
+        self._places = min(places, 1) if serving else places  # all of these hold the same
+        self._own_terms, self._terms = serving and places > 0, None
         sizes, like = programs.sizes, programs.like
         self.page_size, self.pool, self.capacity = sizes.page_size, min(sizes.pages), sizes.max_num_seqs
         areas, least = [s.area for s in shapes if s.phase == "prefill"], FEWEST_STEPS
@@ -94,7 +103,15 @@ class Probe:
         self._spoken: np.ndarray | None = None
 
     def take(self, params: Params, cache: Any) -> None:
-        self._state = params, cache
+        self._state = self._with_own_terms(params) if self._own_terms else params, cache
+
+    def _with_own_terms(self, params: Params) -> Params:
+        """The parameters with a copy of the adapters' arrays, which the engine changes in place."""
+        target = target_of(params)
+        if self._terms is None:
+            copied = partial(jax.tree.map, lambda x: jax.device_put(np.array(x), x.sharding))
+            self._terms = {path: copied(pair) for path, pair in stacks_of(target).items()}
+        return with_target(params, adapted(target, self._terms))
 
     def give(self) -> Any:
         assert self._state is not None
@@ -104,6 +121,9 @@ class Probe:
     def rest(self) -> None:
         """Release the arrays on the device."""
         self._state = self.slots = None
+        if self._terms is not None:  # the next copy is another one
+            self._terms = None
+            self.forget()
 
     # ------------------------------------------------------------ one run
 
@@ -122,9 +142,9 @@ class Probe:
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
         own = self.programs.sizes.processors
         knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0, processors=own)
-        slots, places = self.programs.fresh_slots(), places_in(self.programs.like.params)
+        slots, places = self.programs.fresh_slots(), self._places
         for slot in range(self.capacity):
-            own = np.int32(slot % places if places else NO_ADAPTER)  # all of them hold the same
+            own = np.int32(slot % places if places else NO_ADAPTER)
             new = Seat(np.int32(0), np.int32(2**31 - 1), np.int32(NEVER), knobs, own)
             slots = self.programs.seat(slots, np.int32(slot), new)
         return slots

@@ -154,7 +154,7 @@ class Warmup:
         if not (self.aim.reproducible or self.aim.depths):
             return
         try:
-            self._probe = Probe(self.programs, self.aim.canonical, self._shapes)
+            self._probe = Probe(self.programs, self.aim.canonical, self._shapes, serving=True)
         except Exception as error:  # noqa: BLE001 - the engine serves with what it has
             self.done = True
             warn(f"no other shapes serve: they cannot be compared: {first_line(error)}")

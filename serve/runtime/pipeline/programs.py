@@ -73,7 +73,7 @@ class StagedPrograms(Programs):
 
     def _lower_seat(self) -> JoinedPrograms:
         one, here = jax.ShapeDtypeStruct((), jnp.int32), self._here
-        front = jax.jit(seat_front, out_shardings=here).lower(self.lowering.front, one, one)
+        front = jax.jit(seat_front, out_shardings=here).lower(self.lowering.front, one, one, one)
         return JoinedPrograms([super()._lower_seat(), front], self._seats)
 
     def _seats(self, own: Any, front: Any) -> Any:
@@ -81,7 +81,7 @@ class StagedPrograms(Programs):
             do = self.stages.do
             return StagedSlots(
                 own=do(self.stages.exit, own, slots.own, slot, new),
-                front=do(0, front, slots.front, slot, new.end),
+                front=do(0, front, slots.front, slot, new.end, new.adapter),
                 news=slots.without(int(slot)),
             )
 

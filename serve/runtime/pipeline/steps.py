@@ -15,6 +15,7 @@ from ....model.config import ModelConfig
 from ....model.layers import normalise
 from ....model.transformer import Decoder, Layer, after_ffn, attention_half, embed, ffn_half, through, turns
 from ....model.tree import pytree
+from ....model.weights.adapted import places_in, with_owners
 from ....sampling.accept import RULES
 from ....sampling.params import NO_TOKEN
 from ..steps.places import rows_of_one
@@ -30,6 +31,7 @@ class StageActivations:
     tokens: Any  # int32 [B,T]
     count: Any  # int32 [B]
     lengths: Any  # int32, of the rows of hidden
+    owner: Any = None  # int32, the places of these rows' adapters; None without any
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ class StageStep:
             batch = awake(given, batch)
             fed = self._fed(batch)
             x = embed(params, self.config, fed.tokens, positions(fed))
-            return StageActivations(x, batch.tokens, batch.count, lengths(given, fed))
+            owner = given.adapter[fed.slot] if places_in(params) else None
+            return StageActivations(x, batch.tokens, batch.count, lengths(given, fed), owner)
         if kept is None:
             return given
         return replace(kept, hidden=after_ffn(params.layers[0], self.config, kept.hidden, given))
@@ -91,7 +94,7 @@ class StageStep:
     ) -> tuple[KVCache, StageActivations]:
         """Whole layers."""
         fed, config = self._fed(device_batch(batch, handed)), config_of(self.config, self.stage.layers)
-        attend = Paged(fed, self.config.windows)
+        attend, layers = Paged(fed, self.config.windows), with_owners(layers, handed.owner)
         x, cache = through(layers, config, handed.hidden, positions(fed), handed.lengths, attend, cache)
         return cache, replace(handed, hidden=x)
 
@@ -126,18 +129,22 @@ def device_batch(batch: Batch, handed: StageActivations) -> Batch:
 
 
 def front_of(slots: Slots) -> StageZeroSlots:
-    return StageZeroSlots(slots.last, slots.live, slots.end)
+    return StageZeroSlots(slots.last, slots.live, slots.end, slots.adapter)
 
 
-def seat_front(front: StageZeroSlots, slot: Int[Array, ""], end: Int[Array, ""]) -> StageZeroSlots:
+def seat_front(
+    front: StageZeroSlots, slot: Int[Array, ""], end: Int[Array, ""], adapter: Int[Array, ""]
+) -> StageZeroSlots:
     """A slot has another request."""
     return StageZeroSlots(
-        front.last.at[slot].set(NO_TOKEN), front.live.at[slot].set(True), front.end.at[slot].set(end)
+        last=front.last.at[slot].set(NO_TOKEN),
+        live=front.live.at[slot].set(True),
+        end=front.end.at[slot].set(end),
+        adapter=front.adapter.at[slot].set(adapter),
     )
 
 
 def with_updates(front: StageZeroSlots, news: StageZeroSlots, whose: Bool[Array, " C"]) -> StageZeroSlots:
     """Merge the state of the slots in `whose` into what the first stage knows."""
-    return StageZeroSlots(
-        jnp.where(whose, news.last, front.last), jnp.where(whose, news.live, front.live), front.end
-    )
+    last, live = jnp.where(whose, news.last, front.last), jnp.where(whose, news.live, front.live)
+    return replace(front, last=last, live=live)

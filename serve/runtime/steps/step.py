@@ -57,6 +57,7 @@ class StageZeroSlots:
     last: Any  # int32 [C]
     live: Any  # bool [C]
     end: Any  # int32 [C]
+    adapter: Any  # int32 [C]
 
 
 @pytree

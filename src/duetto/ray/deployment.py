@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from importlib import import_module
 from typing import Any
 from urllib.parse import unquote
@@ -19,25 +20,33 @@ from ..serve.server.http.tracing import tracing_to
 from ..serve.server.service.service import Service
 from ..serve.server.service.streams import cancelled
 from .autoscaling import LOAD
+from .group import RankActors, leave
 from .metrics import copied
 
 TOKENS = "duetto:tokens_in_flight"
 
 
 class EngineReplica:
-    """Serves a model in an actor.
+    """Serves a model in an actor, or with `nnodes` in several.
 
     source: of the model. keywords: of `LLM`. target: tokens in flight at which autoscaling counts the replica
-    as fully used; None reports nothing.
+    as fully used; None reports nothing. actor: options of the other ranks' actors.
     """
 
     async def __init__(
-        self, source: str | None, keywords: dict[str, Any], server: ServerOptions, target: int | None
+        self,
+        source: str | None,
+        keywords: dict[str, Any],
+        server: ServerOptions,
+        target: int | None,
+        actor: dict[str, Any],
     ):
         keys = keys_in(server.api_key_file) if server.api_key_file else []
         self._tracing = tracing_to(server.otlp_traces_endpoint) if server.otlp_traces_endpoint else None
         own: dict[str, Any] = {"use_tqdm_on_load": False} | keywords
-        llm = await asyncio.to_thread(lambda: LLM(source, **own))
+        self._ranks = RankActors(source, own, actor) if own.get("nnodes", 1) > 1 else None
+        start = partial(LLM, source, **own) if self._ranks is None else self._ranks.start
+        llm = await asyncio.to_thread(start)
         freeze_what_lasts()
         self._service = Service(llm, server, llm.options.recommended(llm.defaults.sampling))
         self._copying = asyncio.create_task(copied(llm.engine, self._service.names[0]))
@@ -74,6 +83,7 @@ class EngineReplica:
             self._copying.cancel()
             await service.close()
             service.llm.close()
+            leave()
             if self._tracing is not None:
                 await self._tracing.close()
 

@@ -12,6 +12,7 @@ from typing import Any
 from ..serve.options.router import RouterOptions
 from ..serve.options.server import ServerOptions
 from .deployment import EngineReplica
+from .group import bundles
 from .ingress import ingress_class
 
 ENGINE, INGRESS = "engine", "ingress"  # names of the deployments
@@ -31,12 +32,12 @@ class LLMConfig:
     """Configuration of a served model, under the names of `ray.serve.llm.LLMConfig`.
 
     model_loading_config: `model_id`, the name in the API, and `model_source`, a folder or an id on the hub.
-    engine_kwargs: keywords of `LLM`. deployment_config: options of `serve.deployment`, such as
-    `autoscaling_config` and `ray_actor_options`. runtime_env: of the replicas. server_kwargs: fields of
-    `ServerOptions`. router_kwargs: `tokenizer`, `page_size`, `cache_tokens`, `max_attempts` and `resume`
-    of `RouterOptions`. target_tokens_in_flight: tokens of unfinished requests that each replica should
-    have, for autoscaling; None counts requests, as Serve does. Raises ValueError for an option that is not
-    allowed.
+    engine_kwargs: keywords of `LLM`; with `nnodes` each replica is a process group in a placement group.
+    deployment_config: options of `serve.deployment`, such as `autoscaling_config` and `ray_actor_options`.
+    runtime_env: of the replicas. server_kwargs: fields of `ServerOptions`. router_kwargs: `tokenizer`,
+    `page_size`, `cache_tokens`, `max_attempts` and `resume` of `RouterOptions`. target_tokens_in_flight:
+    tokens of unfinished requests that each replica should have, for autoscaling; None counts requests, as
+    Serve does. Raises ValueError for an option that is not allowed.
     """
 
     model_loading_config: Mapping[str, str] = field(default_factory=dict)
@@ -73,6 +74,9 @@ class LLMConfig:
         """Options of the replicas' deployment."""
         router, given = self.router, dict(self.deployment_config)
         actor = dict(given.pop("ray_actor_options", {}))
+        if (nnodes := self.engine_kwargs.get("nnodes", 1)) > 1:
+            reserved: dict[str, Any] = {"placement_group_bundles": bundles(nnodes, actor)}
+            given = reserved | given
         if self.runtime_env is not None:
             actor["runtime_env"] = dict(self.runtime_env)
         if self.target_tokens_in_flight is not None:
@@ -106,6 +110,7 @@ def build_openai_app(llm_serving_args: Mapping[str, Any]) -> Any:
         dict(config.engine_kwargs),
         config.server,
         config.target_tokens_in_flight,
+        dict(config.deployment_config.get("ray_actor_options", {})),
     )
     own = {"max_ongoing_requests": OF_INGRESS, "graceful_shutdown_timeout_s": DRAINING}
     own |= dict(llm_serving_args.get("ingress_deployment_config", {}))

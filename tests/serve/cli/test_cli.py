@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases.requests import SIZES
+from cases.requests import FLAGS, SIZES, SMALLEST
 
 import duetto
 from duetto import LLM, SamplingParams
@@ -25,8 +25,6 @@ from duetto.serve.jobs.batch.fingerprint import contents
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.flags import add_fields, given
 from duetto.serve.planner.roofline.report import check_path, compiled, render
-
-FLAGS = [word for name, value in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -155,7 +153,7 @@ def test_generate_streams_what_the_api_generates(tmp_path: Path, capsys: pytest.
     ]
     assert main(line) == 0
     shown = capsys.readouterr()
-    with LLM(**SIZES) as llm:
+    with LLM(SMALLEST, **SIZES) as llm:
         params = dataclasses.replace(llm.get_default_sampling_params(), temperature=0.0, max_tokens=12)
         expected = llm.generate("def main(", params, use_tqdm=False)[0].outputs[0].text
     assert shown.out == expected + "\n"
@@ -181,7 +179,7 @@ def test_a_prompt_may_be_token_ids(capsys: pytest.CaptureFixture[str]):
         == 0
     )
     shown = capsys.readouterr()
-    with LLM(**SIZES) as llm:
+    with LLM(SMALLEST, **SIZES) as llm:
         params = dataclasses.replace(llm.get_default_sampling_params(), seed=1, max_tokens=4)
         expected = llm.generate([5, 17, 3], params, use_tqdm=False)[0].outputs[0].token_ids
     assert [int(word) for word in shown.out.split()] == expected and not shown.err

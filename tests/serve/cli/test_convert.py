@@ -2,10 +2,7 @@
 it takes."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,7 @@ import pytest
 from cases.compare import same_params, same_tensors
 from cases.families.golden import case_folder
 from cases.requests import SIZES
-from conftest import ROOT
+from fakes.processes import Forked, script
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
@@ -176,7 +173,7 @@ from duetto.model.sharding import sharding, shardings
 from duetto.model.transformer import decoder_spec
 from duetto.model.layers import Norm
 from duetto.model.tree import paths
-source, folder = sys.argv[1:]
+_, source, folder = sys.argv
 mesh = Mesh(np.array(jax.devices()), ("tensor",))
 config, whole = huggingface.load(source)
 placed = shardings(decoder_spec(config), mesh)
@@ -192,11 +189,10 @@ print(len(split))
 """
 
 
-def test_each_device_gets_its_part(source, converted):
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", TWO, str(source), str(converted)],
-        env=os.environ | flags, capture_output=True, text=True, timeout=1200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 2 + 2 * 7 - 1
+def test_each_device_gets_its_part(source, converted, tmp_path):
+    (program := tmp_path / "two.py").write_text(TWO)
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    process = Forked(script, str(program), str(source), str(converted), more=flags)
+    told, errors = process.communicate(1200)
+    assert process.wait() == 0, errors
+    assert int(told) >= 2 + 2 * 7 - 1

@@ -13,6 +13,7 @@ from duetto.serve.engine.startup.folder import DEMO
 from duetto.serve.llm.audit.facts import NEEDED
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_a_log_is_proved_or_what_was_altered_is_told(tmp_path, capsys):
     log = tmp_path / "log"
     with LLM(audit_log=str(log), **SIZES) as llm:

@@ -1,14 +1,15 @@
-"""The Python API on text: the model that ships, with its tokenizer and its chat template."""
+"""The Python API on text: a model that ships, with its tokenizer and its chat template."""
 
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from cases.requests import SIZES
+from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, SamplingParams
-from duetto.serve.engine.startup.folder import DEMO, checked_defaults
+from duetto.serve.engine.startup.folder import checked_defaults
 from duetto.serve.text.tokenizer.chat import ChatTemplateError
 
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
@@ -21,7 +22,7 @@ END = SamplingParams(
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(**SIZES) as llm:
+    with LLM(SMALLEST, **SIZES) as llm:
         yield llm
 
 
@@ -182,7 +183,7 @@ def test_scores_of_text(llm):
 
 
 def test_default_parameters_are_those_of_the_folder(llm):
-    stated = checked_defaults(DEMO).sampling
+    stated = checked_defaults(Path(SMALLEST)).sampling
     assert llm.get_default_sampling_params() == SamplingParams.from_dict(stated)
     (output,) = llm.generate(PROMPT, use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= 16
@@ -233,7 +234,7 @@ if __name__ == "__main__":
 
 def test_a_script_for_vllm_runs_with_its_import_changed(capsys):
     script = OFFLINE_SCRIPT.replace("from vllm import", "from duetto import")
-    exec(script, {"__name__": "__main__", "MODEL": str(DEMO)})  # noqa: S102
+    exec(script, {"__name__": "__main__", "MODEL": SMALLEST})  # noqa: S102
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" -> ")[0] for line in lines[:3]] == [
         "0 'def main():'",

@@ -1,4 +1,4 @@
-"""Methods, arguments and results that are there for scripts written for vLLM, on the model that ships."""
+"""Methods, arguments and results that are there for scripts written for vLLM, on a model that ships."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.requests import SIZES
+from cases.requests import SIZES, SMALLEST
 from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
@@ -31,7 +31,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(**SIZES) as llm:
+    with LLM(SMALLEST, **SIZES) as llm:
         yield llm
 
 

@@ -15,16 +15,14 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from cases.requests import FLAGS
 from fakes.processes import Forked, command
 from prometheus_client.parser import text_string_to_metric_families
 from suite.strict import STRICT
 
 KEYS = "first-key", "second-key"
 LIMIT = 600.0  # seconds: a server that hangs fails a test
-OPTIONS = [
-    "--port", "0", "--max-num-seqs", "8", "--max-prefill-tokens", "64", "--max-model-len", "256",
-    "--page-size", "16", "--max-prefill-delay", "0", "--no-background-compilation",
-]  # fmt: skip
+OPTIONS = ["--port", "0", "--max-prefill-delay", "0", "--no-background-compilation", *FLAGS]
 
 
 @dataclass
@@ -93,7 +91,8 @@ def serving(process: subprocess.Popen[str] | Forked) -> Running:
 
 
 def start(*options: str) -> Running:
-    return serving(Forked(command, "serve", *OPTIONS, *options, heard=["stderr"], more=STRICT))
+    words = [*OPTIONS, "--served-model-name", "demo", *options]
+    return serving(Forked(command, "serve", *words, heard=["stderr"], more=STRICT))
 
 
 @pytest.fixture(scope="package")

@@ -1,4 +1,4 @@
-"""Adapters beside every kind of layer: latent attention, recurrent layers, shared experts."""
+"""Adapters beside every kind of layer: latent attention, recurrent layers, shared and routed experts."""
 
 from dataclasses import replace
 from functools import partial
@@ -19,15 +19,19 @@ from duetto.checkpoints.adapters.adapter import Adapter, Reader, digest
 from duetto.lora.request import LoRARequest
 from duetto.model.attention import causal
 from duetto.model.config import Dense, LayerKind
+from duetto.model.experts import by_ragged_products, by_tiles
+from duetto.model.ffn import FFN
 from duetto.model.latent import MANY
 from duetto.model.recurrent.kinds import Mamba, ShortConv
 from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import is_spec
 from duetto.model.weights.adapted import (
+    Adapted,
     AdapterSizes,
     adaptable,
     adapted,
     inputs_of,
+    is_stacked,
     stacks_of,
     with_owners,
 )
@@ -37,6 +41,7 @@ CONFIGS = {
     "latent": RANDOM["latent"],
     "recurrent": RANDOM["recurrent"],
     "shared": replace(TINY, layers=(LayerKind(TINY.layers[0].mixer, replace(EXPERTS, shared_gate=True)),)),
+    "routed": replace(TINY, layers=(LayerKind(TINY.layers[0].mixer, EXPERTS),)),
     "convolution and mamba": replace(
         TINY, layers=(LayerKind(ShortConv(2, 24), Dense(96)), LayerKind(Mamba(2, 4, 6, 5), Dense(96)))
     ),
@@ -55,16 +60,16 @@ def model_of(name: str) -> Model:
 def adapter_of(model: Model, name: str) -> Adapter:
     """A random adapter that changes every weight that one may change, drawn by its name."""
     rng, terms = np.random.default_rng(ord(name)), {}
-    for path, spec in adaptable(model.config).items():
-        n = inputs_of(spec)
-        shapes = (*spec.shape[:n], RANK), (RANK, *spec.shape[n:])
+    for path, spec in adaptable(model.config, routed=model.name == "routed").items():
+        n, of = inputs_of(spec), int(is_stacked(spec))
+        shapes = (*spec.shape[:n], RANK), (*spec.shape[:of], RANK, *spec.shape[n:])
         terms[path] = tuple(0.2 * rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     return Adapter(name, RANK, terms, digest(terms))
 
 
 def with_terms(model: Model, adapter: Adapter) -> Model:
     """The model with one adapter beside its weights, for a batch of one row."""
-    room = with_room(model.params, model.config, AdapterSizes(1, RANK))
+    room = with_room(model.params, model.config, AdapterSizes(1, RANK, model.name == "routed"))
     stacks: dict[str, Any] = {path: (a[..., None, :], b[None]) for path, (a, b) in adapter.terms.items()}
     return replace(model, params=with_owners(adapted(room, jax.device_put(stacks)), np.zeros(1, np.int32)))
 
@@ -76,7 +81,8 @@ def test_each_request_has_its_own_adapters_tokens(monkeypatch, name):
     monkeypatch.setattr(Reader, "read", lambda _, folder, name: adapter_of(model, name))
     texts = [prompts(300)[i] for i in (1, 3, 5, 5)]
     whose = [LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"), None, LoRARequest("a", 1, "/a")]
-    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "decode_steps": 1}
+    lora["lora_experts"] = name == "routed"
     with LLM.from_params(model.config, model.params, **BASE | lora) as llm:
         alone = []
         for text, own in zip(texts, whose, strict=True):
@@ -94,6 +100,38 @@ def test_each_request_has_its_own_adapters_tokens(monkeypatch, name):
     assert alone[2] != alone[3]
 
 
+def test_grouped_products_of_experts_have_each_rows_adapter():
+    """As tiles do, which this device runs: rows of two adapters and of none, some of one expert."""
+    rng, c = np.random.default_rng(0), replace(EXPERTS, count=4, groups=1, active_groups=1)
+    D, shapes = 16, {"gate": (4, 16, 24), "up": (4, 16, 24), "down": (4, 24, 16)}
+
+    def drawn_as(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    owner = jnp.array([1, -1, 0], jnp.int32)  # two tokens of each row
+    weights = {
+        name: Adapted(drawn_as(*shape), drawn_as(*shape[:2], 2, 3), drawn_as(2, 4, 3, shape[2]), owner)
+        for name, shape in shapes.items()
+    }
+    x, chosen = drawn_as(6, D), jnp.array([[0, 1], [1, 2], [3, 1], [0, 3], [1, 0], [2, 0]], jnp.int32)
+    f = FFN(**weights)
+    tiles, grouped = by_tiles(f, c, x, chosen, 2), by_ragged_products(f, c, x, chosen)
+    np.testing.assert_allclose(tiles, grouped, rtol=1e-4, atol=1e-3)
+    for row, place in enumerate(owner.tolist()):
+        own = {
+            name: w.base + jnp.einsum("edr,erf->edf", w.a[:, :, place], w.b[place]) if place >= 0 else w.base
+            for name, w in weights.items()
+        }
+        rows = slice(2 * row, 2 * row + 2)
+        wanted = by_tiles(FFN(**own), c, x[rows], chosen[rows], 2)
+        np.testing.assert_allclose(tiles[rows], wanted, rtol=1e-3, atol=1e-2)
+
+
+def test_routed_experts_need_experts_on_one_device(tiny):
+    with pytest.raises(ValueError, match="lora_experts is not allowed: the model has no experts"):
+        LLM.from_params(tiny.config, tiny.params, **BASE | {"enable_lora": True, "lora_experts": True})
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_terms_equal_weights_that_they_are_merged_into(name):
     """For many tokens and for few, which latent attention computes in another way; each term counts."""
@@ -107,10 +145,16 @@ def test_terms_equal_weights_that_they_are_merged_into(name):
         return unembed(params, config, forward(params, config, tokens[:, :count], at, causal)[0])
 
     whole = with_terms(model, adapter).params
-    for count in (MANY - 1, MANY + 5):
+
+    def equal_scores(count: int) -> jax.Array:
         found, wanted = (scores(params, tokens, count) for params in (whole, merged(model.params, adapter)))
         np.testing.assert_allclose(found, wanted, atol=2e-3 * float(jnp.abs(wanted).max()))
+        return found
+
+    if name == "latent":
+        equal_scores(MANY - 1)
+    found = equal_scores(MANY + 5)
     for path in adapter.terms:
         a, b = stacks_of(whole)[path]
         less = with_owners(adapted(whole, stacks_of(whole) | {path: (a, 0 * b)}), np.zeros(1, np.int32))
-        assert (scores(less, tokens, count) != found).any(), path
+        assert (scores(less, tokens, MANY + 5) != found).any(), path

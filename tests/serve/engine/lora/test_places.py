@@ -103,9 +103,10 @@ def test_requests_that_name_nothing(given, said):
         ({"lora_modules": ["x=y"]}, "lora_modules is not allowed without enable_lora"),
         ({"enable_lora": True, "kv_role": "both"}, "kv_role both is not allowed with enable_lora"),
         ({"enable_lora": True, "nnodes": 2}, "nnodes 2 is not allowed with enable_lora: only 1"),
+        ({"lora_experts": True}, "lora_experts is not allowed without enable_lora"),
         (
-            {"enable_lora": True, "pipeline_parallel_size": 2},
-            "pipeline_parallel_size 2 is not allowed with enable_lora: only 1",
+            {"enable_lora": True, "lora_experts": True, "tensor_parallel_size": 2},
+            "tensor_parallel_size 2 is not allowed with lora_experts: only 1",
         ),
         (
             {"enable_lora": True, "experimental_ffn_devices": 1},

@@ -3,15 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-import jax
 import pytest
 from cases.models import RANDOM, TINY
+from cases.weights import drawn
 
 from duetto import LLM
 from duetto.model.config import ModelConfig
 from duetto.model.pair import PairConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init
 from duetto.serve.engine.speculation.beside import check_states
 from duetto.serve.options.speculation import SpeculativeConfig
 
@@ -57,6 +56,6 @@ def test_others_are_allowed(target, draft, chosen, stages):
 
 def test_an_engine_is_refused_a_tree():
     config = replace(RECURRENT, layers=RECURRENT.layers[:2], vocab_size=2048)
-    params = init(jax.random.key(0), decoder_spec(config))
+    params = drawn(decoder_spec(config))
     with pytest.raises(ValueError, match="speculative_config is not allowed with a tree of guesses"):
         LLM.from_params(config, params, speculative_config=TREE | {"model": "demo-draft"})

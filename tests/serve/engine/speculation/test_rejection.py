@@ -8,22 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.weights import drawn, logits
+from scipy.special import log_softmax
 from scipy.stats import chi2
 
 from duetto import SamplingParams
-from duetto.kvcache.pages import BLOCK, Batch, empty_cache
-from duetto.model.attention import causal
+from duetto.kvcache.pages import BLOCK, Batch, KVCache, empty_cache
 from duetto.model.config import ModelConfig
 from duetto.model.heads import head_spec
 from duetto.model.pair import Pair, PairConfig
-from duetto.model.transformer import decoder_spec, forward, unembed
-from duetto.model.tree import init
+from duetto.model.transformer import decoder_spec
 from duetto.sampling.params import knobs_row
 from duetto.sampling.token_tree import TokenTree
 from duetto.serve.engine.speculation.draft_steps import DraftSpeculation
 from duetto.serve.engine.speculation.guessers import DraftModel, HeadProposer
 from duetto.serve.runtime.steps.scoring import NEVER
-from duetto.serve.runtime.steps.step import Seat, empty_slots, seat
+from duetto.serve.runtime.steps.step import Seat, Slots, empty_slots, seat
 
 SMALL = ModelConfig.uniform(5, 16, 24, 1, 2, 1, 8, max_position=32)
 ROWS, ROUNDS, TOKENS, W = 5000, 6, 3, 8
@@ -35,17 +35,15 @@ def random_params(config: ModelConfig, key: int):
         decoder_spec(config),
         is_leaf=lambda x: hasattr(x, "axes"),
     )
-    return init(jax.random.key(key), wide)
+    return drawn(wide, seed=key)
 
 
 def exact(params, first: int, temperature: float) -> np.ndarray:
     """The probability of every continuation of three tokens, [V,V,V]."""
     V = SMALL.vocab_size
     texts = np.array([[first, *rest] for rest in itertools.product(range(V), repeat=TOKENS)], np.int32)
-    places = jnp.broadcast_to(jnp.arange(TOKENS + 1, dtype=jnp.int32), texts.shape)
-    hidden, _ = forward(params, SMALL, jnp.asarray(texts), places, causal)
-    logs = jax.nn.log_softmax(unembed(params, SMALL, hidden) / temperature, axis=-1)
-    chosen = np.take_along_axis(np.asarray(logs)[:, :-1], texts[:, 1:, None], axis=2)
+    logs = log_softmax(np.asarray(logits(params, SMALL, jnp.asarray(texts))) / temperature, axis=-1)
+    chosen = np.take_along_axis(logs[:, :-1], texts[:, 1:, None], axis=2)
     return np.exp(chosen.sum(axis=(1, 2)).astype(np.float64)).reshape(V, V, V)
 
 
@@ -55,7 +53,14 @@ class Device:
     def __init__(self, guide: DraftSpeculation, params: Pair, first_seed: int, temperature: float):
         self.params, self.first = params, 1
         self.prefill, self.verify = jax.jit(guide.prefill), jax.jit(guide.verify)
-        self.layers = guide.config.layers
+        hidden = jax.ShapeDtypeStruct((SMALL.hidden_size,), jnp.float32)
+
+        @jax.jit
+        def begin(slot: jax.Array, new: Seat) -> tuple[Slots, KVCache]:
+            slots = seat(empty_slots(ROWS, SMALL.vocab_size, hidden), slot, new)
+            return slots, empty_cache(guide.config.layers, (ROWS,), W, jnp.float32)
+
+        self.begin = begin
         self.columns = guide.tree.depth + 1 if guide.tree else 3
         self.seats(first_seed, temperature)
 
@@ -64,12 +69,9 @@ class Device:
         row = knobs_row(asked, seed=0, stop_ids=(), prompt_len=1)
         knobs = jax.tree.map(lambda x: jnp.asarray(np.broadcast_to(x, (ROWS, *np.shape(x)))), row)
         seeds = jnp.arange(ROWS, dtype=jnp.uint32) + jnp.uint32(first_seed)
-        hidden = jax.ShapeDtypeStruct((SMALL.hidden_size,), jnp.float32)
-        slots = empty_slots(ROWS, SMALL.vocab_size, hidden)
         ones = jnp.ones(ROWS, jnp.int32)
         new = Seat(ones, ones * (1 + TOKENS), ones * NEVER, replace(knobs, seed=seeds))
-        self.slots = seat(slots, jnp.arange(ROWS, dtype=jnp.int32), new)
-        self.cache = empty_cache(self.layers, (ROWS,), W, jnp.float32)
+        self.slots, self.cache = self.begin(jnp.arange(ROWS, dtype=jnp.int32), new)
 
     def batch(self, tokens: np.ndarray, start: np.ndarray, count: np.ndarray) -> Batch:
         table = np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None], (ROWS, BLOCK // W))
@@ -102,7 +104,7 @@ def guide_of(name: str) -> tuple[DraftSpeculation, Pair]:
         pair, params = PairConfig(SMALL, SMALL), Pair(target, draft)
         guesser = DraftModel(SMALL, "rejection")
     else:
-        head = init(jax.random.key(3), head_spec(SMALL.hidden_size, 8))
+        head = drawn(head_spec(SMALL.hidden_size, 8), seed=3)
         pair, params = PairConfig(SMALL), Pair(target, head)
         guesser = HeadProposer(SMALL)
     if "tree" not in name:

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.weights import drawn, logits
 from flax import nnx
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.nnx import params_from_state
-from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.transformer import decoder_spec, forward, unembed
-from duetto.model.tree import init, paths
+from duetto.model.transformer import decoder_spec
+from duetto.model.tree import paths
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 CONFIG = ModelConfig.uniform(50, 32, 48, 2, 4, 2, 8, 64)
@@ -103,12 +103,18 @@ def state_of(model: Llama) -> nnx.State:
     return nnx.state(model, nnx.Param)
 
 
+@nnx.jit
+def theirs_of(model: Llama, tokens: jax.Array) -> jax.Array:
+    """Logits in one program: their steps one by one would be a program each."""
+    return model(tokens)
+
+
 def test_an_nnx_models_state_gives_its_logits(theirs):
     params = params_from_state(CONFIG, state_of(theirs), NAMES)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 50, (2, 11)), jnp.int32)
-    places = jnp.broadcast_to(jnp.arange(11, dtype=jnp.int32)[None], (2, 11))
-    hidden, _ = forward(params, CONFIG, tokens, places, causal)
-    np.testing.assert_allclose(unembed(params, CONFIG, hidden), theirs(tokens), atol=2e-5, rtol=1e-4)
+    np.testing.assert_allclose(
+        logits(params, CONFIG, tokens), theirs_of(theirs, tokens), atol=2e-5, rtol=1e-4
+    )
 
 
 def test_an_nnx_models_arrays_are_the_parameters(theirs):
@@ -119,7 +125,7 @@ def test_an_nnx_models_arrays_are_the_parameters(theirs):
 
 
 def test_a_nested_mapping_with_our_own_names_needs_no_translation():
-    params = init(jax.random.key(0), decoder_spec(CONFIG))
+    params = drawn(decoder_spec(CONFIG))
     plain: dict = {}
     for path, leaf in paths(params).items():
         node = plain
@@ -133,7 +139,7 @@ def test_a_nested_mapping_with_our_own_names_needs_no_translation():
 
 
 def changed(names: dict[str, str], **leaves):
-    given = {path: x for path, x in paths(init(jax.random.key(0), decoder_spec(CONFIG))).items()}
+    given = {path: x for path, x in paths(drawn(decoder_spec(CONFIG))).items()}
     return params_from_state(CONFIG, {**given, **leaves}, names)
 
 
@@ -189,7 +195,7 @@ def test_parameters_are_served_where_they_lie(theirs):
 def plain_greedy(model: Llama, tokens: list[int], count: int) -> list[int]:
     for _ in range(count):
         padded = jnp.asarray([np.resize(tokens, 8)])  # of one length: others would compile every layer anew
-        tokens = [*tokens, int(model(padded)[0, len(tokens) - 1].argmax())]
+        tokens = [*tokens, int(np.asarray(theirs_of(model, padded))[0, len(tokens) - 1].argmax())]
     return tokens[-count:]
 
 

@@ -2,41 +2,24 @@
 the same."""
 
 import json
-import os
 import random
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from fakes.processes import Forked, command
+from cases.requests import FLAGS
+from fakes.processes import Forked, command, script
+from suite.strict import STRICT
 
 from duetto.serve.jobs.batch.journal import about_and_answer
 
-ROOT = Path(__file__).resolve().parents[4]
-MAIN = "from duetto.serve.cli.main import main; raise SystemExit(main())"
-FLAGS = [
-    "--max-num-seqs",
-    "4",
-    "--max-model-len",
-    "128",
-    "--max-prefill-tokens",
-    "32",
-    "--decode-steps",
-    "1",
-    "--quiet",
-]
 LINES = 160
 
 
 @pytest.fixture
 def source(tmp_path) -> Path:
-    """An input of lines of both formats, greedy and sampled, short and long, some of them wrong; a model
-    stands beside it."""
-    shutil.copytree(ROOT / "checkpoints" / "demo-draft", tmp_path / "model")
+    """An input of lines of both formats, greedy and sampled, short and long, some of them wrong."""
     path = tmp_path / "in.jsonl"
     prompts = ["def read(path):\n", "class Stack:\n", "import os\n", "for name in ", "    return ", "try:\n"]
     with open(path, "w") as file:
@@ -49,14 +32,7 @@ def source(tmp_path) -> Path:
 
 
 def arguments(source: Path, out: Path) -> list[str]:
-    return ["batch", str(source), str(out), "--model", str(source.with_name("model")), *FLAGS]
-
-
-def start(source: Path, out: Path, code: str = MAIN, *words: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", code, *words, *arguments(source, out)]
-    return subprocess.Popen(
-        command, stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    )
+    return ["batch", str(source), str(out), "--quiet", *FLAGS]
 
 
 def size(path: Path) -> int:
@@ -85,13 +61,13 @@ def answered(journal: Path) -> list[int]:
 def test_a_job_killed_again_and_again_ends_with_the_same_bytes(source, times):
     whole, out = source.with_name("whole.jsonl"), source.with_name("out.jsonl")
     journal, report = (out.with_name(out.name + end) for end in (".journal", ".report.json"))
-    assert Forked(command, *arguments(source, whole), heard=[]).wait() == 0
+    assert Forked(command, *arguments(source, whole), heard=[], more=STRICT).wait() == 0
     expected = whole.read_bytes()
     assert expected.count(b"\n") == LINES
 
     chance, kills, before = random.Random(7), 0, set()
     while kills < times:
-        process = Forked(command, *arguments(source, out), heard=[])
+        process = Forked(command, *arguments(source, out), heard=[], more=STRICT)
         if killed(process, journal, chance):
             kills += 1
             found = answered(journal)
@@ -104,7 +80,7 @@ def test_a_job_killed_again_and_again_ends_with_the_same_bytes(source, times):
             before = set()
             out.unlink()
             report.unlink()
-    assert Forked(command, *arguments(source, out), heard=[]).wait() == 0
+    assert Forked(command, *arguments(source, out), heard=[], more=STRICT).wait() == 0
     assert out.read_bytes() == expected and not journal.exists()
     assert json.loads(report.read_bytes())["output"]["lines"] == LINES
 
@@ -134,5 +110,6 @@ raise SystemExit(main())
 def test_an_interrupted_command_says_so_by_its_exit_code(source, signum, code):
     out = source.with_name("out.jsonl")
     journal = out.with_name(out.name + ".journal")
-    process = start(source, out, INTERRUPTED, str(int(signum)))
+    (program := source.with_name("program.py")).write_text(INTERRUPTED)
+    process = Forked(script, str(program), str(int(signum)), *arguments(source, out), heard=[], more=STRICT)
     assert process.wait() == code and 20 <= len(answered(journal)) < LINES and not out.exists()

@@ -1,10 +1,11 @@
 """Which replica is the best for a prompt, and what is known of replicas' pages."""
 
+from collections import Counter
 from random import Random
 
 import pytest
 
-from duetto.serve.kv.routing.placement import ROW, Prompt, Replica, RoutedRequest, best
+from duetto.serve.kv.routing.placement import PRIME, ROW, SPARE, Prompt, Replica, RoutedRequest, best
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 
 NAMES = [bytes([i]) * 16 for i in range(8)]
@@ -35,8 +36,8 @@ def test_what_is_on_its_way_is_there_until_it_ends():
     assert memory.hits(NAMES) == 0
 
 
-def replica() -> Replica:
-    made = Replica("x", AssumedPrefixIndex(100))
+def replica(address: str = "x") -> Replica:
+    made = Replica(address, AssumedPrefixIndex(100))
     made.is_ready = True
     return made
 
@@ -58,10 +59,14 @@ def test_the_longest_prefix_wins_unless_its_replica_is_busier_by_more_than_that_
     assert one.load == 0 and one.hit_tokens == 0 and one.prompt_tokens == 512
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_best_of_many_is_the_first_with_the_least_cost(seed):
+def order(own: Replica, name: bytes) -> int:
+    return own.salt * int.from_bytes(name[:8]) % PRIME
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_of_many_has_the_least_cost_or_is_the_home_of_what_none_of_them_knows(seed):
     random = Random(seed)
-    replicas = [replica() for _ in range(random.randint(1, 12))]
+    replicas = [replica(str(i)) for i in range(random.randint(1, 12))]
     for own in replicas:
         own.is_ready = random.random() < 0.9
         for _ in range(random.randrange(4)):
@@ -71,4 +76,38 @@ def test_the_best_of_many_is_the_first_with_the_least_cost(seed):
     but, most = set(random.sample(replicas, len(replicas) // 4)), random.randint(1, 5)
     open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
     least = min(open, key=lambda one: (one.cost(prompt), len(one.jobs), one.chosen), default=None)
-    assert best(replicas, prompt, most, but) is least
+    found = best(replicas, prompt, most, but)
+    known = least.memory.hits(prompt.names) if least else 0
+    if least is None or known == len(prompt.names):
+        assert found is least
+    else:
+        limit = least.load + SPARE * (prompt.tokens - least.hits(prompt))
+        alike = [one for one in open if one.load <= limit and one.memory.hits(prompt.names) >= known]
+        assert found is max(alike, key=lambda one: order(one, prompt.names[known]))
+
+
+def test_routers_that_share_nothing_begin_a_prefix_in_the_same_replica():
+    routers = [[replica(f"http://r{i}:80") for i in range(5)] for _ in range(2)]
+    random, homes = Random(0), Counter[str]()
+    for _ in range(500):
+        prompt = Prompt([random.randbytes(16) for _ in range(8)], 64, 8 * 64)
+        one, other = (best(replicas, prompt, 9, ()) for replicas in routers)
+        assert one is not None and other is not None and one.address == other.address
+        homes[one.address] += 1
+        more = Prompt([*prompt.names, random.randbytes(16)], 64, 9 * 64)
+        one.take(job := RoutedRequest(prompt))
+        one.leave(job)
+        assert best(routers[0], more, 9, ()) is one  # known there
+        assert best(routers[1], more, 9, ()) is other  # guessed
+    assert min(homes.values()) > 60 and len(homes) == 5
+
+
+def test_a_home_that_is_busier_by_more_than_a_share_of_the_prompt_is_left_out():
+    replicas = [replica(str(i)) for i in range(3)]
+    prompt = Prompt(NAMES, 64, 8 * 64)
+    first = best(replicas, prompt, 9, ())
+    assert first is not None
+    first.take(RoutedRequest(Prompt((), 64, int(SPARE * 512) - ROW)))
+    assert best(replicas, prompt, 9, ()) is first
+    first.take(RoutedRequest(Prompt()))
+    assert best(replicas, prompt, 9, ()) is not first

@@ -2,7 +2,7 @@
 compiled."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from cases.targets import SIZES, WORDS, found_target
@@ -18,51 +18,74 @@ from duetto.serve.runtime.compiled.shapes import Shape
 # Those that differ in capability or in shared memory.
 CLASSES = "t4", "a100", "l4", "h200", "b200", "rtx5090"
 TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
-DECODE, PREFILL = Shape("decode", 8, 1), Shape("prefill", 1, 128)
+NARROW, WIDE, PREFILL = Shape("decode", 8, 1), Shape("decode", 64, 1), Shape("prefill", 1, 512)
 DENSE, MIXTURE = Dense(1024), Experts(8, 2, 256)
-# mixer, shape, dtype, cache, and Triton kernels of a layer
+LATENT, DELTA = Latent(128, 512, 128, 64, 128), DeltaNet(4, 8, 128, 128)
+
+
+def heads(size: int) -> GroupedQuery:
+    return GroupedQuery(8, 2, size)
+
+
+class Cell(NamedTuple):
+    """A program: its layers, each with the Triton kernels that it has."""
+
+    shape: Shape
+    layers: dict[LayerKind, int]
+    dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    quantization: Any = None
+
+
+# A head's decode has three kernels: turn and writes (not into a cache in 8 bits), parts, and their sum; its
+# prefill two; experts have three, int4's four projections one each.
 CELLS = {
-    "heads of 64": (GroupedQuery(8, 2, 64), DECODE, "bfloat16", "auto", 3),
-    "heads of 128, int8": (GroupedQuery(8, 2, 128), DECODE, "bfloat16", "int8", 2),
-    "prefill, heads of 256": (GroupedQuery(8, 2, 256), PREFILL, "bfloat16", "auto", 2),
-    "prefill, heads of 128, float16": (GroupedQuery(8, 2, 128), PREFILL, "float16", "auto", 2),
-    "latent of 128 heads": (Latent(128, 512, 128, 64, 128), DECODE, "bfloat16", "auto", 2),
-    "prefill, latent of 128 heads": (Latent(128, 512, 128, 64, 128), PREFILL, "bfloat16", "auto", 1),
-    "delta rule": (DeltaNet(4, 8, 128, 128), DECODE, "bfloat16", "auto", 1),
+    "decode": Cell(
+        NARROW,
+        {
+            LayerKind(heads(64), MIXTURE): 6,
+            LayerKind(heads(128), DENSE): 3,
+            LayerKind(heads(256), DENSE): 3,
+            LayerKind(LATENT, DENSE): 2,
+            LayerKind(DELTA, DENSE): 1,
+        },
+    ),
+    "decode in 8 bits": Cell(
+        WIDE,
+        {LayerKind(heads(128), DENSE): 2, LayerKind(heads(64), MIXTURE): 5, LayerKind(LATENT, DENSE): 2},
+        kv_cache_dtype="int8",
+        quantization="int8",
+    ),
+    "decode in 4 bits": Cell(WIDE, {LayerKind(heads(64), MIXTURE): 10}, quantization="int4"),
+    "prefill": Cell(
+        PREFILL,
+        {LayerKind(heads(96), DENSE): 2, LayerKind(heads(256), DENSE): 2, LayerKind(LATENT, DENSE): 1},
+    ),
+    "prefill in float16": Cell(
+        PREFILL, {LayerKind(heads(128), DENSE): 2, LayerKind(heads(192), DENSE): 2}, "float16"
+    ),
 }
-# form of weights, and Triton kernels of a layer with heads of 64 and experts
-MIXTURES = {"experts": (None, 6), "experts in int8": ("int8", 6), "experts in int4": ("int4", 10)}
 
 
-def plan_of(
-    name: str, mixer: Any, dtype: str, kept: str, ffn: Any = DENSE, form: str | None = None
-) -> EnginePlan:
-    target, layer = found_target(name), LayerKind(mixer, ffn)
-    config = ModelConfig(WORDS, 512, (layer,), 4096)
-    sizes = replace(SIZES, max_num_seqs=8, pages=(513,) * len(config.windows), kv_cache_dtype=kept)
-    return EnginePlan("test", config, dtype, EngineOptions(quantization=form), target, sizes, 512)
+def plan_of(name: str, cell: Cell) -> EnginePlan:
+    config = ModelConfig(WORDS, 512, tuple(cell.layers), 4096)
+    pages, kept = (513,) * len(config.windows), cell.kv_cache_dtype
+    sizes = replace(SIZES, max_num_seqs=64, pages=pages, kv_cache_dtype=kept)
+    options = EngineOptions(quantization=cell.quantization)
+    return EnginePlan("test", config, cell.dtype, options, found_target(name), sizes, 512)
 
 
-@pytest.mark.extras
-@pytest.mark.as_served
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("name", CLASSES)
-def test_every_gpu_compiles_every_kind_of_layer(name: str, cell: str):
-    mixer, shape, dtype, kept, kernels = CELLS[cell]
-    plan = plan_of(name, mixer, dtype, kept)
-    text = compile_and_read(plan, shape, abstract_arguments(plan))[0][0].as_text() or ""
-    assert text.count(TRITON) == (0 if name == "t4" else kernels)
+def compiled_text(plan: EnginePlan, shape: Shape) -> str:
+    return compile_and_read(plan, shape, abstract_arguments(plan))[0][0].as_text() or ""
 
 
 @pytest.mark.extras
 @pytest.mark.as_served
-@pytest.mark.parametrize("cell", MIXTURES)
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 @pytest.mark.parametrize("name", CLASSES)
-def test_every_gpu_since_ampere_multiplies_experts_where_they_lie(name: str, cell: str):
-    form, kernels = MIXTURES[cell]
-    plan = plan_of(name, GroupedQuery(8, 2, 64), "bfloat16", "auto", MIXTURE, form)
-    text = compile_and_read(plan, DECODE, abstract_arguments(plan))[0][0].as_text() or ""
-    assert text.count(TRITON) == (0 if name == "t4" else kernels)
+def test_every_gpu_compiles_every_kind_of_layer(name: str, cell: Cell):
+    text = compiled_text(plan_of(name, cell), cell.shape)
+    assert text.count(TRITON) == (0 if name == "t4" else sum(cell.layers.values()))
 
 
 @pytest.mark.extras
@@ -70,9 +93,9 @@ def test_every_gpu_since_ampere_multiplies_experts_where_they_lie(name: str, cel
 @pytest.mark.parametrize("name", ["2xa100", "2xh200"])
 def test_devices_of_a_mesh_are_the_gpu_that_is_described(name: str):
     """Each has the kernels of its own GPU."""
-    plan = plan_of(name, GroupedQuery(8, 2, 64), "bfloat16", "auto", MIXTURE)
+    plan = plan_of(name, Cell(NARROW, {LayerKind(heads(64), MIXTURE): 5}))
     assert {gpu_of(device) for device in plan.target.devices} == {CHIPS[name[2:]].gpu}
-    text = compile_and_read(plan, DECODE, abstract_arguments(plan))[0][0].as_text() or ""
+    text = compiled_text(plan, NARROW)
     assert text.count(TRITON) == 5 and "mosaic_gpu" not in text
 
 

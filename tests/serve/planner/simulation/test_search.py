@@ -40,6 +40,7 @@ def job(shape: str | None = None, target: str = "h200") -> PlannedModel:
 def test_targets_are_known_without_their_compilers():
     assert (known_target("8xh200").count, known_target("8xh200").platform) == (8, "gpu")
     assert (known_target("v6e:2x4").count, known_target("v6e").count) == (8, 1)
+    assert (known_target("tpu7x:2x2x1").count, known_target("tpu7x").count) == (8, 1)
     with pytest.raises(TargetError, match="target 'a10' is unknown"):
         known_target("a10")
 

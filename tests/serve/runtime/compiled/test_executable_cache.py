@@ -1,14 +1,20 @@
 """Programs kept on disk: a second start finds them, and nothing else is taken for them."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import Model
 from jax.experimental.compilation_cache import compilation_cache
 
 from duetto import LLM, SamplingParams
+from duetto.serve.engine.startup import start
 from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.equal_bits import classes
@@ -18,18 +24,48 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 96}
 
 
-@pytest.fixture
-def folder(tmp_path: Path):
+class Start(NamedTuple):
+    folder: Path
+    tokens: list[int]
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """While this is entered, starts may set jax's cache."""
     names = "jax_compilation_cache_dir", "jax_compilation_cache_max_size"
     before = {name: jax.config.values[name] for name in names}
-    yield tmp_path
-    compilation_cache.reset_cache()
-    for name, value in before.items():
-        jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        compilation_cache.reset_cache()
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
-def tokens(tiny, folder: Path) -> list[int]:
-    with LLM.from_params(tiny.config, tiny.params, compilation_cache=str(folder), **OPTIONS) as llm:
+@pytest.fixture(autouse=True, scope="module")
+def own_programs(programs_shared: None) -> Iterator[None]:
+    """Engines read their programs from the folder: none is shared within the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "Programs", programs.Programs)
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with settings_kept():
+        yield tmp_path
+
+
+@pytest.fixture(scope="module")
+def first(one_layer: Model, own_programs: None, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """A first start, whose folder each test copies."""
+    place = tmp_path_factory.mktemp("first")
+    with settings_kept():
+        return Start(place, tokens(one_layer, place))
+
+
+def tokens(model: Model, folder: Path) -> list[int]:
+    with LLM.from_params(model.config, model.params, compilation_cache=str(folder), **OPTIONS) as llm:
         return list(llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids)
 
 
@@ -37,21 +73,21 @@ def fails(*args, **kwargs):
     raise AssertionError("this was kept")
 
 
-def test_a_second_start_neither_lowers_nor_probes(tiny, folder, monkeypatch):
-    first = tokens(tiny, folder)
+def test_a_second_start_neither_lowers_nor_probes(one_layer, first, folder, monkeypatch):
+    shutil.copytree(first.folder, folder, dirs_exist_ok=True)
     kept_files = list((folder / "duetto").iterdir())
     assert len(kept_files) == 6  # prefill[1,64], [2,32], decode[8,1], their classes and cost, jax's checksums
     monkeypatch.setattr(programs, "lower", fails)
     monkeypatch.setattr(classes, "find_classes", fails)
-    assert tokens(tiny, folder) == first
+    assert tokens(one_layer, folder) == first.tokens
 
 
-def test_other_parameters_are_probed_again(tiny, folder, monkeypatch):
-    tokens(tiny, folder)
+def test_other_parameters_are_probed_again(one_layer, first, folder, monkeypatch):
+    shutil.copytree(first.folder, folder, dirs_exist_ok=True)
     monkeypatch.setattr(classes, "find_classes", fails)
-    other = jax.tree.map(lambda x: x * 2, tiny.params)
+    other = jax.tree.map(lambda x: x * 2, one_layer.params)
     with pytest.raises(AssertionError, match="kept"):
-        LLM.from_params(tiny.config, other, compilation_cache=str(folder), **OPTIONS)
+        LLM.from_params(one_layer.config, other, compilation_cache=str(folder), **OPTIONS)
 
 
 def test_edited_code_in_a_room_makes_other_programs(tmp_path):
@@ -62,17 +98,17 @@ def test_edited_code_in_a_room_makes_other_programs(tmp_path):
     assert executable_cache.sources_hash([tmp_path]) != before
 
 
-def test_damaged_files_are_made_anew(tiny, folder):
-    first = tokens(tiny, folder)
+def test_damaged_files_are_made_anew(one_layer, first, folder):
+    shutil.copytree(first.folder, folder, dirs_exist_ok=True)
     for file in (folder / "duetto").iterdir():
         file.write_bytes(file.read_bytes()[:-100])
-    assert tokens(tiny, folder) == first
-    assert tokens(tiny, folder) == first
+    assert tokens(one_layer, folder) == first.tokens
+    assert tokens(one_layer, folder) == first.tokens
 
 
-def test_a_folder_that_cannot_be_written_keeps_nothing(tiny, folder):
+def test_a_folder_that_cannot_be_written_keeps_nothing(one_layer, first, folder):
     (folder / "duetto").write_text("in the way")
-    assert tokens(tiny, folder) == tokens(tiny, folder)
+    assert tokens(one_layer, folder) == tokens(one_layer, folder) == first.tokens
 
 
 def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatch):

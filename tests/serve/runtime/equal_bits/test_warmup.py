@@ -129,7 +129,7 @@ def test_a_device_that_fails_while_it_compares(cold, warm, gate, monkeypatch, se
 
 @pytest.mark.parametrize("broken", ["__init__", "same_bits"])
 def test_what_cannot_be_compared_at_all(tiny, gate, warm, monkeypatch, caplog, broken):
-    def fails(*_: Any) -> Any:
+    def fails(*_: Any, **__: Any) -> Any:
         raise ValueError("nothing to read with")
 
     monkeypatch.setattr(Probe, broken, fails)

@@ -21,6 +21,7 @@ PROMPT = np.random.default_rng(5).integers(3, 300, 20).astype(np.int32)
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 SEEDED = SamplingParams(temperature=0.9, frequency_penalty=0.5, logprobs=0)
 SLOT = 1
+seated = jax.jit(seat)  # one program: its steps one by one would be a program each
 
 
 class Device:
@@ -28,10 +29,10 @@ class Device:
 
     def __init__(self, model, params: SamplingParams, stop_ids=(), end=100):
         self.config, self.params = model.config, model.params
-        self.cache = empty_cache(model.config.layers, (16,), 64, jnp.float32)
+        self.cache, slots = unused(model.config)
         knobs = knobs_row(params, seed=9, stop_ids=stop_ids, prompt_len=len(PROMPT))
         new = Seat(jnp.int32(len(PROMPT)), jnp.int32(end), jnp.int32(NEVER), knobs)
-        self.slots = seat(empty_slots(3, model.config.vocab_size), jnp.int32(SLOT), new)
+        self.slots = seated(slots, jnp.int32(SLOT), new)
         self.length = 0
 
     def run(self, program, tokens, count=None, packed=None):
@@ -55,6 +56,14 @@ class Device:
         first, _ = self.run(prefill, PROMPT.tolist())
         self.length = len(PROMPT)
         return first
+
+
+@cache
+def unused(config):
+    """A cache and slots, in one program."""
+    return jax.jit(
+        lambda: (empty_cache(config.layers, (16,), 64, jnp.float32), empty_slots(3, config.vocab_size))
+    )()
 
 
 @cache
@@ -131,7 +140,7 @@ def test_decode_replays_the_tokens_it_is_given(tiny):
     )
     free = plain(tiny, SamplingParams(temperature=0.9, logprobs=0), 8)
     new = Seat(jnp.int32(len(PROMPT) + 3), jnp.int32(100), jnp.int32(NEVER), knobs)
-    device.slots = seat(device.slots, jnp.int32(SLOT), new)
+    device.slots = seated(device.slots, jnp.int32(SLOT), new)
     assert device.prompt() == []
     emitted, _ = device.run(decode, [*free[:3], -1])
     assert emitted == free[3:5]

@@ -8,12 +8,13 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, PoolingParams, SamplingParams
 
 OPTIONS = {
-    "max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16,
-    "max_prefill_delay": 0.0, "background_compilation": False,
+    "model": SMALLEST, "dtype": "float32", "max_prefill_delay": 0.0, "background_compilation": False,
+    **SIZES,
 }  # fmt: skip
 TEXTS = ["def add(a, b):", "import os\n", "class Stack:", "for i in range("]
 ASKED: list[dict[str, Any]] = [
@@ -216,7 +217,7 @@ def test_more_inputs_than_may_wait_are_embedded(client):
     assert (
         many.data[299].embedding == client.embeddings.create(model="demo", input=texts[299]).data[0].embedding
     )
-    with pytest.raises(openai.BadRequestError, match="dimensions 9999 is not allowed: at most 192"):
+    with pytest.raises(openai.BadRequestError, match="dimensions 9999 is not allowed: at most 64"):
         client.embeddings.create(model="demo", input="x", dimensions=9999)
     with pytest.raises(openai.BadRequestError, match="empty"):
         client.embeddings.create(model="demo", input=["x", ""])

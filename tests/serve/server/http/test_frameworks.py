@@ -8,6 +8,7 @@ from operator import add
 from typing import Any
 
 import pytest
+from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, SamplingParams
 
@@ -18,8 +19,8 @@ QUIET = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::UserWarning"
 )
 OPTIONS = {
-    "max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16,
-    "max_prefill_delay": 0.0, "background_compilation": False,
+    "model": SMALLEST, "dtype": "float32", "max_prefill_delay": 0.0, "background_compilation": False,
+    **SIZES,
 }  # fmt: skip
 TEXT, ASKED = "def add(a, b):", {"temperature": 0.0, "max_tokens": 16}
 MESSAGES = [{"role": "user", "content": "sort a list"}]

@@ -191,7 +191,7 @@ def test_text_and_tokens(server):
 def test_streams_finish_before_the_end(starting):
     """At a signal a server takes no more requests, finishes what it has, and ends with 0."""
     server = starting()
-    with server.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS) as reply:
+    with server.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS | {"n": 32}) as reply:
         lines = reply.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGTERM)
@@ -209,7 +209,7 @@ def test_streams_finish_before_the_end(starting):
 
 def test_a_second_signal_ends_at_once(starting):
     server = starting()
-    with server.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS | {"n": 32}) as reply:
+    with server.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS | {"n": 64}) as reply:
         next(reply.iter_lines())
         server.process.send_signal(signal.SIGTERM)
         until(lambda: any("no more requests" in line for line in server.said))

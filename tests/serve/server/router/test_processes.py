@@ -1,11 +1,8 @@
 """Two servers and a router as users start them, and kills of servers in the middle of streams."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from cases.serving import LIMIT, Process
 from cases.waiting import until
 
 import duetto.checkpoints
@@ -23,35 +21,6 @@ from duetto.serve.runtime.multihost.supervisor import free_port
 pytestmark = pytest.mark.minutes
 DEMO = Path(duetto.checkpoints.__file__).parent / "demo"
 SIZES = ["--max-num-seqs", "8", "--max-prefill-tokens", "64", "--max-model-len", "512", "--page-size", "16"]
-LIMIT = 300.0
-
-
-class Process:
-    """A command that serves, from the line on that says where."""
-
-    def __init__(self, *words: str):
-        command = [sys.executable, "-m", "duetto", *words]
-        env = os.environ | {"JAX_PLATFORMS": "cpu"}
-        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-        self.said: list[str] = []
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        self.reader.start()
-
-    def read(self) -> None:
-        self.said.extend(self.process.stderr or ())
-
-    @property
-    def url(self) -> str:
-        until(lambda: any("/v1" in line for line in self.said) or self.process.poll() is not None)
-        return next(found[1] for line in self.said if (found := re.search(r"at (http\S+)/v1", line)))
-
-    def end(self, sig: int = signal.SIGKILL) -> int:
-        self.process.send_signal(sig)
-        code = self.process.wait(LIMIT)
-        self.reader.join(LIMIT)
-        if self.process.stderr is not None:
-            self.process.stderr.close()
-        return code
 
 
 def replica_at(port: int, *words: str) -> Process:

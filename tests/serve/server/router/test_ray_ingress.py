@@ -109,7 +109,7 @@ def served(
     test: Callable[[httpx.AsyncClient], Awaitable[None]], handle: Handle, root: str = "", **limits: Any
 ) -> None:
     async def run() -> None:
-        options = RouterOptions(replica=("http://x",), page_size=1)
+        options = RouterOptions(replica=("http://x",), page_size=16)
         inner = ingress_app(lambda: handle, options, ServerOptions(**limits), (Gone,))
         transport = httpx.ASGITransport(inner, root_path=root)
         async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
@@ -269,6 +269,24 @@ def test_a_configuration_has_the_options_of_its_deployment():
     }
     assert options["ray_actor_options"] == {"num_gpus": 1, "runtime_env": {"env_vars": {}}}
     assert config.server.served_model_name == ["demo"]
+
+
+@pytest.mark.parametrize(
+    ("actor", "bundle"),
+    [
+        ({}, {"CPU": 1}),
+        ({"num_cpus": 0, "num_gpus": 4, "resources": {"TPU": 2}}, {"GPU": 4, "TPU": 2}),
+    ],
+)
+def test_a_model_over_several_actors_has_a_placement_group(actor, bundle):
+    own = {"ray_actor_options": actor, "num_replicas": 2}
+    options = LLMConfig(engine_kwargs={"nnodes": 3}, deployment_config=own).engine_options
+    assert options["placement_group_bundles"] == 3 * [bundle] and options["num_replicas"] == 2
+    alone = LLMConfig(deployment_config=own).engine_options
+    assert "placement_group_bundles" not in alone
+    wanted = own | {"placement_group_bundles": [{"CPU": 9}]}
+    options = LLMConfig(engine_kwargs={"nnodes": 3}, deployment_config=wanted).engine_options
+    assert options["placement_group_bundles"] == [{"CPU": 9}]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,10 +60,10 @@ class Cluster:
         found = self.serve.status().applications["demo"].deployments["engine"].replica_states
         return found.get("RUNNING", 0)
 
-    def processes(self) -> list[int]:
-        """Process ids of the replicas."""
+    def processes(self, title: bytes = b"ServeReplica:demo:engine") -> list[int]:
+        """Process ids of the replicas, or of other actors."""
         titles = {path.parent.name: path for path in Path("/proc").glob("[0-9]*/cmdline")}
-        return [int(pid) for pid, path in titles.items() if b"ServeReplica:demo:engine" in read(path)]
+        return [int(pid) for pid, path in titles.items() if title in read(path)]
 
     def metrics(self) -> str:
         """Ray's metrics of this machine."""
@@ -223,3 +225,22 @@ def test_an_update_joins_no_two_models(fresh, alone):
         assert text in (old[i], new[i]) if not error else new[i].startswith(text), (i, text, error)
     print(f"{sum(bool(error) for _, (_, error) in found)} streams ended with an error")
     assert [whole(fresh.url, i)[0] for i in range(COUNT)] == old
+
+
+def test_one_model_over_two_actors_outlives_either(fresh):
+    """Their tokens are those of one process with two devices."""
+    program = "import json, test_ray_serve as t; print(json.dumps(t.answers(tensor_parallel_size=2)))"
+    own = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "JAX_PLATFORMS": "cpu"}
+    own["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True, check=True)
+    expected = json.loads(done.stdout.splitlines()[-1])
+    actor = {"ray_actor_options": {"num_cpus": 1}}
+    fresh.run(actor, {"nnodes": 2, "tensor_parallel_size": 2}, server_kwargs={"queue_timeout": LIMIT})
+    for title in (b"ray::RankActor", b"ServeReplica:demo:engine"):
+        with under_way(fresh.url) as asked:
+            (victim,) = fresh.processes(title)
+            os.kill(victim, signal.SIGKILL)
+            found = [(i, one.result(LIMIT)) for i, one in asked]
+        assert [(i, one) for i, one in found if one != (expected[i], "")] == []
+    assert fresh.count("duetto:router_resumed_total") > 0

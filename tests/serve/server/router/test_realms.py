@@ -24,6 +24,7 @@ def test_a_stream_does_not_go_on_with_other_weights(routing, capfd):
     async def test(router):
         first, second = router.fakes
         lose(first)
+        first.comes_back = False
         second.realm = "two"
         await router.until(lambda: router.replicas[1].realm == "two")
         text = await router.words()
@@ -107,6 +108,7 @@ def test_adapters_of_one_name_may_differ(routing):
         first, second = router.fakes
         first.realm, second.realm = "one adapter", "one other"
         lose(first)
+        first.comes_back = False
         texts = [await router.words() for _ in range(2)]
         assert sorted(map(len, map(words_of, texts))) == [3, 6]
         known = [asked["resume"]["realm"] for asked in second.asked if asked["resume"]["outputs"]]

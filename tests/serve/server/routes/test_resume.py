@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import jax
 import pytest
-from cases.requests import SIZES
+from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, SamplingParams
 from duetto.serve.llm.weights import realms_of
@@ -36,7 +36,7 @@ ASKED = {
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     own: Any = {"max_prefill_delay": 0.0, "background_compilation": False, "use_tqdm_on_load": False}
-    with LLM(**SIZES, **own) as llm:
+    with LLM(SMALLEST, **SIZES, **own) as llm:
         yield llm
 
 
@@ -238,7 +238,7 @@ def test_weights_that_come_in_the_middle_of_an_answer_have_their_realm(llm):
         service = Service(llm, ServerOptions(), {})
         told = TokenReporter(0.0, lambda: service.realm(call))
         names, texts = [service.realms.name], []
-        task = Task("completion", None, SamplingParams(max_tokens=40, ignore_eos=True), prompt=[60, 61, 62])
+        task = Task("completion", None, SamplingParams(max_tokens=200, ignore_eos=True), prompt=[60, 61, 62])
         async with service.call([task], "") as call:
             async for outputs in call.stream.pieces():
                 texts.append(told(outputs).decode())

@@ -1,35 +1,46 @@
 """A server whose weights are replaced while it answers, with its log of all that."""
 
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from cases.requests import SMALLEST
 
 from duetto.checkpoints import huggingface
 from duetto.model.config import ModelConfig
-from duetto.serve.engine.startup.folder import DEMO, read_folder
+from duetto.model.transformer import Decoder, decoder_spec
 from duetto.serve.jobs.verify.claims import Claims
 
 BODY = {"prompt": "class Error(", "max_tokens": 200, "seed": 5, "ignore_eos": True, "return_token_ids": True}
+# Wide enough that an answer is not over before its weights are replaced, and of few layers to compile.
+CONFIG = ModelConfig.uniform(2048, 256, 768, 2, 4, 2, 64, tied_embeddings=True)
+
+
+def weights(gain: float) -> Decoder:
+    rng = np.random.default_rng(0)
+    draw = lambda s: np.float32(gain * (s.mean + s.scale * rng.standard_normal(s.shape)))
+    return jax.tree.map(lambda spec: jax.device_put(draw(spec)), decoder_spec(CONFIG))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Two sets of weights for the model that ships."""
+    """Two sets of weights of a random model."""
     place = tmp_path_factory.mktemp("weights")
-    config, params = read_folder(DEMO, "float32", jax.devices()[0])
-    assert isinstance(config, ModelConfig)
-    huggingface.save(place / "old", config, params, "float32")
-    huggingface.save(place / "new", config, jax.tree.map(lambda x: x * 1.5, params), "float32")
+    for version, gain in (("old", 1.0), ("new", 1.5)):
+        huggingface.save(place / version, CONFIG, weights(gain), "float32")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(Path(SMALLEST, name), place / "old")
     return place
 
 
 def test_weights_are_replaced_while_a_request_is_under_way(starting, folder, tmp_path):
     log = tmp_path / "log"
-    server = starting("--weights-dir", str(folder), "--audit-log", str(log))
+    server = starting("--model", str(folder / "old"), "--weights-dir", str(folder), "--audit-log", str(log))
     answers: list[dict] = []
 
     def ask() -> None:
@@ -83,7 +94,7 @@ def test_weights_are_replaced_while_a_request_is_under_way(starting, folder, tmp
 def test_a_paused_server_ends(starting, folder, tmp_path):
     """Requests under way end with an error, also those that a pause finds after the signal."""
     kept = tmp_path / "cache"
-    server = starting("--weights-dir", str(folder), "--save-cache", str(kept))
+    server = starting("--model", str(folder / "old"), "--weights-dir", str(folder), "--save-cache", str(kept))
     errors: list[str] = []
 
     def ask() -> None:

@@ -3,11 +3,12 @@
 import json
 import random
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import numpy as np
 import pytest
+from pydantic import BaseModel, Field, create_model
 
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.startup.folder import DEMO
@@ -21,11 +22,9 @@ from duetto.serve.text.tools.json_schema import closed
 pytest.importorskip("llguidance")
 
 MODELS, LONGEST = 200, 400
-LEAVES: list[dict[str, Any]] = [
-    {"type": "integer"}, {"type": "string"}, {"type": "boolean"}, {"enum": ["a", "b"], "type": "string"},
-    {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
-    {"type": "array", "items": {"type": "integer"}, "maxItems": 2},
-    {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 1},
+LEAVES: list[Any] = [
+    int, str, bool, Literal["a", "b"], int | None,
+    Annotated[list[int], Field(max_length=2)], Annotated[dict[str, int], Field(max_length=1)],
 ]  # fmt: skip
 X = {"type": "object", "properties": {"x": {"type": "integer"}}}
 CLOSED = {"additionalProperties": False}
@@ -43,29 +42,29 @@ def grammars(words) -> Grammars:
     return Grammars(words, len(words), [words.eos_token_id])
 
 
-def pydantic_like(seed: int) -> dict[str, Any]:
-    """A schema as pydantic writes that of a model: with `$defs`, titles and optional fields, and without a
-    word about other properties."""
+def drawn_model(seed: int) -> type[BaseModel]:
+    """A model with up to two others as fields, optional fields, and no word about other keys."""
     rng = random.Random(seed)
-    names = [f"Part{i}" for i in range(rng.randrange(3))]
-    defs = {name: model(rng, name, names[:i]) for i, name in enumerate(names)}
-    return model(rng, "Model", names) | ({"$defs": defs} if defs else {})
+    parts = list[type[BaseModel]]()
+    for i in range(rng.randrange(3)):
+        parts.append(model(rng, f"Part{i}", parts))
+    return model(rng, "Model", parts)
 
 
-def model(rng: random.Random, title: str, names: list[str]) -> dict[str, Any]:
-    keys = [f"{rng.choice(['name', 'n', 'size'])}_{i}" for i in range(rng.randint(1, 3))]
-    properties = {key: field(rng, names) | {"title": key.title()} for key in keys}
-    required = [key for key in keys if rng.random() < 0.6]
-    own = {"title": title, "type": "object", "properties": properties}
-    return own | ({"required": required} if required else {})
+def model(rng: random.Random, name: str, parts: list[type[BaseModel]]) -> type[BaseModel]:
+    fields: dict[str, Any] = {}
+    for i in range(rng.randint(1, 3)):
+        kind = field(rng, parts)
+        own = (kind, ...) if rng.random() < 0.6 else (kind | None, None)
+        fields[f"{rng.choice(['name', 'n', 'size'])}_{i}"] = own
+    return create_model(name, **fields)
 
 
-def field(rng: random.Random, names: list[str]) -> dict[str, Any]:
-    if not names or rng.random() < 0.4:
-        return dict(rng.choice(LEAVES))
-    part = {"$ref": f"#/$defs/{rng.choice(names)}"}
-    forms = [part, {"anyOf": [part, {"type": "null"}]}, {"type": "array", "items": part, "maxItems": 1}]
-    return rng.choice(forms)
+def field(rng: random.Random, parts: list[type[BaseModel]]) -> Any:
+    if not parts or rng.random() < 0.4:
+        return rng.choice(LEAVES)
+    part = rng.choice(parts)
+    return rng.choice([part, part | None, Annotated[list[part], Field(max_length=1)]])
 
 
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
@@ -102,10 +101,12 @@ def asked_of(schema: dict[str, Any], **fields: Any) -> StructuredOutputsParams:
 def test_models_of_pydantic_get_no_foreign_key(grammars, words):
     whole, foreign = 0, 0
     for seed in range(MODELS):
-        schema = pydantic_like(seed)
+        asked = drawn_model(seed)
+        schema = asked.model_json_schema()
         text = drawn(grammars, words, asked_of(schema, strict=True), seed)
         if text is not None:
             whole += 1
+            asked.model_validate_json(text)
             value = json.loads(text)
             jsonschema.validate(value, strict(schema))
             foreign += not set(value) <= schema["properties"].keys()

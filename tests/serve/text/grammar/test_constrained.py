@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import jsonschema
 import numpy as np
 import pytest
+from cases.adapters import write
 from cases.invariance import BASE, bits
 from cases.oracle import Model, next_token
 from cases.text.letters import letters
 from tokenizers import AddedToken
 
 from duetto import LLM, RequestOutput, SamplingParams
+from duetto.lora.request import LoRARequest
 from duetto.sampling.params import fold_seed, knobs_row
 from duetto.sampling.state import admit, empty_state, load_masks, words_of
 from duetto.sampling.structured import StructuredOutputsParams
@@ -142,6 +144,30 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
         assert llm.report()["preemptions"] > before and not [*turns]
         assert llm.report()["compilations"] == 0 and llm.engine.tables.occupancy == 0
         assert "deferred[8,1]" in llm.report(explained=True)["explained"]
+
+
+@pytest.mark.usefixtures("early")
+def test_neighbours_with_adapters_wait_for_no_grammar(serve, tiny, tmp_path):
+    """Programs of late draws are compared while adapters come and go, and change no bit."""
+    folders = [write(tmp_path / name, tiny.config, 2 + i, i) for i, name in enumerate("abc")]
+    asked = [LoRARequest(folder.name, i, str(folder)) for i, folder in enumerate(folders, 1)]
+    whose = [asked[0], None, asked[1], asked[2], None, asked[0], asked[1]]
+    lora = {"enable_lora": True, "max_loras": 2, "decode_steps": 1}
+
+    def answered(llm: LLM) -> list[Any]:
+        llm.engine.tables.forget()
+        return [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False, lora_request=whose)]
+
+    with serve(background_compilation=False, **lora) as llm:
+        wanted = answered(llm)
+        assert llm.engine.warmup is None and "deferred[8,1]" not in llm.report()["steps"]
+    with serve(**lora) as llm:
+        end = time.monotonic() + 600.0
+        while "deferred[8,1]" not in llm.report()["steps"] or llm.engine.warmup is not None:
+            assert time.monotonic() < end
+            assert answered(llm) == wanted
+        assert answered(llm) == wanted
+        assert llm.report()["compilations"] == 0 and not llm.engine.classes.verify
 
 
 def test_what_ends_obeys(base, tokenizer):

@@ -3,7 +3,7 @@
 from functools import partial
 
 import pytest
-from cases.requests import SIZES
+from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
@@ -13,7 +13,7 @@ PROMPT, COUNT = "def f(x):", 24
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(**SIZES, background_compilation=False) as own:
+    with LLM(SMALLEST, **SIZES, background_compilation=False) as own:
         yield own
 
 

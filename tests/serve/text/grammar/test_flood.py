@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from cases.requests import SIZES
+from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
@@ -20,7 +20,7 @@ PRIMES = (999979, 999983, 999961, 999959, 999953, 999931, 999917, 999907)
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(**SIZES, background_compilation=False, max_prefill_delay=0.0) as own:
+    with LLM(SMALLEST, **SIZES, background_compilation=False, max_prefill_delay=0.0) as own:
         yield own
 
 

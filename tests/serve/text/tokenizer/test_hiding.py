@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases.requests import SIZES
+from cases.requests import SIZES, SMALLEST
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -92,7 +92,7 @@ def test_a_mark_is_in_no_text_and_breaks_every_token():
 
 
 def test_the_engines_option(tmp_path: Path):
-    with LLM(**SIZES) as llm:
+    with LLM(SMALLEST, **SIZES) as llm:
         tokenizer = llm.tokenizer
         assert tokenizer is not None
         words = [t for t in map(tokenizer.convert_ids_to_tokens, tokenizer.special_ids) if t]
@@ -100,7 +100,7 @@ def test_the_engines_option(tmp_path: Path):
         empty = [{"role": "user", "content": "x"}]
         own = sum(i in tokenizer.special_ids for i in llm.chat_prompt(empty))
         assert sum(i in tokenizer.special_ids for i in llm.chat_prompt(messages)) == own + len(words) > own
-    with LLM(split_special_tokens=True, **SIZES) as llm:
+    with LLM(SMALLEST, split_special_tokens=True, **SIZES) as llm:
         assert sum(i in tokenizer.special_ids for i in llm.chat_prompt(messages)) == own
         prompt = llm.input_processor.conversation(messages)["prompt"]
         assert prompt == render_for(llm.get_tokenizer(), messages)

@@ -1,0 +1,56 @@
+"""Rows beside a request under a grammar wait for no mask on several devices either, and keep their bits."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from cases.invariance import bits
+from cases.text.letters import letters
+from tokenizers import AddedToken
+
+from duetto import LLM, SamplingParams
+from duetto.model.sharding import Layout
+from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.engine.startup.mesh import spread
+
+END = 256  # behind the bytes
+OPTIONS = {
+    "max_num_seqs": 4, "max_prefill_tokens": 64, "max_model_len": 128, "page_size": 16, "decode_steps": 1,
+}  # fmt: skip
+SHAPED = {"structured_outputs": StructuredOutputsParams(regex=r"[a-f]{3}-[0-9]{20}"), "max_tokens": 12}
+PARAMS = [
+    SamplingParams(temperature=1.2, seed=1, logprobs=1, **SHAPED),
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1),
+    SamplingParams(temperature=1.2, seed=3, max_tokens=12, presence_penalty=0.3, logprobs=1),
+    SamplingParams(temperature=0.0, logprobs=1, **SHAPED),
+]
+PROMPTS = [np.random.default_rng(i).integers(3, 250, n).tolist() for i, n in enumerate((5, 33, 64, 17))]
+
+
+@pytest.mark.usefixtures("early")
+@pytest.mark.parametrize(
+    "layout, options", [(Layout(tensor=2), {}), (Layout(data=2), {"data_parallel_size": 2})]
+)
+def test_draws_that_wait_for_grammars_change_no_bit(tiny, layout, options):
+    """While their programs come, and once they are there."""
+    params = spread(tiny.config, tiny.params, layout)
+    own = {"eos_token_ids": [END], "tokenizer": letters(None, AddedToken("<end>", special=True))}
+
+    def serve(**more: Any) -> LLM:
+        return LLM.from_params(tiny.config, params, **OPTIONS | own | options | more)
+
+    def answered(llm: LLM) -> list[Any]:
+        llm.engine.tables.forget()
+        return [bits(out) for out in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+    with serve(background_compilation=False) as llm:
+        wanted = answered(llm)
+        assert not any(name.startswith("deferred") for name in llm.report()["steps"])
+    with serve() as llm:
+        end = time.monotonic() + 600.0
+        while not any(name.startswith("deferred") for name in llm.report()["steps"]):
+            assert time.monotonic() < end
+            assert answered(llm) == wanted
+        assert answered(llm) == wanted
+        assert llm.engine.classes.may_defer and llm.report()["compilations"] == 0

@@ -1,0 +1,109 @@
+"""An embedding with whole lanes looks up the same rows, and goes back as it came."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.models import RANDOM
+from cases.targets import found_target
+from jax.sharding import SingleDeviceSharding
+
+from duetto import LLM, SamplingParams
+from duetto.model.config import ModelConfig
+from duetto.model.transformer import Decoder, decoder_spec
+from duetto.model.tree import init
+from duetto.model.weights import prepared as forms
+from duetto.model.weights.prepared import LaneRows, in_lanes, prepared, prepared_as, unprepared
+from duetto.serve.planner.roofline.facts import facts
+
+CONFIG = replace(RANDOM["tiny"], vocab_size=384)  # of width 48
+SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "max_prefill_tokens": 32}
+
+
+def drawn(config: ModelConfig = CONFIG) -> Decoder:
+    return init(jax.random.key(0), decoder_spec(config), jnp.float32)
+
+
+@pytest.fixture
+def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This CPU is taken for a TPU."""
+    monkeypatch.setattr(forms, "is_tpu", lambda _: True)
+
+
+def test_rows_are_those_of_the_embedding(tpu: None):
+    params = drawn()
+    found = prepared(params, False).embed
+    tokens = jnp.array([[3, 0], [383, 3]])
+    assert isinstance(found, LaneRows) and found.array.shape == (384, 128)
+    assert (found.shape, found.dtype, found.sharding) == (
+        params.embed.shape,
+        params.embed.dtype,
+        params.embed.sharding,
+    )
+    assert np.array_equal(found[tokens], params.embed[tokens])
+    assert np.array_equal(unprepared(replace(params, embed=found)).embed, params.embed)
+
+
+def test_shapes_are_those_of_arrays(tpu: None):
+    params = drawn()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    found, real = in_lanes(shapes).embed, in_lanes(params).embed
+    assert jax.tree.structure(found) == jax.tree.structure(real)
+    assert (found.array.shape, found.array.sharding) == (real.array.shape, real.array.sharding)
+    assert found.whole == shapes.embed
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(CONFIG, vocab_size=300),  # a TPU lays it out by rows
+        replace(CONFIG, tied_embeddings=True),
+    ],
+)
+def test_others_stay_as_they_are(tpu: None, config: ModelConfig):
+    params = drawn(config)
+    assert prepared(params, False).embed is params.embed
+
+
+def test_other_devices_have_none():
+    params = drawn()
+    assert prepared(params, False).embed is params.embed
+
+
+def test_an_engine_serves_the_same_tokens_and_takes_other_weights(tpu: None, monkeypatch: pytest.MonkeyPatch):
+    params, asked = drawn(), SamplingParams(temperature=0.0, max_tokens=8, logprobs=1)
+    other = jax.tree.map(lambda x: x * 2, params)
+
+    def answers(llm: LLM) -> list[Any]:
+        found = llm.generate([[5, 383, 7], list(range(40))], asked, use_tqdm=False)
+        return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in found]
+
+    with LLM.from_params(CONFIG, params, **SIZES) as llm:
+        assert isinstance(llm.engine.params.embed, LaneRows)
+        assert isinstance(prepared_as(llm.engine.params, other).embed, LaneRows)
+        assert jax.tree.structure(llm.params) == jax.tree.structure(params)
+        found = [answers(llm)]
+        llm.update_params(other)
+        found.append(answers(llm))
+    monkeypatch.undo()
+    with LLM.from_params(CONFIG, params, **SIZES) as llm:
+        expected = [answers(llm)]
+        llm.update_params(other)
+        expected.append(answers(llm))
+    assert found == expected
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_tpu_copies_the_embedding_without_them(padded: bool):
+    """gpt-oss-20b's: a step looks up 64 rows of 201088."""
+    (device,) = found_target("v6e:1x1").devices
+    where = SingleDeviceSharding(device)
+    own = jax.ShapeDtypeStruct((201_088, 2880), jnp.bfloat16, sharding=where)
+    tokens = jax.ShapeDtypeStruct((64,), jnp.int32, sharding=where)
+    embed = in_lanes(replace(Decoder(own, (), None), head=own)).embed if padded else own
+    found = facts(jax.jit(lambda embed, tokens: embed[tokens] * 2).lower(embed, tokens).compile())
+    assert (found.bytes < 4e6) == padded == (found.moved == ())
