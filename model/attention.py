@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery, NormKind
-from .layers import Norm, NormWeight, biased, einsum, einsums, normalise, rounded, softcapped
+from .layers import Norm, NormWeight, biased, einsum, normalise, rounded, softcapped
 from .recurrent.states import Recurrence, RecurrentInputs, empty_state
 from .rope import Rotation, rotate
 from .tree import Spec, pytree, static
@@ -278,12 +278,10 @@ def mix_heads(
 
     scale = c.head_size**-0.5 if c.scale is None else c.scale
     reading = AttentionParams(scale, c.window, c.softcap, w.sinks, chunked=c.chunked)
-    made = (("btd,dnh->btnh", w.q), ("btd,dkh->btkh", w.k), ("btd,dkh->btkh", w.v))
-    q, *kv = einsums(x, *((equation, own) for equation, own in made if own is not None))
-    q, k, v = biased(q, w.q_bias), None, None
-    if kv:
-        k = biased(kv[0], w.k_bias)
-        v = k if w.v is None else biased(kv[1], w.v_bias)
+    q, k, v = biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), None, None
+    if w.k is not None:
+        k = biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias)
+        v = k if w.v is None else biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
         v = v if c.value_norm is None else normalise(v, Norm(None), c.value_norm)
     plain = turns_plainly(c) and not isinstance(w.q_norm, NormWeight)
     turning = attend if plain and isinstance(attend, TurningAttend) else None

@@ -1,6 +1,5 @@
 """The small pure functions that every decoder is made of."""
 
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,16 +38,6 @@ class Weight(Protocol):
     @property
     def factors(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the arrays that `ragged` multiplies rows with."""
-        ...
-
-
-@runtime_checkable
-class JointWeight(Weight, Protocol):
-    """A weight that may be multiplied together with others."""
-
-    def einsums(self, x: Float[Array, "*rows D"], weights: Sequence[Any]) -> list[Float[Array, "..."]] | None:
-        """Products of x, whose last axis is the inputs, by these weights, itself among them; None if they are
-        to be multiplied one by one."""
         ...
 
 
@@ -92,13 +81,6 @@ def einsum(
     if x.dtype.itemsize == 2 and (dtype != jnp.float32 or is_row(equation, x)):
         return narrow_product(equation, x, w, dtype)
     return product(equation, x, w, dtype)
-
-
-def einsums(x: Float[Array, "*rows D"], *by: tuple[str, Any]) -> list[Float[Array, "..."]]:
-    """Products of x by several weights, each with its equation."""
-    first, weights = by[0][1], [w for _, w in by]
-    together = first.einsums(x, weights) if isinstance(first, JointWeight) else None
-    return together or [einsum(equation, x, w) for equation, w in by]
 
 
 def product(equation: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:

@@ -4,7 +4,6 @@ A kernel adds up each number in one order, whatever the number of rows: a row's 
 step. XLA's products on a CPU choose their order by the rows, and pack a weight of 16 bits in each call.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -84,18 +83,8 @@ class Packed:
         if not self.multiplies(x.dtype, dtype):
             return einsum(equation, x, self.whole, dtype)
         rows = x.shape[: x.ndim - len(self.inputs)]
-        (product,) = by_kernel(x.reshape(*rows, prod(self.inputs)), [self], NO_SIZES, dtype)
+        product = self.by_kernel(x.reshape(*rows, prod(self.inputs)), NO_SIZES, dtype)
         return product.reshape(*rows, *self.outputs)
-
-    def einsums(self, x: Float[Array, "*rows D"], weights: Sequence[Any]) -> list[Float[Array, "..."]] | None:
-        """Products of x, whose last axis is the inputs, by this weight and others; None unless a kernel
-        multiplies all of them in one call."""
-        own = [w for w in weights if isinstance(w, Packed) and w.target == self.target]
-        alike = len(own) == len(weights) and all(w.inputs == x.shape[-1:] for w in own)
-        if not alike or not all(w.multiplies(x.dtype, x.dtype) for w in own):
-            return None
-        products = by_kernel(x, own, NO_SIZES, x.dtype)
-        return [y.reshape(*x.shape[:-1], *w.outputs) for w, y in zip(own, products, strict=True)]
 
     def ragged(
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
@@ -103,23 +92,17 @@ class Packed:
         """Products of consecutive rows with one expert's weights each; zeros of rows that no expert has."""
         if not self.multiplies(rows.dtype, rows.dtype):
             return ragged_product(rows, self.whole, sizes, owner)
-        (product,) = by_kernel(rows, [self], sizes, rows.dtype)
-        return product
+        return self.by_kernel(rows, sizes, rows.dtype)
 
     def multiplies(self, *dtypes: Any) -> bool:
         """True if a kernel takes x, and makes products, of these dtypes."""
         x, made = dtypes
         return made in OUTPUTS and (x in OUTPUTS if self.codes else x == self.array.dtype)
 
-
-def by_kernel(
-    x: Float[Array, "... D"], weights: Sequence[Packed], sizes: Any, dtype: Any
-) -> list[Float[Array, "..."]]:
-    """Products of x by each weight, in one call."""
-    shapes = [jax.ShapeDtypeStruct((*x.shape[:-1], prod(w.outputs)), dtype) for w in weights]
-    call = jax.ffi.ffi_call(weights[0].target, shapes, vmap_method="sequential")
-    pairs = [(w.array, NO_SCALES if w.scales is None else w.scales) for w in weights]
-    return call(x, sizes, *(part for pair in pairs for part in pair))
+    def by_kernel(self, x: Float[Array, "... D"], sizes: Any, dtype: Any) -> Float[Array, "... F"]:
+        shape = jax.ShapeDtypeStruct((*x.shape[:-1], prod(self.outputs)), dtype)
+        product = jax.ffi.ffi_call(self.target, shape, vmap_method="sequential")
+        return product(x, self.array, NO_SCALES if self.scales is None else self.scales, sizes)
 
 
 def panels_of(matrix: Num[Array, "outputs inputs"]) -> Num[Array, "panels depth ..."]:

@@ -10,7 +10,6 @@ import pytest
 
 from duetto.cpu_kernels.build import ISAS
 from duetto.cpu_kernels.library import library, target
-from duetto.model.layers import einsums
 from duetto.model.weights.panels import Packed, pack_codes, pack_matrix
 from duetto.model.weights.quant import Quantised, Scheme, quantised
 
@@ -116,21 +115,6 @@ def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(isa, scheme, si
         np.testing.assert_array_equal(product(x[:rows], made), expected[:rows])
         np.testing.assert_array_equal(product(x[-rows:], made), expected[-rows:])
     np.testing.assert_array_equal(product(x, made, jnp.bfloat16), jnp.asarray(expected).astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_weights_that_are_multiplied_in_one_call_have_the_bits_of_their_own(isa, dtype):
-    """Numbers, and codes in 8 and 4 bits; what is no `Packed` is multiplied on its own, and so are they."""
-    x, made = numbers(2, 3, 96, dtype=dtype), target("product", isa)
-    own: Any = [weight(numbers(40, 96, dtype=dtype, seed=1), isa), weight(numbers(7, 96, dtype=dtype), isa)]
-    own += [pack_codes(codes(96, 50, scheme), 1, made) for scheme in ("int8", "int4")]
-    together = jax.jit(lambda x, own: einsums(x, *(("...d,df->...f", w) for w in own)))
-    found = together(x, own)
-    assert together.lower(x, own).as_text().count(f"@{made}(") == 1
-    assert together.lower(x, [*own, own[0].whole]).as_text().count(f"@{made}(") == len(own)
-    for w, y in zip(own, found, strict=True):
-        assert y.dtype == dtype
-        np.testing.assert_array_equal(y.reshape(6, -1), product(x.reshape(6, -1), w, dtype))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

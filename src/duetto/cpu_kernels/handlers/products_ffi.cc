@@ -17,15 +17,19 @@ static int64_t last_of(const In& x) { return x.dimensions().size() ? x.dimension
 
 // Panels of a product that one thread multiplies.
 struct Part {
-  Product product;
-  int64_t first, last;
+  int64_t product, first, last;
 };
 
-static void cut(const Product& p, int64_t panel_bytes, int64_t threads, std::vector<Part>& parts) {
-  int64_t panels = p.panels(), sums = p.M * p.K * COLS;
-  int64_t least = std::min(LEAST_BYTES / std::max<int64_t>(panel_bytes, 1), LEAST_SUMS / std::max<int64_t>(sums, 1)) + 1;
-  int64_t n = std::clamp<int64_t>(panels / least, 1, PARTS * std::max<int64_t>(threads, 1));
-  for (int64_t j = 0; j < n; j++) parts.push_back({p, panels * j / n, panels * (j + 1) / n});
+static std::vector<Part> parts_of(const std::vector<Product>& products, int64_t panel_bytes, int64_t threads) {
+  std::vector<Part> parts;
+  for (size_t i = 0; i < products.size(); i++) {
+    const Product& p = products[i];
+    int64_t panels = p.panels(), sums = p.M * p.K * COLS;
+    int64_t least = std::min(LEAST_BYTES / std::max<int64_t>(panel_bytes, 1), LEAST_SUMS / std::max<int64_t>(sums, 1)) + 1;
+    int64_t n = std::clamp<int64_t>(panels / least, 1, PARTS * std::max<int64_t>(threads, 1));
+    for (int64_t j = 0; j < n; j++) parts.push_back({int64_t(i), panels * j / n, panels * (j + 1) / n});
+  }
+  return parts;
 }
 
 // The products of each weight that has rows: sizes[e] consecutive rows have that of number e. Rows behind them all
@@ -48,9 +52,9 @@ static std::vector<Product> products_of(const Product& all, const In& sizes, int
   return products;
 }
 
-// Adds the parts of a product of x [...,K] by packed weights, with scales [panels,groups,COLS] of codes, of no elements
-// otherwise. With sizes [E] both have E before their axes, otherwise sizes has no elements.
-static ffi::Error add(In x, In sizes, In w, In scales, In y, int64_t threads, std::vector<Part>& parts) {
+// x [...,K] by packed weights, with scales [panels,groups,COLS] of codes, of no elements otherwise. With sizes [E]
+// both have E before their axes, otherwise sizes has no elements.
+static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, In w, In scales, In sizes, ffi::Result<In> y) {
   bool is_bf16 = x.element_type() == ffi::DataType::BF16, is_ragged = sizes.element_count() > 0;
   auto packed = w.dimensions(), scaled = scales.dimensions();
   Form form = w.element_type() == ffi::DataType::S8 ? INT8 : w.element_type() == ffi::DataType::U8 ? INT4 : NUMBERS;
@@ -58,10 +62,10 @@ static ffi::Error add(In x, In sizes, In w, In scales, In y, int64_t threads, st
   if ((!is_bf16 && x.element_type() != ffi::DataType::F32) || (form == NUMBERS && w.element_type() != x.element_type()) ||
       packed.size() != axes || scaled.size() != (form == NUMBERS ? 3 : size_t(3 + is_ragged)))
     return ffi::Error::InvalidArgument("a product of other arrays than it is compiled for");
-  int64_t K = last_of(x), N = last_of(y), M = y.element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
+  int64_t K = last_of(x), N = last_of(*y), M = y->element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
   int64_t groups = form == NUMBERS ? 1 : scaled[1 + is_ragged], group = K / std::max<int64_t>(groups, 1);
-  Product p{x.untyped_data(), w.untyped_data(), scales.untyped_data(), y.untyped_data(), M, N, K, group,
-            y.element_type() == ffi::DataType::BF16, scales.element_type() == ffi::DataType::BF16, form};
+  Product p{x.untyped_data(), w.untyped_data(), scales.untyped_data(), y->untyped_data(), M, N, K, group,
+            y->element_type() == ffi::DataType::BF16, scales.element_type() == ffi::DataType::BF16, form};
   int64_t depth = form != NUMBERS || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
   if (packed[is_ragged] != p.panels() || packed[is_ragged + 1] != depth || int64_t(x.element_count()) != M * K ||
       (is_ragged && int64_t(sizes.element_count()) != E) || (form == INT8 && groups != 1) || (form == INT4 && group % 2) ||
@@ -70,36 +74,20 @@ static ffi::Error add(In x, In sizes, In w, In scales, In y, int64_t threads, st
   int64_t w_bytes = w.size_bytes() / std::max<int64_t>(E, 1), scale_bytes = scales.size_bytes() / std::max<int64_t>(E, 1);
   std::vector<Product> products{p};
   if (is_ragged) products = products_of(p, sizes, w_bytes, scale_bytes, is_bf16 ? 2 : 4);
-  for (const Product& each : products) cut(each, w_bytes / std::max<int64_t>(p.panels(), 1), threads, parts);
-  return ffi::Error::Success();
-}
-
-// Products of x by each of several weights, which are given with their scales.
-static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, In sizes, ffi::RemainingArgs weights,
-                          ffi::RemainingRets results) {
-  if (weights.size() != 2 * results.size()) return ffi::Error::InvalidArgument("products of weights without scales");
-  std::vector<Part> parts;
-  for (size_t i = 0; i < results.size(); i++) {
-    auto w = weights.get<In>(2 * i), scales = weights.get<In>(2 * i + 1);
-    auto y = results.get<In>(i);
-    if (!w.has_value() || !scales.has_value() || !y.has_value()) return ffi::Error::InvalidArgument("products of no arrays");
-    ffi::Error error = add(x, sizes, *w, *scales, **y, pool.num_threads(), parts);
-    if (error.failure()) return error;
-  }
-  const Panels* panels = x.element_type() == ffi::DataType::BF16 ? kernels.bf16 : kernels.f32;
+  std::vector<Part> parts = parts_of(products, w_bytes / std::max<int64_t>(p.panels(), 1), pool.num_threads());
+  Panels panels = (is_bf16 ? kernels.bf16 : kernels.f32)[form];
   parallel(pool, parts.size(), parts.size(), [&, panels](int64_t i) {
-    panels[parts[i].product.form](parts[i].product, parts[i].first, parts[i].last);
+    panels(products[parts[i].product], parts[i].first, parts[i].last);
   });
   return ffi::Error::Success();
 }
 
 #define HANDLER(isa)                                                                                              \
-  static ffi::Error product_##isa(ffi::ThreadPool pool, In x, In sizes, ffi::RemainingArgs weights,              \
-                                  ffi::RemainingRets results) {                                                   \
-    return product(isa::products, pool, x, sizes, weights, results);                                              \
+  static ffi::Error product_##isa(ffi::ThreadPool pool, In x, In w, In scales, In sizes, ffi::Result<In> y) {     \
+    return product(isa::products, pool, x, w, scales, sizes, y);                                                  \
   }                                                                                                               \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(EXPORTED(product_##isa), product_##isa,                                            \
-                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<In>().Arg<In>().RemainingArgs().RemainingRets());
+                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Ret<In>());
 FOR_EACH_ISA(HANDLER)
 
 // Whether this processor has the instruction sets that the kernels of a name are compiled for.
