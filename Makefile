@@ -21,7 +21,7 @@ test: $(VENV)/test.stamp
 	$(PYTEST) --ignore tests/devices
 	$(DEVICES) $(PYTEST) tests/devices
 
-# The CPU kernels, whose tests skip until they are built: needs a compiler of C++.
+# The CPU kernels for every instruction set, beside their sources: a first start has those of its processor only.
 kernels: $(VENV)/test.stamp
 	$(BIN)/python -m duetto.cpu_kernels.build
 

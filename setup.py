@@ -1,9 +1,11 @@
-"""The package's long description: the README, with absolute links. All else is in pyproject.toml."""
+"""The package's long description, which is the README with absolute links, and the tags of a wheel with CPU
+kernels. All else is in pyproject.toml."""
 
 import re
 from pathlib import Path
 
 FILES = "https://github.com/duetto-ai/duetto/blob/main/"
+KERNELS = Path(__file__).parent / "src" / "duetto" / "cpu_kernels" / "kernels.so"
 IMAGES = "https://raw.githubusercontent.com/duetto-ai/duetto/main/"
 
 
@@ -16,5 +18,20 @@ def long_description() -> str:
 
 if __name__ == "__main__":
     from setuptools import setup
+    from setuptools.command.bdist_wheel import bdist_wheel
 
-    setup(long_description=long_description(), long_description_content_type="text/markdown")
+    class Wheel(bdist_wheel):
+        """For one platform if the library was built, and for every Python: ctypes loads it."""
+
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.root_is_pure = not KERNELS.exists()
+
+        def get_tag(self) -> tuple[str, str, str]:
+            return "py3", "none", super().get_tag()[2]
+
+    setup(
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
+        cmdclass={"bdist_wheel": Wheel},
+    )

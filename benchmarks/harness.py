@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import OURS, OURS_FREE, OURS_KERNELS, OURS_NARROW, VARIANTS, Setting
+from benchmarks.engines import OURS, OURS_FREE, OURS_NARROW, VARIANTS, Setting
 from benchmarks.traces import AZURE, MOONCAKE, Scale, TraceEntry, read
 from benchmarks.worker import Worker, WorkerError
 
@@ -158,7 +158,7 @@ def rows_of(
     what: str,
     unit: str,
     found: dict[str, list[float]],
-    references: Sequence[str] = (OURS, OURS_NARROW, OURS_FREE, f"{OURS_KERNELS} bfloat16"),
+    references: Sequence[str] = (OURS, OURS_NARROW, OURS_FREE),
 ) -> Iterator[Row]:
     """A row for each engine, with the ratios of its rounds to those of the engines that are references."""
     for engine, values in found.items():

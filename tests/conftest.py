@@ -27,6 +27,7 @@ from duetto.model.tree import Spec, is_spec
 from duetto.model.weights.compress import quantize_params
 from duetto.serve.engine.speculation.controller import Controller, Times
 from duetto.serve.engine.startup import cpu_kernels, dtype, start
+from duetto.serve.llm import loading
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
@@ -74,6 +75,7 @@ def plain_processor(pytestconfig: pytest.Config) -> Iterator[None]:
         patch.setattr(cpu_kernels, "compiles_quickly", lambda: not own)
         if own:  # also where kernels leave attention to XLA
             patch.setattr(cpu_kernels, "left_out", lambda *a: "they are for one device" if a[-1] else "")
+            patch.setattr(loading, "in_place", lambda o: replace(o, cpu_kernels=o.cpu_kernels is not False))
         yield
 
 
@@ -134,14 +136,15 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def with_few_shapes(verifications: int | None = None) -> Iterator[None]:
-    """Engines compile one prefill, one decode and the narrowest verifications, by default all: what serves
-    every request."""
+    """Engines compile one prefill, one decode and the narrowest verifications of its rows, by default all:
+    what serves every request."""
     shapes_of = start.shapes_of
 
     def few(options: EngineOptions, sizes: Sizes, layers: Any, platform: str, dtype: Any) -> list[Shape]:
         found = shapes_of(options, sizes, layers, platform, dtype)
         first = first_shapes(found, Canonical.on(platform, options, sizes))
-        verify = [shape for shape in found if shape.phase == "verify"]
+        rows = max(shape.rows for shape in first)
+        verify = [shape for shape in found if shape.phase == "verify" and shape.rows == rows]
         return [*(shape for shape in found if shape in first), *verify[:verifications]]
 
     with pytest.MonkeyPatch.context() as patch:

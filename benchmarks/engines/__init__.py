@@ -103,18 +103,15 @@ def both(name: str, module: str, engine: str, needs: str) -> dict[str, Variant]:
 
 
 OURS, OURS_NARROW, OURS_FREE = "duetto", "duetto bfloat16", "duetto, no contract"
-KERNELS = {"cpu_kernels": True}  # of CPUs: elsewhere without effect
-OURS_KERNELS, OURS_KERNELS_FREE = "duetto kernels", "duetto kernels, no contract"
+OURS_XLA, OURS_CODES = "duetto without kernels", "duetto quantised"  # a CPU's kernels
 STATIC, CONTINUOUS, LLAMA = "Transformers static", "Transformers continuous", "llama.cpp"
 VARIANTS: dict[str, Variant] = {
     OURS: Variant("ours", "Ours", "auto"),
     OURS_NARROW: Variant("ours", "Ours", "bfloat16"),
     OURS_FREE: Variant("ours", "Ours", "auto", options={"reproducible": False}),
-    f"{OURS_KERNELS} bfloat16": Variant("ours", "Ours", "bfloat16", options=KERNELS),
-    f"{OURS_KERNELS} int8": Variant("ours", "Ours", "bfloat16", options=KERNELS | {"quantization": "int8"}),
-    f"{OURS_KERNELS_FREE} bfloat16": Variant(
-        "ours", "Ours", "bfloat16", options=KERNELS | {"reproducible": False}
-    ),
+    f"{OURS_FREE} bfloat16": Variant("ours", "Ours", "bfloat16", options={"reproducible": False}),
+    f"{OURS_XLA} bfloat16": Variant("ours", "Ours", "bfloat16", options={"cpu_kernels": False}),
+    f"{OURS_CODES} int8": Variant("ours", "Ours", "bfloat16", options={"quantization": "int8"}),
     **both(LLAMA, "llamacpp", "LlamaCpp", "llama-cpp-python"),
     **both(STATIC, "hugging_face", "Static", "transformers"),
     **both(CONTINUOUS, "hugging_face", "Continuous", "transformers"),

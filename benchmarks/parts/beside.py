@@ -10,9 +10,9 @@ from benchmarks.engines import (
     CONTINUOUS,
     LLAMA,
     OURS,
+    OURS_CODES,
     OURS_FREE,
-    OURS_KERNELS,
-    OURS_KERNELS_FREE,
+    OURS_XLA,
     STATIC,
     Served,
 )
@@ -23,13 +23,13 @@ from benchmarks.worker import Worker
 
 def decode(bench: Bench) -> Iterator[Row]:
     """Seconds of a decode step by rows and context."""
-    engines = bench.chosen(OURS, OURS_FREE, OURS_KERNELS, LLAMA, STATIC)
+    engines = bench.chosen(OURS, OURS_FREE, OURS_XLA, OURS_CODES, LLAMA, STATIC)
     yield from steps(bench, "decode", engines, bench.amount.contexts)
 
 
 def contract(bench: Bench) -> Iterator[Row]:
     """The same with the reproducibility contract on and off, at the first context."""
-    engines = bench.chosen(OURS, OURS_FREE, OURS_KERNELS, OURS_KERNELS_FREE)
+    engines = bench.chosen(OURS, OURS_FREE)
     yield from steps(bench, "contract", engines, bench.amount.contexts[:1], times=2)
 
 
@@ -51,7 +51,7 @@ def step_ms(worker: Worker, rows: int, context: int, steps: int) -> float:
 def prefill(bench: Bench) -> Iterator[Row]:
     """Prompt tokens a second of one new prompt, to its first token."""
     for length in bench.amount.lengths:
-        engines = bench.chosen(OURS, OURS_KERNELS, LLAMA, STATIC)
+        engines = bench.chosen(OURS, OURS_XLA, LLAMA, STATIC)
         found = bench.in_turns(engines, bench.amount.rounds, lambda w, n=length: n / w.prefill(n), warm=True)
         yield from rows_of("prefill", f"{length} tokens", "tokens/s", found)
 
@@ -62,7 +62,7 @@ def throughput(bench: Bench) -> Iterator[Row]:
     requests = at_once(entries, bench.vocabulary)
     asked = f"{sum(e.prompt for e in entries)} prompt and {sum(e.output for e in entries)} output tokens"
     bench.note(f"{len(entries)} requests, {asked}, {bench.scale}")
-    engines = bench.chosen(OURS, OURS_KERNELS, LLAMA)
+    engines = bench.chosen(OURS, OURS_XLA, LLAMA)
     engines += [name for family in (STATIC, CONTINUOUS) for name in faster_dtype(bench, family)]
     found = bench.in_turns(engines, bench.amount.runs, lambda w: w.serve(requests))
     rates = {name: [tokens(run) / run.seconds for run in runs] for name, runs in found.items()}

@@ -13,12 +13,11 @@ from ...checkpoints.families.family import Family
 from ...checkpoints.folders import overridden
 from ...checkpoints.generation import GenerationDefaults
 from ...checkpoints.huggingface import read_config, read_model
-from ...kvcache.stages import devices
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...sampling.params import SamplingParams
 from ..engine.lora.registry import registry_of
-from ..engine.startup.cpu_kernels import with_kernels
+from ..engine.startup.cpu_kernels import in_place, with_kernels
 from ..engine.startup.folder import load_folder
 from ..engine.startup.origin import NONE, Origin
 from ..engine.startup.start import on_devices, require_finite
@@ -105,7 +104,5 @@ def given(
         raise ValueError("hf_overrides and load_format are not allowed: the parameters are here already")
     keep_compiled(compilation_cache)
     require_finite(on_devices(params))
-    device, *others = devices(params)
-    with telling(chosen.use_tqdm_on_load):
-        chosen = with_kernels(chosen, device, config, params.embed.dtype, 1 + len(others))
-    return LoadedModel(config, params, tokenizer, GenerationDefaults(tuple(eos_token_ids)), chosen)
+    defaults = GenerationDefaults(tuple(eos_token_ids))
+    return LoadedModel(config, params, tokenizer, defaults, in_place(chosen))

@@ -104,10 +104,11 @@ class EngineOptions:
         formerly="fixed_products",
     )
     cpu_kernels: bool | None = knob(
-        False,
+        None,
         "on a CPU, products and attention by duetto's own kernels, whose bits do not depend on the number of "
         "rows; an output matrix that is the embedding too is copied; without effect on accelerators; "
-        "None: where they can be built, if they read the keys of all layers and XLA has no AMX",
+        "default: for a loaded model, where they can be built, if they read the keys of all layers and "
+        "XLA has no AMX",
     )
     max_prefill_delay: float | None = knob(
         None,

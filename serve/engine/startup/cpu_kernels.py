@@ -17,7 +17,10 @@ from ...options.engine import EngineOptions
 from .dtype import dtype_name
 from .mesh import layout_of
 
-NOT_ASKED = "cpu_kernels is False, or none of the weights is one that they multiply"
+NOT_ASKED = (
+    "cpu_kernels is False or left open for parameters that are served where they lie, "
+    "or none of the weights is one that they multiply"
+)
 
 
 def with_kernels(
@@ -38,6 +41,12 @@ def with_kernels(
     if reason := left_out(options, config, dtype_name(dtype), several) or unusable():
         progress.say(f"without CPU kernels: {reason}")
     return replace(options, cpu_kernels=not reason)
+
+
+def in_place(options: EngineOptions) -> EngineOptions:
+    """Return the options with `cpu_kernels` decided for parameters that a caller holds: as given; for None
+    False, since kernels multiply packed copies."""
+    return replace(options, cpu_kernels=bool(options.cpu_kernels))
 
 
 def kernels_refusal(

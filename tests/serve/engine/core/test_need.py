@@ -29,7 +29,10 @@ MISSING = [
     Shape("prefill", 16, 32),
     Shape("prefill", 8, 32),
 ]
-SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 128, "max_model_len": 256, "page_size": 16}
+SIZES = {
+    "max_num_seqs": 16, "max_prefill_tokens": 128, "max_model_len": 256, "page_size": 16,
+    "cpu_kernels": False,
+}  # fmt: skip
 ALIKE = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 

@@ -114,7 +114,7 @@ def test_parameters_at_hand_are_quantised_and_stay_the_callers(few_shapes, param
         llm.update_params(params)
         assert tokens(llm) == first
     given = quantize_params(params, "int8")
-    with LLM.from_params(CONFIG, given, **SMALL) as llm:
+    with LLM.from_params(CONFIG, given, cpu_kernels=False, **SMALL) as llm:
         assert llm.params is given and tokens(llm) == first
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
 
@@ -172,7 +172,7 @@ def plan(capsys: pytest.CaptureFixture, *flags: str) -> dict[str, Any]:
 def test_a_plan_counts_the_bytes_that_a_start_takes(stored: dict[str, Path], folder: Path, capsys):
     for path, form in [(folder, None), (folder, "int4"), *((made, None) for made in stored.values())]:
         flags = [] if form is None else ["--quantization", form]
-        found = plan(capsys, "--model", str(path), *flags)
+        found = plan(capsys, "--model", str(path), "--no-cpu-kernels", *flags)
         params = read_folder(path, "float32", jax.devices()[0], form)[1]
         assert found["memory"]["weights"] == nbytes(params)
         assert found["memory"]["weights"] < nbytes(load(folder)[1]) or (path, form) != (folder, "int4")

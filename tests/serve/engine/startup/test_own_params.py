@@ -21,7 +21,10 @@ from duetto.model.tree import paths
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 CONFIG = ModelConfig.uniform(50, 32, 48, 2, 4, 2, 8, 64)
-SMALL = {"max_model_len": 32, "max_num_seqs": 1, "max_prefill_tokens": 16, "reproducible": False}
+SMALL = {
+    "max_model_len": 32, "max_num_seqs": 1, "max_prefill_tokens": 16, "reproducible": False,
+    "cpu_kernels": False,
+}  # fmt: skip
 
 
 class Attention(nnx.Module):
