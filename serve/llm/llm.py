@@ -97,9 +97,8 @@ class LLM:
         """Make an LLM of parameters that are on a device, or sharded over several by NamedShardings.
 
         They are not copied, unless `quantization` or `tensor_parallel_size` require it; a CPU's 16-bit
-        projections are copied into the layout that it multiplies fastest, and all weights into that of its
-        kernels with `cpu_kernels=True`. The cache is sharded as the heads of the keys are.
-        Raises ValueError for a parameter with NaN or infinity.
+        projections are copied into its layout, and all weights with `cpu_kernels=True`. The cache is sharded
+        as the heads of the keys are. Raises ValueError for a parameter with NaN or infinity.
         """
         llm = cls.__new__(cls)
         llm._begin(loading.given(config, params, tokenizer, eos_token_ids, compilation_cache, options))
