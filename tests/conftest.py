@@ -136,15 +136,15 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def with_few_shapes(verifications: int | None = None) -> Iterator[None]:
-    """Engines compile one prefill, one decode and the narrowest verifications of its rows, by default all:
-    what serves every request."""
+    """Engines compile one prefill, one decode and the narrowest verifications that compute as many tokens as
+    it does, by default all: what serves every request."""
     shapes_of = start.shapes_of
 
     def few(options: EngineOptions, sizes: Sizes, layers: Any, platform: str, dtype: Any) -> list[Shape]:
         found = shapes_of(options, sizes, layers, platform, dtype)
         first = first_shapes(found, Canonical.on(platform, options, sizes))
-        rows = max(shape.rows for shape in first)
-        verify = [shape for shape in found if shape.phase == "verify" and shape.rows == rows]
+        width = max(shape.area for shape in first if shape.phase == "decode")
+        verify = [shape for shape in found if shape.phase == "verify" and shape.area >= width]
         return [*(shape for shape in found if shape in first), *verify[:verifications]]
 
     with pytest.MonkeyPatch.context() as patch:
