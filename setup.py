@@ -17,15 +17,15 @@ def long_description() -> str:
 
 
 if __name__ == "__main__":
-    from setuptools import setup
+    from setuptools import Distribution, setup
     from setuptools.command.bdist_wheel import bdist_wheel
 
-    class Wheel(bdist_wheel):
-        """For one platform if the library was built, and for every Python: ctypes loads it."""
+    class Package(Distribution):
+        def has_ext_modules(self) -> bool:
+            return KERNELS.exists()  # built for one platform
 
-        def finalize_options(self) -> None:
-            super().finalize_options()
-            self.root_is_pure = not KERNELS.exists()
+    class Wheel(bdist_wheel):
+        """Tag the wheel for every Python: ctypes loads the library."""
 
         def get_tag(self) -> tuple[str, str, str]:
             return "py3", "none", super().get_tag()[2]
@@ -33,5 +33,6 @@ if __name__ == "__main__":
     setup(
         long_description=long_description(),
         long_description_content_type="text/markdown",
+        distclass=Package,
         cmdclass={"bdist_wheel": Wheel},
     )

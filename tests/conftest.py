@@ -38,6 +38,7 @@ from duetto.serve.runtime.pipeline.programs import StagedPrograms
 pytest_plugins = ["suite.costs", "suite.groups"]
 ROOT = Path(__file__).resolve().parents[1]
 CHECKED = quick.CHECKED
+GIVEN = loading.given
 MOST_WEIGHTS = 256  # arrays of a model
 # Rooms in which arrays flow: their tests check the shapes of every call.
 TYPED = (
@@ -75,8 +76,14 @@ def plain_processor(pytestconfig: pytest.Config) -> Iterator[None]:
         patch.setattr(cpu_kernels, "compiles_quickly", lambda: not own)
         if own:  # also where kernels leave attention to XLA
             patch.setattr(cpu_kernels, "left_out", lambda *a: "they are for one device" if a[-1] else "")
-            patch.setattr(loading, "in_place", lambda o: replace(o, cpu_kernels=o.cpu_kernels is not False))
+            patch.setattr(loading, "given", given_with_kernels)
         yield
+
+
+def given_with_kernels(*arguments: Any) -> loading.LoadedModel:
+    """Take parameters as `LLM.from_params` does, for CPU kernels unless the options have none."""
+    (*others, options) = arguments
+    return partial(GIVEN, *others)({"cpu_kernels": True} | options)
 
 
 @pytest.fixture(autouse=True, scope="module")

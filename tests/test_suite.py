@@ -27,5 +27,6 @@ def test_weights_are_examined_by_numpy_as_on_devices(dtype: str, shape: tuple[in
     np.testing.assert_array_equal(quick.digest(own), quick.ON_DEVICES["digest"](own))
     assert quick.fingerprint([own, own]) == quick.ON_DEVICES["fingerprint"]([own, own])
     if jnp.issubdtype(own.dtype, jnp.floating):
-        for x in (own, jax.device_put(np.full(shape, np.nan, own.dtype))):
+        wrong = [jax.device_put(np.full(shape, value, own.dtype)) for value in (np.nan, np.inf)]
+        for x in (own, *wrong):
             assert quick.all_finite(x) == quick.ON_DEVICES["all_finite"](x)

@@ -62,7 +62,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints edges and their padding. Raises ValueError for an input without requests."""
     raise_on_interrupt()
-    options = EngineOptions(max_prefill_tokens=args.max_prefill_tokens, max_num_seqs=args.max_num_seqs)
+    sizes = {"max_prefill_tokens": args.max_prefill_tokens, "max_num_seqs": args.max_num_seqs}
+    options = EngineOptions(**sizes, cpu_kernels=False)
     work = lengths_of(args.input, resolve(args.model, weights=False))
     if not work:
         raise ValueError(f"{args.input}: there is no request in it")

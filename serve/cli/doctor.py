@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ...cpu_kernels.library import library
 from ...model.gpus import E4M3, Gpu, gpu, gpu_of
 from ...model.pair import target_of
 from ..engine.startup.kernel_checks import KernelChecks, check_kernels, refused_by
@@ -73,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         **machine(vendor),
         "model": plan.name,
         "dtype": plan.dtype,
+        "cpu_kernels": plan.cpu_kernels or plan.without_kernels or None,
         "max_num_seqs": plan.sizes.max_num_seqs,
         "kernels": {name: asdict(check) for name, check in checks.items()},
         "rates": rates(measured, vendor.peaks),
@@ -95,7 +95,6 @@ def machine(target: Target) -> dict[str, Any]:
         "memory": memory_limit(device),
         "processor": processor_name(),
         "cores": executable_cache.cores(),
-        "cpu_kernels": cpu_kernels() if device.platform == "cpu" else None,
         "driver": driver(),
         "runtime": " ".join(device.client.platform_version.split()),
         "versions": {name: found for name in PACKAGES if (found := installed(name)) is not None},
@@ -103,12 +102,6 @@ def machine(target: Target) -> dict[str, Any]:
         "xla_options": own.options if own else {},
         "programs_kept_in": None if (place := executable_cache.folder()) is None else str(place),
     }
-
-
-def cpu_kernels() -> str:
-    """Return the instruction set of this machine's CPU kernels, or why there is none."""
-    found = library()
-    return found.isas[0] if found.isas else found.refusal
 
 
 def driver() -> str | None:

@@ -17,7 +17,7 @@ from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...sampling.params import SamplingParams
 from ..engine.lora.registry import registry_of
-from ..engine.startup.cpu_kernels import in_place, with_kernels
+from ..engine.startup.cpu_kernels import with_kernels
 from ..engine.startup.folder import load_folder
 from ..engine.startup.origin import NONE, Origin
 from ..engine.startup.start import on_devices, require_finite
@@ -105,4 +105,4 @@ def given(
     keep_compiled(compilation_cache)
     require_finite(on_devices(params))
     defaults = GenerationDefaults(tuple(eos_token_ids))
-    return LoadedModel(config, params, tokenizer, defaults, in_place(chosen))
+    return LoadedModel(config, params, tokenizer, defaults, chosen)

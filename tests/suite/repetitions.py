@@ -41,7 +41,7 @@ ROWS = {
     "test_invariance.py": (
         r"test_(cold|prompt_logprobs).*\[(?!tiny)|"
         r"test_any_engine|"
-        r"test_own_kernels.*\[(?!bfloat16)|"
+        r"test_own_kernels.*\[(?!tiny)|"
         r"test_guesses.*-(?!tiny)|"
         r"test_more"
     ),

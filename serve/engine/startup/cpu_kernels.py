@@ -17,10 +17,7 @@ from ...options.engine import EngineOptions
 from .dtype import dtype_name
 from .mesh import layout_of
 
-NOT_ASKED = (
-    "cpu_kernels is False or left open for parameters that are served where they lie, "
-    "or none of the weights is one that they multiply"
-)
+NOT_ASKED = "cpu_kernels is False, or none of the weights is one that they multiply"
 
 
 def with_kernels(
@@ -43,12 +40,6 @@ def with_kernels(
     return replace(options, cpu_kernels=not reason)
 
 
-def in_place(options: EngineOptions) -> EngineOptions:
-    """Return the options with `cpu_kernels` decided for parameters that a caller holds: as given; for None
-    False, since kernels multiply packed copies."""
-    return replace(options, cpu_kernels=bool(options.cpu_kernels))
-
-
 def kernels_refusal(
     options: EngineOptions, device: Any, config: ModelConfig, dtype: Any, devices: int = 1
 ) -> str:
@@ -56,6 +47,8 @@ def kernels_refusal(
     where it has some, and on accelerators. Builds nothing."""
     if options.cpu_kernels or device.platform != "cpu":
         return ""
+    if options.cpu_kernels is None:
+        return "cpu_kernels is not set, and parameters that are given are served where they lie"
     if compiles_quickly():
         return "jax_disable_most_optimizations is set"
     several = max(devices, layout_of(options).size) > 1

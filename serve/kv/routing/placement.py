@@ -131,7 +131,8 @@ def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection
     """Return the replica that would have computed a prompt first, of those with fewer than `most`
     requests: the one with the longest cached prefix, unless its load is higher by more than the prefix
     saves. Of replicas that know equally much, the first page that none of them knows has its own order. If n
-    replicas know the prefix, another one gets it as soon as waiting costs 1 / sqrt(n) of computing it."""
+    replicas have the prefix, and the best has more load than the idlest by over 1 / sqrt(n) of it, another
+    replica computes it, unless all pages of the prompt are known."""
     able = [one for one in replicas if one.is_ready and len(one.jobs) < most and one not in but]
     found, least = None, (math.inf, 0, 0)
     computed = min(prompt.tokens, 1)  # at least

@@ -20,7 +20,7 @@ def llm(tiny) -> Iterator[LLM]:
     own = jax.tree.map(lambda x: x + 0, tiny.params)  # nobody else holds them
     with LLM.from_params(tiny.config, own, **SIZES) as llm:
         del own
-        assert llm.params  # a CPU's kernels unpack them by programs, which compile once
+        jax.block_until_ready(llm.params)  # a CPU's kernels unpack them by programs, which compile once
         yield llm
 
 

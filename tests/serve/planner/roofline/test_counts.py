@@ -1,4 +1,4 @@
-"""Work counted from sizes agrees with XLA's count of the programs that users run."""
+"""Work counted from sizes agrees with XLA's count of programs that are compiled as users' are."""
 
 from contextlib import nullcontext
 from functools import cache
