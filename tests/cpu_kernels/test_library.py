@@ -1,13 +1,16 @@
 """The library of CPU kernels where it was not built, and the engine's words for it."""
 
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from conftest import Model
 
 from duetto import LLM
 from duetto.cpu_kernels import build, library
-from duetto.serve.engine.startup.cpu_kernels import build_kernels
+from duetto.serve.engine.startup.cpu_kernels import build_kernels, unusable
 from duetto.serve.options.engine import EngineOptions
 
 
@@ -89,7 +92,51 @@ def test_another_source_is_another_library(monkeypatch, tmp_path):
 def test_a_library_that_cannot_be_loaded_says_why(tmp_path):
     (tmp_path / "kernels.so").write_bytes(b"no library")
     found = library.library(tmp_path / "kernels.so")
-    assert not found.isas and "cannot be used: " in found.refusal
+    assert not found.isas and "cannot be used: " in found.refusal and f"delete {tmp_path}" in found.refusal
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.75, 0.99])
+def test_a_library_that_was_cut_off_is_refused_before_it_is_mapped(tmp_path, share):
+    """`ctypes` would end the process."""
+    whole = Path(str(find_spec("_ctypes").origin)).read_bytes()  # type: ignore[union-attr]
+    for size, is_whole in ((int(share * len(whole)), False), (len(whole), True)):
+        (tmp_path / "kernels.so").write_bytes(whole[:size])
+        assert library.is_whole(tmp_path / "kernels.so") == is_whole
+    assert "another version" in library.library(tmp_path / "kernels.so").refusal
+
+
+@pytest.mark.usefixtures("absent")
+def test_a_cache_that_may_not_be_read_is_no_library(monkeypatch, tmp_path):
+    """The tests may run as root, who may read everything."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    build.library_file()
+    monkeypatch.setattr(os, "stat", refused)
+    assert "was not built" in library.library().refusal
+    assert library.target("product", "avx2").endswith("_")
+    assert "Permission denied" in unusable()
+
+
+def test_cxx_is_a_command(monkeypatch):
+    for told, command in (("", ["c++"]), (" ", ["c++"]), ("ccache g++", ["ccache", "g++"])):
+        monkeypatch.setenv("CXX", told)
+        assert build.compiler() == command
+    monkeypatch.setenv("CXX", "g++ '")
+    with pytest.raises(build.BuildError, match="CXX is not a command: No closing quotation"):
+        build.compiler()
+
+
+def test_a_full_disk_keeps_no_part_of_a_library(monkeypatch, tmp_path):
+    def full(_: int) -> None:
+        raise OSError("No space left on device")
+
+    (tmp_path / "made").write_bytes(b"kernels")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        build.place(tmp_path / "made", tmp_path / "kernels.so")
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
 def test_the_name_of_kernels_has_their_instruction_set_and_version():
@@ -112,7 +159,7 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "kernels.so").write_bytes(built)
     found = library.library(tmp_path / "kernels.so")
     assert not found.isas
-    assert f"of another version: {library.BUILD} builds it again" in found.refusal
+    assert f"of another version: delete {tmp_path}" in found.refusal
 
 
 def test_the_name_of_kernels_follows_what_was_built(tmp_path):

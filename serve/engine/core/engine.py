@@ -271,8 +271,9 @@ class Engine:
         """Advance the warm-up by one run if there is nothing to serve; returns True if it ran."""
         if self.warmup is None or self.scheduler.has_work:
             return False
-        if self.is_sleeping or not self.warmup.busy:
-            self.warmup.idle = self.need.is_over and not self.is_sleeping
+        has_params = not (self.is_sleeping or self.sleeper.discarded)
+        if not has_params or not self.warmup.busy:
+            self.warmup.idle = self.need.is_over and has_params
             return False
         try:
             self._settle()

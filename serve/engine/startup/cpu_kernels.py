@@ -1,5 +1,6 @@
 """CPU kernels of an engine: whether it uses them, why not, and their build at the first use on a machine."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -98,6 +99,6 @@ def build_kernels(options: EngineOptions, platform: str) -> None:
 
 
 def build_missing() -> None:
-    if not library_file().exists():
+    if not os.path.exists(library_file()):
         progress.say("compiling the CPU kernels, once; this takes some seconds")
         build_cached()

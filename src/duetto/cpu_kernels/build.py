@@ -39,7 +39,7 @@ FLAGS = (
 
 # Names in /proc/cpuinfo where they are not those of the compiler's options.
 CPUINFO, FEATURES = Path("/proc/cpuinfo"), {"avx512bf16": "avx512_bf16"}
-LONGEST = 300  # seconds of a compiler's call, which takes a few
+LONGEST = 120  # seconds of a compiler's call, which takes a few
 
 
 class BuildError(Exception):
@@ -47,8 +47,11 @@ class BuildError(Exception):
 
 
 def compiler() -> list[str]:
-    """The command of the compiler: CXX, or c++."""
-    return shlex.split(os.environ.get("CXX", "c++"))
+    """The command of the compiler: CXX, or c++. Raises BuildError for a CXX that is no command."""
+    try:
+        return shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    except ValueError as error:
+        raise BuildError(f"CXX is not a command: {error}") from error
 
 
 def is_supported() -> bool:
@@ -105,7 +108,7 @@ def build_cached() -> None:
         raise BuildError(f"{target.parent} cannot hold it: {reason}")
     try:
         with one_process(target.with_suffix(".lock")):
-            if not target.exists():
+            if not os.path.exists(target):
                 build(target, isas=own_isas())
     except OSError as error:  # no room, or no locks
         raise BuildError(f"{target} cannot be written: {error}") from error
@@ -170,11 +173,17 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def place(made: Path, target: Path) -> None:
-    """Put a file in the place of another that a process may have mapped."""
+    """Put a file in the place of another that a process may have mapped, whole or not at all."""
     beside = target.with_suffix(f".{os.getpid()}")
-    beside.write_bytes(made.read_bytes())
-    beside.chmod(0o755)
-    beside.replace(target)
+    try:
+        with beside.open("wb") as file:
+            file.write(made.read_bytes())
+            file.flush()
+            os.fsync(file.fileno())
+        beside.chmod(0o755)
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@ they make."""
 
 import ctypes
 import hashlib
+import os
+import struct
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,7 +45,7 @@ def library(path: Path | None = None) -> KernelLibrary:
         path = path or library_file()
     except RuntimeError as error:
         return KernelLibrary((), f"the library of CPU kernels is not there: {error}")
-    if not path.exists():
+    if not os.path.exists(path):  # or it may not be read
         how = f"{BUILD} builds it where there is a compiler of C++"
         return KernelLibrary((), f"the library of CPU kernels was not built; {how}")
     if path.parent != HERE and not owned(path.stat()):
@@ -53,20 +55,29 @@ def library(path: Path | None = None) -> KernelLibrary:
 
 @cache
 def loaded(path: Path) -> KernelLibrary:
+    again = f"{BUILD} builds it again" if path.parent == HERE else f"delete {path} to build it again"
     try:
+        if not is_whole(path):
+            raise OSError(f"{path} is cut off, or no library")
         found = ctypes.CDLL(str(path))
         isas = tuple(isa for isa in reversed(ISAS) if has(found, isa))
         for isa in isas:
             register(found, isa, path)
     except AttributeError as error:
-        return KernelLibrary(
-            (), f"the library of CPU kernels is of another version: {BUILD} builds it again ({error})"
-        )
+        return KernelLibrary((), f"the library of CPU kernels is of another version: {again} ({error})")
     except (OSError, jax.errors.JaxRuntimeError) as error:  # of another machine, or jaxlib
-        return KernelLibrary(
-            (), f"the library of CPU kernels cannot be used: {error}; {BUILD} builds it again"
-        )
+        return KernelLibrary((), f"the library of CPU kernels cannot be used: {error}; {again}")
     return KernelLibrary(isas, "" if isas else f"this processor has none of {', '.join(ISAS)}")
+
+
+def is_whole(path: Path) -> bool:
+    """True if a library has all bytes that its header announces: a process that maps less ends by SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return False
+    begin, size, count = struct.unpack("<40xQ10xHH2x", header)  # of the table at the end
+    return path.stat().st_size >= begin + size * count
 
 
 def has(loaded: ctypes.CDLL, isa: str) -> bool:
@@ -89,7 +100,7 @@ def exported(name: str) -> str:
 def target(handler: str, isa: str, path: Path | None = None) -> str:
     """The name of a handler's kernels for XLA. Keys of programs, pages and audit logs have it."""
     path = path or library_file()
-    return f"{exported(f'{handler}_{isa}')}_{digest(path) if path.exists() else ''}"
+    return f"{exported(f'{handler}_{isa}')}_{digest(path) if os.path.exists(path) else ''}"
 
 
 def isa_of(target: str) -> str:

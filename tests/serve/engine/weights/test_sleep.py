@@ -170,3 +170,17 @@ def test_what_is_refused(llm):
     with pytest.raises(ValueError, match="tags \\['cache'\\] are not allowed"):
         llm.wake_up(["cache"])
     llm.wake_up()  # of an engine that is awake
+
+
+@pytest.mark.usefixtures("early")
+def test_no_programs_are_compared_while_there_are_no_parameters(tiny, monkeypatch: pytest.MonkeyPatch):
+    own = jax.tree.map(np.array, tiny.params)
+    with LLM.from_params(tiny.config, jax.device_put(own), **SIZES) as llm:
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert llm.engine.warmup is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(type(llm.engine.warmup), "busy", True)
+            assert not llm.engine.warm()
+        llm.update_params(jax.device_put(own))
+        assert llm.generate(PROMPTS, PARAMS, use_tqdm=False)
