@@ -13,6 +13,7 @@ import pytest
 from cases.models import EXPERTS, TINY
 from conftest import Model, random_model
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from suite import quick
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
@@ -178,3 +179,14 @@ def test_draws_from_logits_in_parts_are_those_of_one_device():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     sizes = re.findall(r"= .*?f32\[4,300\]\S* all-gather\(", program.as_text() or "")
     assert len(sizes) == 2 and moved(program) == {"all-gather": 3}
+
+
+def test_weights_in_shards_are_examined_on_their_devices():
+    """By the library's own programs, in place of which most tests have numpy."""
+    whole = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    sharding = NamedSharding(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]), PartitionSpec("x"))
+    own = jax.device_put(whole, sharding)
+    np.testing.assert_array_equal(quick.ON_DEVICES["digest"](own), quick.digest(whole))
+    assert quick.ON_DEVICES["all_finite"](own)
+    whole[-1, -1] = np.nan
+    assert not quick.ON_DEVICES["all_finite"](jax.device_put(whole, sharding))
