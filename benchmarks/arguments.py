@@ -13,7 +13,8 @@ def number(kind: Callable[[str], float], least: float, but: float = math.nan) ->
         value = kind(text)
         if least <= value < math.inf and value != but:
             return value
-        raise argparse.ArgumentTypeError(f"{text} is not allowed")
+        other = "" if math.isnan(but) else f", but not {but:g}"
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: a finite number from {least:g} on{other}")
 
     parse.__name__ = "number"
     return parse

@@ -103,7 +103,7 @@ def both(name: str, module: str, engine: str, needs: str) -> dict[str, Variant]:
 
 
 OURS, OURS_NARROW, OURS_FREE = "duetto", "duetto bfloat16", "duetto, no contract"
-OURS_XLA, OURS_CODES = "duetto without kernels", "duetto quantised"  # a CPU's kernels
+OURS_XLA, OURS_CODES = "duetto without kernels", "duetto quantised"
 STATIC, CONTINUOUS, LLAMA = "Transformers static", "Transformers continuous", "llama.cpp"
 VARIANTS: dict[str, Variant] = {
     OURS: Variant("ours", "Ours", "auto"),
