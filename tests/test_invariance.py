@@ -249,7 +249,7 @@ def test_attention_by_kernels_of_a_cpu_gives_the_same_bits(model, serve, oracle)
     assert [[token for token, *_ in x] for x in alone] == wanted
     drafts = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
     speculating = {"speculative_config": drafts, "decode_steps": 1}
-    together, apart = [SEVERAL, TIGHT | speculating], [TIGHT, CHUNKS, speculating]
+    together, apart = [TIGHT, CHUNKS | speculating], [TIGHT, CHUNKS, speculating]
     for options in together if model.name == "demo" else apart:
         with serve(**options, cpu_kernels=True) as llm:
             assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == alone
