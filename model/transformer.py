@@ -39,12 +39,12 @@ class Layer:
     """Parameters of a layer; a norm that the family does not have is None. A layer with keys and a state has
     both `attention` and `recurrent`."""
 
-    attention_norm: Norm | None
+    attention_norm: Norm | NormWeight | None
     attention: Attention | LatentAttention | None  # of a layer that keeps keys
-    ffn_norm: Norm | None
+    ffn_norm: Norm | NormWeight | None
     ffn: FFN | MoE | None
-    attention_post_norm: Norm | None = None
-    ffn_post_norm: Norm | None = None
+    attention_post_norm: Norm | NormWeight | None = None
+    ffn_post_norm: Norm | NormWeight | None = None
     recurrent: DeltaAttention | ShortConvolution | MambaMixer | None = None  # of one that keeps a state
     input: PerLayerGate | None = None
     scale: Any = None  # [1], of what comes out

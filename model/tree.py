@@ -1,6 +1,6 @@
 """Trees of parameters: the records that hold them, and what is known of a parameter before it has numbers."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, dataclass_transform
 
@@ -16,29 +16,12 @@ T = TypeVar("T")
 def pytree(cls: type[T]) -> type[T]:
     """A frozen dataclass that is a pytree, of whose structure the fields that are `static` are a part.
 
-    Rebuilding skips `__init__`, so leaves may be specs, shardings or None.
+    jax takes it apart in C++ at every call of a program, and rebuilds it by `__init__`.
     """
     cls = dataclass(frozen=True)(cls)
     static = [f.name for f in fields(cls) if f.metadata.get("static")]  # type: ignore[arg-type]
     names = [f.name for f in fields(cls) if f.name not in static]  # type: ignore[arg-type]
-
-    def known(record: T) -> tuple[Any, ...]:
-        return tuple(getattr(record, n) for n in static)
-
-    def flatten(record: T):
-        return [getattr(record, n) for n in names], known(record)
-
-    def flatten_with_keys(record: T):
-        return [(jax.tree_util.GetAttrKey(n), getattr(record, n)) for n in names], known(record)
-
-    def build(known: tuple[Any, ...], leaves: Iterable[Any]) -> T:
-        record = object.__new__(cls)
-        for name, value in (*zip(names, leaves, strict=True), *zip(static, known, strict=True)):
-            object.__setattr__(record, name, value)
-        return record
-
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, build, flatten)
-    return cls
+    return jax.tree_util.register_dataclass(cls, data_fields=names, meta_fields=static)
 
 
 def static(default: Any) -> Any:
