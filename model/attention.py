@@ -135,6 +135,11 @@ class AttentionParams:
     selection: Selection | None = None
     chunked: bool = False
 
+    @property
+    def makes_keys(self) -> bool:
+        """True if each head has keys and values of its own, made of cached rows."""
+        return self.expand is not None and self.rank is None
+
     def scores(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Products of queries and keys as they go into the softmax."""
         return softcapped(products * self.scale, self.softcap)
