@@ -136,12 +136,12 @@ def empty_cache(
 
 
 def pooled(K: int, H: int, kept: Kept, lanes: int) -> tuple[int, int]:
-    """Heads and size of a token's rows in a pool, of K heads of H numbers: several lie side by side, and a
-    single one of more than `lanes` numbers has zeros behind it."""
-    if K == 1 and H > lanes:
-        return K, -(-H // lanes) * lanes
+    """Number and size of a token's rows in a pool, of K heads of H numbers each: a row has several heads, or
+    one with zeros behind it, as in 8 bits, where each head has a scale."""
     n = 1 if isinstance(kept, Scheme) else side_by_side(K, H, lanes)
-    return K // n, n * H
+    # `in_lanes` tells one head of 16 bits from two by the row's size
+    pads = n == 1 and (isinstance(kept, Scheme) or 2 * H > lanes)
+    return K // n, -(-n * H // lanes) * lanes if pads else n * H
 
 
 def side_by_side(K: int, H: int, lanes: int) -> int:
@@ -151,16 +151,16 @@ def side_by_side(K: int, H: int, lanes: int) -> int:
 
 
 def in_lanes(
-    attend: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N H"]],
+    attend: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N U"]],
     q: Float[Array, "B T N own"],
     pool: Pool,
-) -> Float[Array, "B T N own"]:
+) -> Float[Array, "B T N values"]:
     """Attention over a pool whose heads may lie several side by side, or have zeros behind them: queries have
     zeros there."""
     (B, T, N, H), K, size = q.shape, pool.shape[0], pool.shape[-1]
     if size == H:
         return attend(q)
-    n = size // H
+    n = 1 if isinstance(pool, QuantisedPool) else size // H
     if n == 1:
         return attend(widened(q, size))[..., :H]
     own = jnp.expand_dims(jnp.eye(n, dtype=q.dtype), (0, 1, 2, 4, 6))

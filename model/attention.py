@@ -58,6 +58,7 @@ class Selection:
 
     def order(self, k: Float[Array, "B S size"]) -> UInt32[Array, "B T S"]:
         """Whole numbers above 0 that are ordered as the scores are, and equal where they are."""
+        k = k[..., : self.q.shape[-1]]  # a pool may have zeros behind its rows
         products = jax.nn.relu(einsum("bthi,bsi->bths", self.q, k, jnp.float32))
         scores = rounded(products * self.weights[..., None]).sum(2)
         bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
