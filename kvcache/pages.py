@@ -90,9 +90,7 @@ def row_bytes(kind: LayerKind, kept: Kept, lanes: int = 1) -> int:
     return sum(heads * head_bytes(size, kept) for heads, size in each)
 
 
-def page_bytes(
-    layers: Sequence[LayerKind], page_size: int, kept: Kept, lanes: int = 1
-) -> tuple[int, ...]:
+def page_bytes(layers: Sequence[LayerKind], page_size: int, kept: Kept, lanes: int = 1) -> tuple[int, ...]:
     """Bytes of one page of each window, keys and values of all its layers together, or their states."""
 
     def page(window: int | None) -> int:
