@@ -27,6 +27,7 @@ from .pages import (
     Block,
     KVCache,
     Pool,
+    as_pooled,
     choice,
     in_lanes,
     made_of,
@@ -106,7 +107,7 @@ class BranchAttend:
         else:  # heads lie as in their pool
             new_ones = zip(pools, (k, v), strict=True)
             k, v = (
-                None if new is None else new.reshape(-1, n, pool.shape[0], pool.shape[-1])
+                None if new is None else as_pooled(pool, new.reshape(-1, n, *new.shape[2:]))
                 for pool, new in new_ones
             )
         each = zip(pools, (k, v), strict=True)
@@ -137,7 +138,7 @@ class BranchAttend:
 
         chosen = choice(reading, self.batch, table, pools[0].shape[2], read_values)
         by_blocks = partial(running_softmax, batch=self.batch, read=read, reading=reading, chosen=chosen)
-        if reading.expand is None:
+        if not reading.makes_keys:
             by_blocks = partial(in_lanes, by_blocks, pool=pools[0])
         out = attend_with(q, pools, reading, pages, by_blocks, state.cache.isa)
         return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out

@@ -69,7 +69,7 @@ class Paged:
             chosen = choice(reading, batch, table, keys.shape[2], index)
             read = partial(read_keys, pools, table, reading, q.dtype)
             attend = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)
-            return attend(q) if reading.expand else in_lanes(attend, q, keys)
+            return attend(q) if reading.makes_keys else in_lanes(attend, q, keys)
 
         def pages() -> LayerPages:
             return LayerPages(*pools, table, batch.start, batch.count)

@@ -8,6 +8,7 @@ neither on its neighbours' lengths nor on the page size.
 """
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any
 
 import jax
@@ -82,20 +83,21 @@ def positions(batch: Batch) -> Int[Array, "B T"]:
     return batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
 
 
-def row_bytes(kind: LayerKind, kept: Kept) -> int:
+def row_bytes(kind: LayerKind, kept: Kept, lanes: int = 1) -> int:
     """Bytes that a token leaves in the cache of a layer."""
     rows = filter(None, kind.keys.cached if kind.keys else ())
-    return sum(heads * head_bytes(size, kept) for heads, size in rows)
+    each = (pooled(*row, kept, lanes) for row in rows)
+    return sum(heads * head_bytes(size, kept) for heads, size in each)
 
 
-def page_bytes(layers: Sequence[LayerKind], page_size: int, kept: Kept) -> tuple[int, ...]:
+def page_bytes(layers: Sequence[LayerKind], page_size: int, kept: Kept, lanes: int = 1) -> tuple[int, ...]:
     """Bytes of one page of each window, keys and values of all its layers together, or their states."""
 
     def page(window: int | None) -> int:
         if window == STATE:
             return sum(state_bytes(layer.state) for layer in layers if layer.state)
         own = [layer for layer in layers if layer.keys and layer.keys.window == window]
-        return sum(row_bytes(layer, kept) for layer in own) * page_size
+        return sum(row_bytes(layer, kept, lanes) for layer in own) * page_size
 
     return tuple(map(page, windows_of(layers)))
 
@@ -109,8 +111,8 @@ def empty_cache(
     isa: str | None = None,
     lanes: int = 1,
 ) -> KVCache:
-    """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window. Heads
-    of fewer than `lanes` numbers lie side by side.
+    """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window. Rows of
+    heads fill whole `lanes` where they can.
 
     Raises ValueError for a page size that does not fit the blocks that attention reads.
     """
@@ -121,8 +123,8 @@ def empty_cache(
     def pool(kind: LayerKind, i: int) -> Pool | None:
         if kind.keys is None or (row := kind.keys.cached[i]) is None:
             return None
-        n = 1 if isinstance(kept, Scheme) else side_by_side(*row, lanes)
-        return empty_pool((row[0] // n, count[kind.keys.window], page_size, n * row[1]), kept, device)
+        heads, size = pooled(*row, kept, lanes)
+        return empty_pool((heads, count[kind.keys.window], page_size, size), kept, device)
 
     def states(kind: LayerKind) -> StatePool | None:
         return kind.state and empty_states(kind.state, count[STATE], page_size)
@@ -131,26 +133,51 @@ def empty_cache(
     return KVCache(keys, values, tuple(map(states, layers)), isa)
 
 
+def pooled(K: int, H: int, kept: Kept, lanes: int) -> tuple[int, int]:
+    """Number and size of a token's rows in a pool, of K heads of H numbers each: a row has several heads, or
+    one with zeros behind it, as in 8 bits, where each head has a scale."""
+    n = 1 if isinstance(kept, Scheme) else side_by_side(K, H, lanes)
+    # `in_lanes` tells one head of 16 bits from two by the row's size
+    pads = n == 1 and (isinstance(kept, Scheme) or 2 * H > lanes)
+    return K // n, -(-n * H // lanes) * lanes if pads else n * H
+
+
 def side_by_side(K: int, H: int, lanes: int) -> int:
-    """Number of heads, of K with H numbers each, that fill the lanes; 1 if they do not."""
-    n = lanes // H
-    return n if n and lanes % H == 0 == K % n else 1
+    """Least number of heads, of K with H numbers each, that fill whole lanes together; 1 if none does."""
+    n = lanes // gcd(H, lanes)
+    return n if K % n == 0 else 1
 
 
 def in_lanes(
-    attend: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N H"]],
+    attend: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N U"]],
     q: Float[Array, "B T N own"],
     pool: Pool,
-) -> Float[Array, "B T N own"]:
-    """Attention over a pool whose heads may lie several side by side: queries have zeros for the others."""
+) -> Float[Array, "B T N values"]:
+    """Attention over a pool whose heads may lie several side by side, or have zeros behind them: queries have
+    zeros there."""
     (B, T, N, H), K, size = q.shape, pool.shape[0], pool.shape[-1]
     if size == H:
         return attend(q)
-    n = size // H
+    n = 1 if isinstance(pool, QuantisedPool) else size // H
+    if n == 1:
+        return attend(widened(q, size))[..., :H]
     own = jnp.expand_dims(jnp.eye(n, dtype=q.dtype), (0, 1, 2, 4, 6))
     out = attend((q.reshape(B, T, K, n, -1, 1, H) * own).reshape(B, T, N, size))
     heads = out.reshape(B, T, K, n, -1, n, H)
     return jnp.stack([heads[:, :, :, i, :, i] for i in range(n)], axis=3).reshape(B, T, N, H)
+
+
+def widened(x: Float[Array, "*heads own"], size: int) -> Float[Array, "*heads size"]:
+    """Rows with zeros behind them."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, size - x.shape[-1]),))
+
+
+def as_pooled(pool: Pool, new: NewRows) -> Float[Array, "B T K H"]:
+    """New heads as they lie in their pool."""
+    K, size = pool.shape[0], pool.shape[-1]
+    if new.shape[2] == K and new.shape[3] != size:
+        return widened(new, size)
+    return new.reshape(*new.shape[:2], K, size)
 
 
 def write(
@@ -339,7 +366,7 @@ def written(pools: Pools, place: Places, k: NewRows, v: NewRows | None) -> Pools
     """The same at places that are known."""
 
     def put(pool: Pool, new: NewRows) -> Pool:
-        return write(pool, *place, new.reshape(*new.shape[:2], pool.shape[0], pool.shape[-1]))
+        return write(pool, *place, as_pooled(pool, new))
 
     (keys, values) = pools
     keys = put(keys, k)

@@ -58,6 +58,7 @@ class Selection:
 
     def order(self, k: Float[Array, "B S size"]) -> UInt32[Array, "B T S"]:
         """Whole numbers above 0 that are ordered as the scores are, and equal where they are."""
+        k = k[..., : self.q.shape[-1]]  # a pool may have zeros behind its rows
         products = jax.nn.relu(einsum("bthi,bsi->bths", self.q, k, jnp.float32))
         scores = rounded(products * self.weights[..., None]).sum(2)
         bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
@@ -134,6 +135,11 @@ class AttentionParams:
     turned: Float[Array, "B T N size"] | None = None
     selection: Selection | None = None
     chunked: bool = False
+
+    @property
+    def makes_keys(self) -> bool:
+        """True if each head has keys and values of its own, made of cached rows."""
+        return self.expand is not None and self.rank is None
 
     def scores(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Products of queries and keys as they go into the softmax."""

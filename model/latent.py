@@ -174,7 +174,8 @@ def expanded(w: LatentAttention, c: Latent) -> Expand:
     """Function that makes every head's keys and values from cached rows."""
 
     def expand(rows: LatentRows, of: Int[Array, " rows"]) -> Made:
-        latent, shared = rows[:, :, 0, : c.rank], rows[..., c.rank :]
+        # a pool may have zeros behind its rows
+        latent, shared = rows[:, :, 0, : c.rank], rows[..., c.rank : c.rank + c.rope_size]
         k_up, v_up = (x.of_rows(of) if isinstance(x, RowWeight) else x for x in (w.k_up, w.v_up))
         k = einsum("bsr,rnh->bsnh", latent, k_up)
         shared = jnp.broadcast_to(shared, (*k.shape[:-1], c.rope_size))

@@ -4,6 +4,7 @@ An embedding's rows fill whole lanes of a TPU: where a row is no multiple of 128
 is, a TPU lays the matrix out by columns, and a step copies all of it to look up its tokens' rows.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -107,8 +108,14 @@ def is_by_columns(embed: Any) -> bool:
     """True for a matrix that lies by columns on the one TPU that has it."""
     if not isinstance(embed, jax.Array | jax.ShapeDtypeStruct) or embed.sharding is None or embed.ndim != 2:
         return False
-    (V, D), devices = embed.shape, embed.sharding.device_set
-    return len(devices) == 1 and is_tpu(next(iter(devices))) and D % LANES > 0 and V % LANES == 0
+    (V, D), lanes = embed.shape, lanes_of(embed.sharding.device_set)
+    return D % lanes > 0 and V % lanes == 0
+
+
+def lanes_of(devices: Collection[Any]) -> int:
+    """Numbers that fill a vector register of the one TPU that has an array; 1 elsewhere. XLA may lay out rows
+    of other sizes by columns, and copy them in each step."""
+    return LANES if len(devices) == 1 and is_tpu(next(iter(devices))) else 1
 
 
 def is_tpu(device: Any) -> bool:

@@ -1,27 +1,36 @@
-"""Heads that lie side by side in a pool, as on a TPU, are attended to as single ones."""
+"""Heads that lie side by side in a pool, or have zeros behind them, as on a TPU, are attended to as single
+ones."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.paged_attention import random
+from cases.weights import drawn
 
 from duetto.kvcache.branches import branches, branching, keep
 from duetto.kvcache.paged import Paged
-from duetto.kvcache.pages import Batch, KVCache, empty_cache, side_by_side
+from duetto.kvcache.pages import Batch, KVCache, empty_cache, page_bytes, positions, side_by_side
+from duetto.kvcache.quantised import kept_as
 from duetto.model.attention import AttentionParams
-from duetto.model.config import Dense, GroupedQuery, LayerKind
+from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind
+from duetto.model.kinds import Indexer
+from duetto.model.latent import MANY, LatentAttention, latent_spec, mix_latent
+from duetto.model.rope import rotation
+from duetto.model.tree import nbytes
 
-N, K, H = 8, 4, 32
-LAYERS = (LayerKind(GroupedQuery(N, K, H, sinks=True), Dense(8)),)
-TABLE = np.array([[3, 0], [1, 2]], np.int32)
+N = 8
+TABLE = np.array([[3, 0, 4], [1, 2, 5]], np.int32)
 
 
-def cache(lanes: int) -> KVCache:
-    return empty_cache(LAYERS, [4], 16, jnp.dtype("float32"), lanes=lanes)
+def cache(K: int, H: int, kept: str, lanes: int) -> KVCache:
+    layers = (LayerKind(GroupedQuery(N, K, H, sinks=True), Dense(8)),)
+    return empty_cache(layers, [6], 16, kept_as(kept, jnp.dtype("float32")), lanes=lanes)
 
 
-def heads(seed: int, B: int, T: int) -> tuple[np.ndarray, ...]:
+def heads(seed: int, B: int, T: int, K: int, H: int) -> tuple[np.ndarray, ...]:
     return tuple(random(seed + i, (B, T, n, H), np.float32) for i, n in enumerate((N, K, K)))
 
 
@@ -34,7 +43,7 @@ def batch(start: list[int], T: int) -> Batch:
 @jax.jit
 def steps(cache: KVCache, new: tuple, sinks: jax.Array) -> list[jax.Array]:
     """A prefill, a decode, and a tree of two guesses of which one is kept, then a decode behind it."""
-    reading, out = AttentionParams(H**-0.5, sinks=sinks), []
+    reading, out = AttentionParams(new[0][0].shape[-1] ** -0.5, sinks=sinks), []
     for start, (q, k, v) in (([0, 0], new[0]), ([9, 9], new[1])):
         cache, found = Paged(batch(start, q.shape[1]), (None,))(cache, 0, q, k, v, reading)
         out.append(found)
@@ -49,15 +58,58 @@ def steps(cache: KVCache, new: tuple, sinks: jax.Array) -> list[jax.Array]:
     return [*out, found, Paged(batch([11, 11], 1), (None,))(cache, 0, q, k, v, reading)[1]]
 
 
-def test_heads_side_by_side_attend_as_single_ones():
-    assert cache(64).k[0].shape == (K // 2, 4, 16, 2 * H)
+@pytest.mark.parametrize(
+    "K, H, kept, row",
+    [(4, 32, "auto", (2, 64)), (4, 48, "auto", (1, 192)), (2, 48, "auto", (2, 64)), (4, 48, "int8", (4, 64))],
+)
+def test_heads_that_fill_lanes_attend_as_single_ones(K: int, H: int, kept: str, row: tuple[int, int]):
+    heads_of, size = row
+    assert cache(K, H, kept, 64).k[0].shape == (heads_of, 6, 16, size)
     sizes = (2, 9), (2, 1), (4, 1), (2, 1)
-    new = tuple(heads(10 * i, *size) for i, size in enumerate(sizes))
+    new = tuple(heads(10 * i, *size, K, H) for i, size in enumerate(sizes))
     sinks = random(99, (N,), np.float32)
-    for found, wanted in zip(steps(cache(64), new, sinks), steps(cache(1), new, sinks), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=2e-6)
+    found, wanted = (steps(cache(K, H, kept, lanes), new, sinks) for lanes in (64, 1))
+    for own, same in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(own, same, atol=2e-6)
 
 
-@pytest.mark.parametrize("K, H, n", [(8, 64, 2), (8, 32, 4), (2, 32, 1), (8, 128, 1), (8, 96, 1), (1, 64, 1)])
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+@pytest.mark.parametrize("T", [1, MANY])
+def test_latent_rows_with_zeros_behind_them_are_read_as_they_are(T: int, kept: str):
+    """By few queries, and by many, for which keys are made of them; an indexer's keys have zeros too."""
+    mixer = Latent(4, 40, 16, 8, 16, 24, indexer=Indexer(2, 40, 8))
+    layers = (LayerKind(mixer, Dense(8)),)
+    weights = drawn(latent_spec(mixer, 32, 1))
+    each = [random(i, (2, n, 32), np.float32) for i, n in enumerate((9, T, 1))]
+
+    @partial(jax.jit, static_argnums=0)
+    def outputs(lanes: int, weights: LatentAttention, each: list[jax.Array]) -> list[jax.Array]:
+        cache = empty_cache(layers, [9], 16, kept_as(kept, jnp.dtype("float32")), lanes=lanes)
+        assert {pool.shape[-1] for pool in (cache.k[0], cache.v[0])} == ({64} if lanes == 32 else {48, 40})
+        start, found = 0, []
+        for x in each:
+            given = batch([start, start], x.shape[1])
+            turn = rotation(positions(given), mixer.rope, mixer.rope_size)
+            cache, out = mix_latent(weights, mixer, x, turn, Paged(given, (None,)), cache, 0)
+            start, found = start + x.shape[1], [*found, out]
+        return found
+
+    for own, same in zip(outputs(32, weights, each), outputs(1, weights, each), strict=True):
+        np.testing.assert_allclose(own, same, atol=1e-5 * np.abs(same).max())
+
+
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+def test_a_page_has_the_bytes_of_what_fills_its_lanes(kept: str):
+    layers = LayerKind(GroupedQuery(8, 2, 96), Dense(8)), LayerKind(Latent(4, 512, 128, 64, 128), Dense(8))
+    scheme = kept_as(kept, jnp.bfloat16)
+    found = jax.eval_shape(lambda: empty_cache(layers, [3], 16, scheme, lanes=128))
+    padded, plain = (sum(page_bytes(layers, 16, scheme, lanes)) for lanes in (128, 1))
+    assert nbytes(found) == 3 * padded > 3 * plain
+
+
+@pytest.mark.parametrize(
+    "K, H, n",
+    [(8, 64, 2), (8, 32, 4), (2, 32, 1), (8, 128, 1), (8, 96, 4), (2, 96, 1), (8, 80, 8), (1, 64, 1)],
+)
 def test_only_heads_that_fill_the_lanes_lie_side_by_side(K: int, H: int, n: int):
     assert side_by_side(K, H, 128) == n

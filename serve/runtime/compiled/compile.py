@@ -21,6 +21,7 @@ from ....kvcache.stages import around
 from ....model.gpus import gpu_of, without
 from ....model.pair import PairConfig, Params, target_of
 from ....model.weights.packed import kernels_in
+from ....model.weights.prepared import lanes_of
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress
 from ...host.process import release
@@ -33,7 +34,6 @@ from .futures import DeferredSampling
 from .shapes import Shape, Sizes
 from .tuning import tuning
 
-LANES = 128  # numbers of a TPU's vector register; narrower heads of a pool would be copied in each step
 THREADS = "duetto-warmup"  # how the names of the threads that compile begin
 SMALL = 5  # programs beside the steps: seat, history, masks, cache and slots
 MASKED_AT_ONCE = 8  # seats whose masks are written by one call
@@ -77,7 +77,7 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
     pages = tuple(sizes.shards * count for count in sizes.pages)
     (device, *_) = seats.device_set
     kept, isa = kept_as(sizes.kv_cache_dtype, dtype), kernels_in(params)
-    lanes = LANES if device.platform == "tpu" and len(seats.device_set) == 1 else 1
+    lanes = lanes_of(seats.device_set)
     empty = partial(empty_cache, config.layers, pages, sizes.page_size, kept, device, isa, lanes)
     cache = jax.eval_shape(empty)
     slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))

@@ -22,6 +22,7 @@ from ....model.recurrent.kinds import BLOCK as STATE_BLOCK
 from ....model.recurrent.kinds import STATE
 from ....model.sharding import device_bytes
 from ....model.tree import nbytes
+from ....model.weights.prepared import lanes_of
 from ....model.weights.quant import Quantised
 from ...options.checks import GIB, round_up
 from ...options.engine import EngineOptions
@@ -87,16 +88,17 @@ def gathered(kind: LayerKind, D: int, options: EngineOptions) -> int:
 
 class StageBudget(NamedTuple):
     """Memory of a stage's devices for the keys of its layers: bytes of each, which holds one of `ways` parts
-    of a page."""
+    of a page, whose rows fill whole `lanes`."""
 
     span: slice
     budget: int
     ways: int
+    lanes: int = 1
 
     def page_bytes(self, layers: Sequence[LayerKind], W: int, kept: Kept) -> dict[int | None, int]:
         """Bytes of a page of each window that its own of all layers have, whole."""
         own = layers[self.span]
-        return dict(zip(windows_of(own), page_bytes(own, W, kept), strict=True))
+        return dict(zip(windows_of(own), page_bytes(own, W, kept, self.lanes), strict=True))
 
     def bytes_of(self, pages: Mapping[int | None, int], sizes: Mapping[int | None, int]) -> int:
         """Return the bytes of `pages[w]` pages of each window w, of `sizes[w]` bytes each."""
@@ -111,7 +113,7 @@ def rooms(
     if len(found) == 1:
         params = attending(target) if is_apart(params) else params
         budget = cache_budget(config, options, params, target.embed.dtype, memory)
-        return [StageBudget(slice(None), budget, parts(config.layers, params))]
+        return [StageBudget(slice(None), budget, parts(config.layers, params), lanes_of(devices(params)))]
     each = [(slice(span.start, span.stop), params_of(target, span)) for span in found]
     return [
         StageBudget(
