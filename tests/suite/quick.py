@@ -29,6 +29,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 from jaxtyping import config, install_import_hook
 from suite.strict import STRICT
@@ -73,6 +74,20 @@ def signature_key(name: str, qualname: str, module: str, signature: Signature, o
 # A function inside another is decorated at each call of the outer one: a quarter of the time of tracing.
 DECORATOR._make_fn_with_signature = made_once(WITH_SIGNATURE, signature_key)
 DECORATOR._apply_typechecker = made_once(CHECK, lambda typechecker, made: (typechecker, made))
+
+
+def typed(*, typechecker: Any) -> Callable[..., Any]:
+    """The decorator of functions that are checked. One that is made inside another while nothing is checked
+    remains as it is."""
+
+    def decorated(function: Any) -> Any:
+        plain = config.jaxtyping_disable and "<locals>" in function.__qualname__
+        return function if plain else JAXTYPED(function, typechecker=typechecker)
+
+    return decorated
+
+
+JAXTYPED, jaxtyping.jaxtyped = jaxtyping.jaxtyped, typed
 install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
