@@ -92,7 +92,7 @@ def decoder_spec(c: ModelConfig) -> Decoder:
     V, D = c.vocab_size, c.hidden_size
     return Decoder(
         embed=Spec((V, D), ("vocab", "model")),
-        layers=tuple(layer_spec(kind, c) for kind in c.layers),
+        layers=tuple(map({kind: layer_spec(kind, c) for kind in dict.fromkeys(c.layers)}.get, c.layers)),
         norm=norm_spec(c.norm, D),
         head=None if c.tied_embeddings else Spec((V, D), ("vocab", "model")),
         positions=Spec((c.max_position, D), ("position", "model")) if c.learned_positions else None,

@@ -29,6 +29,7 @@ from duetto.serve.engine.speculation.controller import Controller, Times
 from duetto.serve.engine.startup import cpu_kernels, dtype, start
 from duetto.serve.llm import loading
 from duetto.serve.options.engine import EngineOptions
+from duetto.serve.planner.roofline import targets
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Canonical, Shape, Sizes
@@ -73,6 +74,7 @@ def plain_processor(pytestconfig: pytest.Config) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dtype, "bfloat16_gain", lambda *_: 1.0)
         patch.setattr(cpu_kernels, "compiles_quickly", lambda: not own)
+        patch.setattr(targets, "fastest", partial(targets.fastest, times=1))  # no test needs exact rates
         if own:  # also where kernels leave attention to XLA
             patch.setattr(cpu_kernels, "left_out", lambda *a: "they are for one device" if a[-1] else "")
             patch.setattr(loading, "given", given_with_kernels)

@@ -7,12 +7,14 @@ import copy
 import gc
 import hashlib
 import os
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from importlib.util import LazyLoader, find_spec, module_from_spec
 from inspect import Signature
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Most of the suite's time was LLVM's: only tests of bits and of compiled programs ask for it
 # (`optimisations`).
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+gc.set_threshold(100_000, 50, 100)  # imports and traces make millions of objects that last
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +166,21 @@ def fingerprint(params: Any) -> str:
 
 tree.all_finite, realm.digest, classes.fingerprint = all_finite, digest, fingerprint
 
+LATE = "openai", "nbclient"  # each takes a second, and a worker imports the files of all tests
+
+
+def import_late(name: str) -> None:
+    """Import a library at its first use."""
+    spec = find_spec(name)
+    if spec and spec.loader and name not in sys.modules:
+        spec.loader = LazyLoader(spec.loader)
+        sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+for library in LATE:
+    import_late(library)
+
 MAY_COMPILE_LATE = start.may_compile_late
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
 start.may_compile_late = lambda *_: False
@@ -178,11 +197,9 @@ def of_subprocesses() -> None:
 
 
 def rarely_collected() -> None:
-    """Collect garbage more rarely: traces make millions of objects that last, and each look through them
-    takes longer than the one before."""
-    gc.collect()
+    """Leave what was imported out of the collector's looks, each of which takes longer than the one
+    before."""
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
 
 
 MOST_MAPPINGS = 20_000  # Linux allows a process 65,530; each loaded program takes some

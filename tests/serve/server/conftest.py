@@ -54,7 +54,7 @@ class Running:
         self.process.stderr.close()
         return code
 
-    def openai(self, **options: object) -> openai.OpenAI:
+    def openai(self, **options: object) -> "openai.OpenAI":
         given = {"base_url": f"{self.url}/v1", "api_key": KEYS[0], "max_retries": 0, "timeout": LIMIT}
         return openai.OpenAI(**(given | options))
 
