@@ -62,8 +62,7 @@ UNTYPED = (
 
 @pytest.fixture(autouse=True, scope="session")
 def processes() -> None:
-    quick.of_subprocesses()
-    quick.rarely_collected()
+    quick.begin()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -81,17 +81,18 @@ DECORATOR._apply_typechecker = made_once(CHECK, lambda typechecker, made: (typec
 
 
 def typed(*, typechecker: Any) -> Callable[..., Any]:
-    """The decorator of functions that are checked. One that is made inside another while nothing is checked
-    remains as it is."""
+    """The decorator of functions that are checked. One that a test makes inside another while nothing is
+    checked remains as it is."""
 
     def decorated(function: Any) -> Any:
-        plain = config.jaxtyping_disable and "<locals>" in function.__qualname__
+        plain = ALL_IMPORTED and config.jaxtyping_disable and "<locals>" in function.__qualname__
         return function if plain else JAXTYPED(function, typechecker=typechecker)
 
     return decorated
 
 
 JAXTYPED, jaxtyping.jaxtyped = jaxtyping.jaxtyped, typed
+ALL_IMPORTED: list[bool] = []  # not empty while tests run
 install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
@@ -194,6 +195,13 @@ def of_subprocesses() -> None:
     if jax.devices() and COMPILER.get_compile_options is quick_options:
         flags = [f"--{name}={int(value)}" for name, value in OLDER.items()]
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+
+
+def begin() -> None:
+    """Prepare for tests, once their files are imported."""
+    of_subprocesses()
+    rarely_collected()
+    ALL_IMPORTED.append(True)
 
 
 def rarely_collected() -> None:
