@@ -34,9 +34,10 @@ class StoredJit:
         self._programs: dict[Hashable, Any] = {}
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        given = self._signature.bind(*arguments, **named).arguments
-        static = {name: given[name] for name in self._static}
-        arrays = {name: value for name, value in given.items() if name not in static}
+        given = self._signature.bind(*arguments, **named)
+        given.apply_defaults()
+        static = {name: given.arguments[name] for name in self._static}
+        arrays = {name: value for name, value in given.arguments.items() if name not in static}
         leaves, structure = jax.tree.flatten(arrays)
         settings = jax.config.values["jax_disable_most_optimizations"]
         facts = *static.values(), structure, *map(jax.typeof, leaves), settings

