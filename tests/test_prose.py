@@ -29,9 +29,12 @@ def files(room: str) -> list[Path]:
 @cache  # rooms lead to the same files
 def docstrings(file: Path) -> list[tuple[int, str]]:
     """Return each docstring of a file with its line."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    found = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
-    return [(node.body[0].lineno, text) for node in found if (text := ast.get_docstring(node))]
+    return [
+        (node.body[0].lineno, text)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (text := ast.get_docstring(node))
+    ]
 
 
 @cache
