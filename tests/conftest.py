@@ -9,7 +9,7 @@ pytest_plugins = ["suite.costs", "suite.groups"]
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    config = pluginmanager.get_plugin("pytestconfig")
-    hands_out = getattr(config.known_args_namespace, "numprocesses", None)
+    given = pluginmanager.get_plugin("pytestconfig").known_args_namespace
+    hands_out = getattr(given, "numprocesses", None) and not given.collectonly
     if not hands_out or "PYTEST_XDIST_WORKER" in os.environ:
         pluginmanager.import_plugin("suite.fixtures")
