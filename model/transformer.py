@@ -90,9 +90,10 @@ def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
 def decoder_spec(c: ModelConfig) -> Decoder:
     """Every parameter of a decoder, before it has numbers."""
     V, D = c.vocab_size, c.hidden_size
+    specs = {kind: layer_spec(kind, c) for kind in dict.fromkeys(c.layers)}
     return Decoder(
         embed=Spec((V, D), ("vocab", "model")),
-        layers=tuple(layer_spec(kind, c) for kind in c.layers),
+        layers=tuple(specs[kind] for kind in c.layers),
         norm=norm_spec(c.norm, D),
         head=None if c.tied_embeddings else Spec((V, D), ("vocab", "model")),
         positions=Spec((c.max_position, D), ("position", "model")) if c.learned_positions else None,

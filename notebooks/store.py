@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import nbclient
 import nbformat
-from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -27,7 +27,7 @@ def digest(notebook: Any) -> str:
 
 
 def run(notebook: Any) -> None:
-    NotebookClient(
+    nbclient.NotebookClient(
         notebook, timeout=1500, record_timing=False, resources={"metadata": {"path": str(FOLDER)}}
     ).execute()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, random_model
+from suite.fixtures import ROOT, random_model
 
 from benchmarks.__main__ import main as run_benchmarks
 from benchmarks.engines import OURS, Answer, Served, Setting

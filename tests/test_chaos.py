@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 
 import pytest
-from conftest import ROOT
+from suite.fixtures import ROOT
 
 from benchmarks.chaos.__main__ import main
 from benchmarks.chaos.planted import PLANTED, found_by, planted

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from suite.fixtures import ROOT
 
 from benchmarks.gpu.__main__ import PARTS, main
 

@@ -16,7 +16,7 @@ from cases.models import RANDOM
 from cases.observed import OPTIONS, observed, observed_plainly
 from cases.oracle import computed
 from cases.streams import streamed
-from conftest import Model, with_few_shapes
+from suite.fixtures import Model, with_few_shapes
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.cpu_kernels.library import library

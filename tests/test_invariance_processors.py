@@ -7,7 +7,7 @@ import pytest
 from cases.invariance import LENGTHS, bits, prompts
 from cases.oracle import continue_plainly
 from cases.processors import ASKED, EXTRA, PROCESSORS
-from conftest import with_few_shapes
+from suite.fixtures import with_few_shapes
 
 from duetto import LLM, SamplingParams
 from duetto.serve.llm.audit.facts import facts_of

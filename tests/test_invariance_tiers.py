@@ -10,8 +10,8 @@ import jax
 import pytest
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
 from cases.models import LATENT, TINY
-from conftest import Model
 from fakes.tiers import always_fetching
+from suite.fixtures import Model
 
 from duetto import LLM
 from duetto.model.config import Dense, GroupedQuery, LayerKind

@@ -4,7 +4,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,19 +26,22 @@ def files(room: str) -> list[Path]:
     return [file for file in sorted((ROOT / room).rglob("*.py"), key=str) if not file.is_symlink()]
 
 
-def docstrings(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield each docstring of a file with its line."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        described = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if described and (text := ast.get_docstring(node)):
-            yield node.body[0].lineno, text
+@cache  # rooms lead to the same files
+def docstrings(file: Path) -> list[tuple[int, str]]:
+    """Return each docstring of a file with its line."""
+    return [
+        (node.body[0].lineno, text)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (text := ast.get_docstring(node))
+    ]
 
 
-def comments(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield each comment of a file with its line."""
-    for token in tokenize.generate_tokens(io.StringIO(file.read_text()).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+@cache
+def comments(file: Path) -> list[tuple[int, str]]:
+    """Return each comment of a file with its line."""
+    tokens = tokenize.generate_tokens(io.StringIO(file.read_text()).readline)
+    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
 
 def line(file: Path, number: int, text: str) -> str:
@@ -50,7 +53,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun(room):
     found = [
         line(file, number, text)
         for file in files(room)
-        for number, text in docstrings(file)
+        for number, text in docstrings(file.resolve())
         if OPENINGS.match(text)
     ]
     assert not found, "\n".join(found)
@@ -61,7 +64,7 @@ def test_prose_speaks_of_components_and_named_numbers(room):
     found = [
         line(file, number, text)
         for file in files(room)
-        for number, text in [*docstrings(file), *comments(file)]
+        for number, text in [*docstrings(file.resolve()), *comments(file.resolve())]
         if PERSONS.search(text)
     ]
     assert not found, "\n".join(found)

@@ -4,7 +4,7 @@ import json
 import re
 from random import Random
 
-from conftest import ROOT
+from suite.fixtures import ROOT
 
 from benchmarks.chaos.faults import ENGINE, FLEET, PREFILL
 from benchmarks.chaos.machine import Machine, MachineConfig

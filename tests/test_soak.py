@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import ROOT
+from suite.fixtures import ROOT
 
 from benchmarks.soak import __main__ as soak
 from benchmarks.soak.answers import Answer, Choice

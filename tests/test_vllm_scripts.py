@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cases.requests import SMALLEST
-from conftest import with_few_shapes
+from suite.fixtures import with_few_shapes
 
 from duetto.serve.llm import loading
 

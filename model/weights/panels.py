@@ -71,7 +71,7 @@ class Packed:
     @property
     def whole(self) -> Any:
         """The weight as it was: an array that is a copy, a `Quantised`, or one of ShapeDtypeStructs."""
-        restored = jax.vmap(from_panels) if self.experts else from_panels
+        restored = each_from_panels if self.experts else one_from_panels
         if isinstance(self.array, jax.ShapeDtypeStruct):
             return shaped(jax.eval_shape(restored, self), self.array.sharding)
         return restored(self)
@@ -148,6 +148,7 @@ def from_panels(w: Packed) -> Any:
 
 to_panels = jax.jit(panels_of)
 to_panels_each = jax.jit(jax.vmap(panels_of))
+one_from_panels, each_from_panels = jax.jit(from_panels), jax.jit(jax.vmap(from_panels))
 to_code_panels = jax.jit(code_panels_of, static_argnames="inputs")  # layers share one trace
 to_code_panels_each = jax.jit(jax.vmap(partial(code_panels_of, inputs=1)))
 

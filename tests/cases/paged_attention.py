@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases.programs import StoredJit
 
+from duetto.kvcache.kernels import attention as kernels
 from duetto.kvcache.kernels.tiles import LayerPages
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
 from duetto.kvcache.quantised import decoded, empty_pool, encoded, kept_as
@@ -86,8 +88,20 @@ def compiled(
     attend: Callable[..., jax.Array], q: Any, pages: LayerPages, reading: AttentionParams
 ) -> np.ndarray:
     """What a function attends to, as one program."""
-    run = jax.jit(lambda q, pages, sinks: attend(q, pages, replace(reading, sinks=sinks)))
-    return np.asarray(run(q, pages, reading.sinks))
+    constants = attend, replace(reading, sinks=None), kernels.PROCESSORS
+    return np.asarray(attended(*constants, q, pages, reading.sinks))
+
+
+@partial(StoredJit, static_argnames=("attend", "reading", "processors"))
+def attended(
+    attend: Callable[..., jax.Array],
+    reading: AttentionParams,
+    processors: int,
+    q: Any,
+    pages: LayerPages,
+    sinks: Any,
+) -> jax.Array:
+    return attend(q, pages, replace(reading, sinks=sinks))
 
 
 def real(x: Any, count: Any) -> np.ndarray:

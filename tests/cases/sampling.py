@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import jax
 import numpy as np
+from cases.programs import StoredJit
 
 from duetto.sampling.params import SamplingParams, knobs_row
 from duetto.sampling.sample import Sampled, sample
@@ -18,7 +18,7 @@ from duetto.sampling.state import (
     needs_history,
 )
 
-admit_jit, load_jit, commit_jit, sample_jit = (jax.jit(f) for f in (admit, load_history, commit, sample))
+admit_jit, load_jit, commit_jit, sample_jit = (StoredJit(f) for f in (admit, load_history, commit, sample))
 STOP_IDS = (1, 3)
 PADDED = 32  # tokens of a history, as the device sees it
 

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases.families.golden import CASES, LENGTH, case_folder, expected_outputs, hub_config, prompts
+from cases.programs import StoredJit
 from safetensors.numpy import load_file, save_file
 
 from duetto.checkpoints.families import FAMILIES
@@ -31,7 +32,7 @@ def case(request, tmp_path_factory):
     return folder, case_folder(request.param, folder)
 
 
-@partial(jax.jit, static_argnums=1)
+@partial(StoredJit, static_argnames=["config"])
 def logits(params, config, tokens, length):
     """After each token of a padded row, of which `length` are a sequence."""
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]

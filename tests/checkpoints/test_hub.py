@@ -13,9 +13,9 @@ import pytest
 from cases.folders import decoder
 from cases.models import TINY
 from cases.requests import SIZES
-from conftest import ROOT
 from fakes.hub import Hub, Repository, serve
 from huggingface_hub import constants
+from suite.fixtures import ROOT
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.hub import resolve

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import Model
+from suite.fixtures import Model
 
 from duetto import LLM
 from duetto.cpu_kernels import build, library

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import pytest
 from cases.invariance import PARAMS, bits, prompts
-from conftest import with_few_shapes
 from fakes.greedy import greedy_programs
 from jax.sharding import Mesh
+from suite.fixtures import with_few_shapes
 
 from duetto import LLM, SamplingParams
 from duetto.kvcache.stages import attending, devices, feeding

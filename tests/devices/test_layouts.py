@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.models import EXPERTS, TINY
-from conftest import Model, random_model
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from suite import quick
+from suite.fixtures import Model, random_model
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 import pytest
-from conftest import random_model
 from fakes.handover import soon
+from suite.fixtures import random_model
 
 from duetto import LLM, SamplingParams
 from duetto.serve.runtime.multihost.supervisor import free_port

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from cases.adapters import merged, read, write
 from cases.invariance import PARAMS, bits, prompts
-from conftest import random_model
 from jax.sharding import Mesh
+from suite.fixtures import random_model
 
 from duetto import LLM, SamplingParams
 from duetto.lora.request import LoRARequest

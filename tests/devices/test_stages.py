@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from cases.adapters import merged, read, write
 from cases.invariance import PARAMS, bits, prompts
-from conftest import with_few_shapes
 from fakes.greedy import greedy_programs
 from jax.sharding import Mesh
+from suite.fixtures import with_few_shapes
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load

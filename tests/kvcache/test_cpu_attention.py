@@ -1,15 +1,16 @@
 """Attention over pages by the CPU kernels: it equals softmax attention in float64, and bits follow from a row
 alone, on every instruction set of this machine."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.paged_attention import Case, on_device, real, small_pages, with_own_path
+from cases.paged_attention import Case, compiled, inputs, on_device, real, small_pages, with_own_path
 
 from duetto.cpu_kernels.library import library
 from duetto.kvcache.kernels.cpu_attention import attend_pages, supported
@@ -42,16 +43,25 @@ CASES = {
 parametrized = pytest.mark.parametrize("isa", library().isas)
 
 
-def bits_of(case: Case, q: jax.Array, pages: LayerPages) -> LayerPages:
+def bits_of(pages: LayerPages) -> LayerPages:
     """The pages as a CPU keeps them: short floats as their bits."""
-    if q.dtype != BF16:
+    if pages.k.dtype != BF16:
         return pages
-    return pages._replace(**{f: jax.lax.bitcast_convert_type(getattr(pages, f), jnp.uint16) for f in "kv"})
+    return pages._replace(**{f: np.asarray(getattr(pages, f)).view(np.uint16) for f in "kv"})
 
 
-def given(case: Case) -> tuple[jax.Array, LayerPages, AttentionParams]:
-    q, pages, reading = on_device(case)
-    return q, bits_of(case, q, pages), reading
+def given(case: Case) -> tuple[np.ndarray, LayerPages, AttentionParams]:
+    q, pages, reading = inputs(case)
+    return q, bits_of(pages), reading
+
+
+@cache
+def kernel(isa: str) -> Callable[..., jax.Array]:
+    return partial(attend_pages, isa=isa)
+
+
+def attend(isa: str, q: Any, pages: LayerPages, reading: AttentionParams) -> np.ndarray:
+    return compiled(kernel(isa), q, pages, reading)
 
 
 def exact(case: Case) -> tuple[np.ndarray, float]:
@@ -94,8 +104,9 @@ def test_the_kernel_equals_softmax_attention(name: str, dtype: Any, isa: str):
     """Pages that no row owns, and slots behind a row's last token, hold NaN."""
     case = replace(CASES[name], dtype=dtype)
     q, pages, reading = given(case)
-    assert supported(q, pages.k, pages.v, reading)
-    found, (wanted, bound) = attend_pages(q, pages, reading, isa), exact(case)
+    k, v = jax.device_put((pages.k, pages.v))
+    assert supported(jax.device_put(q), k, v, reading)
+    found, (wanted, bound) = attend(isa, q, pages, reading), exact(case)
     assert found.shape == q.shape and found.dtype == q.dtype
     assert abs(real(found, case.count) - wanted).max() < bound
     behind = np.arange(case.T)[None] >= np.asarray(case.count)[:, None]
@@ -110,12 +121,12 @@ def same_bits(found: Any, wanted: Any) -> bool:
 def row_of(pages: LayerPages, row: int, count: int) -> LayerPages:
     """One row alone, of `count` tokens."""
     table, start = pages.table[row : row + 1], pages.start[row : row + 1]
-    return pages._replace(table=table, start=start, count=jnp.asarray([count], jnp.int32))
+    return pages._replace(table=table, start=start, count=np.array([count], np.int32))
 
 
 def later(pages: LayerPages, tokens: int, count: int) -> LayerPages:
     """The pages of a row that begins some tokens later."""
-    return pages._replace(start=pages.start + tokens, count=jnp.asarray([count], jnp.int32))
+    return pages._replace(start=pages.start + tokens, count=np.array([count], np.int32))
 
 
 @parametrized
@@ -123,13 +134,12 @@ def later(pages: LayerPages, tokens: int, count: int) -> LayerPages:
 @pytest.mark.parametrize("name", CASES)
 def test_bits_depend_neither_on_neighbours_nor_pages_nor_table(name: str, dtype: Any, isa: str):
     case = replace(CASES[name], dtype=dtype)
-    q, pages, reading = on_device(case)
-    attend = partial(attend_pages, reading=reading, isa=isa)
-    together = attend(q, bits_of(case, q, pages))
+    q, pages, reading = inputs(case)
+    together = attend(isa, q, bits_of(pages), reading)
     small = small_pages(pages, max(1, case.W // 4))
-    assert same_bits(attend(q, bits_of(case, q, small)), together)
+    assert same_bits(attend(isa, q, bits_of(small), reading), together)
     for row, count in enumerate(case.count):
-        alone = attend(q[row : row + 1], row_of(bits_of(case, q, pages), row, count))
+        alone = attend(isa, q[row : row + 1], row_of(bits_of(pages), row, count), reading)
         assert same_bits(alone[0, :count], together[row, :count])
 
 
@@ -140,23 +150,23 @@ def test_bits_of_a_token_do_not_depend_on_its_chunk(name: str, dtype: Any, isa: 
     """Tokens of a chunk alone, as in a decode, and in chunks of other sizes, as in a verification."""
     case = replace(CASES[name], dtype=dtype)
     q, pages, reading = given(case)
-    whole = attend_pages(q, pages, reading, isa)
+    whole = attend(isa, q, pages, reading)
     for row, count in enumerate(case.count):
         own = row_of(pages, row, count)
         for size in (1, 5, 32):
             for first in sorted({0, 1, 17, count - size} & set(range(count - size + 1))):
                 part = q[row : row + 1, first : first + size]
-                found = attend_pages(part, later(own, first, size), reading, isa)
+                found = attend(isa, part, later(own, first, size), reading)
                 assert same_bits(found[0], whole[row, first : first + size])
 
 
-def in_rows(q: jax.Array, pages: LayerPages, count: int, size: int) -> tuple[jax.Array, LayerPages]:
+def in_rows(q: np.ndarray, pages: LayerPages, count: int, size: int) -> tuple[np.ndarray, LayerPages]:
     """One row's tokens as rows of `size` that go on with one another."""
     first = np.arange(0, count, size, dtype=np.int32)
     n = len(first)
-    q = jnp.pad(q[0, :count], ((0, n * size - count), (0, 0), (0, 0))).reshape(n, size, *q.shape[2:])
-    counts, table = np.minimum(size, count - first).astype(np.int32), jnp.repeat(pages.table, n, axis=0)
-    return q, pages._replace(table=table, start=pages.start + first, count=jnp.asarray(counts))
+    q = np.pad(q[0, :count], ((0, n * size - count), (0, 0), (0, 0))).reshape(n, size, *q.shape[2:])
+    counts, table = np.minimum(size, count - first).astype(np.int32), np.repeat(pages.table, n, axis=0)
+    return q, pages._replace(table=table, start=pages.start + first, count=counts)
 
 
 @parametrized
@@ -165,7 +175,7 @@ def in_rows(q: jax.Array, pages: LayerPages, count: int, size: int) -> tuple[jax
 def test_rows_that_go_on_with_one_another_have_the_bits_of_one(name: str, dtype: Any, isa: str):
     case = replace(CASES[name], dtype=dtype)
     q, pages, reading = given(case)
-    whole = attend_pages(q, pages, reading, isa)
+    whole = attend(isa, q, pages, reading)
     for size in (1, 4, 30):
         parts = [
             in_rows(q[row : row + 1], row_of(pages, row, count), count, size)
@@ -173,9 +183,9 @@ def test_rows_that_go_on_with_one_another_have_the_bits_of_one(name: str, dtype:
             if count
         ]
         several = pages._replace(
-            **{f: jnp.concatenate([getattr(own, f) for _, own in parts]) for f in ("table", "start", "count")}
+            **{f: np.concatenate([getattr(own, f) for _, own in parts]) for f in ("table", "start", "count")}
         )
-        found = attend_pages(jnp.concatenate([x for x, _ in parts]), several, reading, isa)
+        found = attend(isa, np.concatenate([x for x, _ in parts]), several, reading)
         assert same_bits(real(found, several.count), real(whole, case.count))
 
 
@@ -186,12 +196,12 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: Any, isa: str):
     starts = tuple(int(n) for n in np.random.default_rng(2).integers(0, 900, 64))
     case = Case(starts, (1,) * 64, K=3, G=3, W=64, M=15, dtype=dtype)
     q, pages, reading = given(case)
-    whole = attend_pages(q, pages, reading, isa)
+    whole = attend(isa, q, pages, reading)
     for rows in (1, 2, 3, 8, 33):
         for at in (0, 64 - rows):
             of = slice(at, at + rows)
             own = pages._replace(**{f: getattr(pages, f)[of] for f in ("table", "start", "count")})
-            assert same_bits(attend_pages(q[of], own, reading, isa), whole[of])
+            assert same_bits(attend(isa, q[of], own, reading), whole[of])
 
 
 @parametrized
@@ -200,9 +210,9 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: Any, isa: str):
 def test_keys_of_a_path_count_like_written_ones(H: int, dtype: Any, isa: str):
     """The newest keys of a row given beside its pages, as for the nodes of a tree of guesses."""
     case = Case((70, 1, 0), (1, 1, 1), H=H, window=60, sinks=True, dtype=dtype)
-    q, pages, reading = on_device(case)
-    own = jax.device_put(with_own_path(case, pages, np.array([67, 0, 0], np.int32), q.dtype))
-    found, wanted = (attend_pages(q, bits_of(case, q, x), reading, isa) for x in (own, pages))
+    q, pages, reading = inputs(case)
+    own = with_own_path(case, pages, np.array([67, 0, 0], np.int32), q.dtype)
+    found, wanted = (attend(isa, q, bits_of(x), reading) for x in (own, pages))
     assert same_bits(found, wanted)
 
 
@@ -212,8 +222,7 @@ def test_nan_stays_with_the_row_that_has_it(isa: str):
     q, pages, reading = on_device(case)
     page = pages.table[0, 3]
     spoilt = pages._replace(k=pages.k.at[0, page, 2, 5].set(jnp.nan))
-    found = attend_pages(q, bits_of(case, q, spoilt), reading, isa)
-    wanted = attend_pages(q, bits_of(case, q, pages), reading, isa)
+    found, wanted = (attend(isa, q, bits_of(x), reading) for x in (spoilt, pages))
     assert same_bits(found[1], wanted[1])
     assert jnp.isnan(found[0, 0, : case.G]).all() and same_bits(found[0, 0, case.G :], wanted[0, 0, case.G :])
 
@@ -229,9 +238,9 @@ def test_scores_far_apart_and_denormal_values(isa: str):
     first = jnp.full(pages.k.shape[:3], -200.0).at[0, pages.table[0, at[0]], at[1]].set(100.0)
     keys = jnp.zeros_like(pages.k).at[..., 0].set(first)
     values = pages.v.at[0, pages.table[0, at[0]], at[1]].set(jnp.linspace(-1, 1, 16))
-    found = attend_pages(q, pages._replace(k=keys, v=values), reading, isa)
+    found = attend(isa, q, pages._replace(k=keys, v=values), reading)
     np.testing.assert_array_equal(found[0, 0, 0], jnp.linspace(-1, 1, 16))
-    tiny = attend_pages(q, pages._replace(k=keys, v=jnp.full_like(values, 1e-42)), reading, isa)
+    tiny = attend(isa, q, pages._replace(k=keys, v=jnp.full_like(values, 1e-42)), reading)
     assert not np.asarray(tiny).any()
 
 
@@ -239,8 +248,8 @@ def test_scores_far_apart_and_denormal_values(isa: str):
 def test_paged_uses_the_kernel_on_pools_that_are_donated(isa: str):
     """`Paged` writes the new keys into donated pools in place, and the kernel reads them."""
     case = Case((0, 63, 200), (1, 1, 1), W=64, M=4, dtype=BF16)
-    q, pages, reading = given(case)
-    finite = [jnp.where(jnp.isnan(p), 0, p) for p in on_device(case)[1][:2]]
+    q, pages, reading = on_device(case)
+    finite = [jnp.where(jnp.isnan(p), 0, p) for p in pages[:2]]
     k, v = (jnp.full((3, 1, case.K, case.H), x, BF16) for x in (0.5, 2.0))
     batch = Batch(jnp.zeros((3, 1), jnp.int32), pages.start, pages.count, (pages.table,), jnp.arange(3))
 
@@ -265,6 +274,7 @@ def test_paged_uses_the_kernel_on_pools_that_are_donated(isa: str):
 
 def test_what_the_kernel_does_not_read():
     q, pages, reading = given(Case((0,), (1,), dtype=BF16))
+    q, pages = jax.device_put((q, pages))
     assert supported(q, pages.k, pages.v, reading)
     assert not supported(q.astype(jnp.float32), pages.k, pages.v, reading)
     assert not supported(q.astype(jnp.float16), pages.k, pages.v, reading)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.programs import StoredJit
 
 from duetto.kvcache.groups import MOST, by_length
 from duetto.kvcache.pages import BLOCK, Batch, read_keys, running_softmax
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.as_served
 K, G, H, W, M, T = 2, 3, 16, 64, 10, 2
 
 
-@partial(jax.jit, static_argnums=1)
+@partial(StoredJit, static_argnames=["tokens"])
 def steps(lengths: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Where groups end, and the rows and the block of each step up to there; more steps follow."""
     groups = by_length(lengths, tokens)
@@ -52,7 +53,7 @@ def numbers(dtype: jnp.dtype) -> tuple[Any, Any, Any, np.ndarray, np.ndarray]:
     return k, v, sinks, q, draw.permutation(32 * M).reshape(32, M).astype(np.int32)
 
 
-@partial(jax.jit, static_argnames=("window", "dtype"))
+@partial(StoredJit, static_argnames=("window", "dtype"))
 def attention(q, k, v, sinks, batch: Batch, window: int | None, dtype: jnp.dtype) -> jax.Array:
     reading = AttentionParams(H**-0.5, window, sinks=sinks)
     read = partial(read_keys, (k, v), batch.page_tables[0], reading, dtype)

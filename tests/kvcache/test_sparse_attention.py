@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.models import RANDOM
+from cases.programs import StoredJit
 
 from duetto.kvcache.kernels.attention import supported
 from duetto.kvcache.pages import BLOCK
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.as_served
 N, SIZE, KEYS, BLOCKS = 5, 24, 70, 3
 
 
-@partial(jax.jit, static_argnames=("keys", "blocks"))
+@partial(StoredJit, static_argnames=("keys", "blocks"))
 def chosen(q, weights, index, start, count, keys: int, blocks: int):
     """Which keys [B,T,blocks*BLOCK] the queries of rows choose, whose index keys are [B,places,SIZE]."""
     rows = jnp.arange(len(q), dtype=jnp.int32)

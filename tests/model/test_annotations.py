@@ -8,8 +8,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
-from conftest import CHECKED, ROOT
 from jaxtyping import TypeCheckError
+from suite.fixtures import CHECKED, ROOT
 
 from duetto.kvcache.pages import products
 from duetto.model.attention import grouped

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.weights import MIXED, PRODUCTS, random
+from cases.weights import MIXED, PRODUCTS, drawn, random
 from jax.sharding import SingleDeviceSharding
 
 from duetto.cpu_kernels.library import library, target
@@ -18,7 +18,7 @@ from duetto.model.experts import MoE, mix_experts
 from duetto.model.experts.mixture import has_cpu_kernel
 from duetto.model.layers import einsum
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import abstract, init, paths
+from duetto.model.tree import abstract, paths
 from duetto.model.weights.compress import in_form, quantize_params
 from duetto.model.weights.packed import can_be_packed, is_packed, kernels_in, pack, packed, unpacked
 from duetto.model.weights.panels import Packed
@@ -60,7 +60,7 @@ def test_projections_experts_and_the_head_are_packed_and_nothing_else():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_way_back_has_the_weights_bits(dtype: Any, tied: bool):
-    params = init(jax.random.key(0), decoder_spec(replace(MIXED, tied_embeddings=tied)), dtype)
+    params = drawn(decoder_spec(replace(MIXED, tied_embeddings=tied)), dtype)
     kept = jax.tree.map(np.asarray, params)
     jax.tree.map(np.testing.assert_array_equal, unpacked(packed(transposed(params), ISA)), kept)
     assert not params.layers[0].attention.q.is_deleted()
@@ -71,7 +71,7 @@ def test_the_way_back_has_the_weights_bits(dtype: Any, tied: bool):
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_codes_are_packed_and_come_back(scheme: Any):
     """Also as shapes alone. Where 4-bit codes are not paired along the inputs, they stay as they are."""
-    params = quantize_params(init(jax.random.key(0), decoder_spec(MIXED), jnp.bfloat16), scheme)
+    params = quantize_params(drawn(decoder_spec(MIXED), jnp.bfloat16), scheme)
     done = packed(params, ISA)
     found = {path.removesuffix(".array") for path in paths(done) if path.endswith(".array")}
     assert {*(f"layers.0.attention.{name}" for name in "qkvo"), "layers.0.ffn.down"} <= found
@@ -91,7 +91,7 @@ def test_codes_are_packed_and_come_back(scheme: Any):
 def test_rows_of_experts_have_the_bits_of_a_product_alone(scheme: Any, dtype: Any):
     """Also beside an expert without rows; rows that no expert has are zeros."""
     w = random(4, 64, 40).astype(dtype)
-    w = w if scheme is None else quantised(w, (-2,), scheme)
+    w = w if scheme is None else jax.jit(quantised, static_argnums=(1, 2))(w, (-2,), scheme)
     assert can_be_packed("up", w, is_expert=True)
     made = pack("up", w, target("product", ISA), is_expert=True)
     assert jax.tree.map(lambda x: x.shape, made.whole) == jax.tree.map(lambda x: x.shape, w)
@@ -107,7 +107,7 @@ def test_rows_of_experts_have_the_bits_of_a_product_alone(scheme: Any, dtype: An
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_a_mixture_with_packed_experts_is_that_of_the_arrays(dtype: Any):
-    params = init(jax.random.key(0), decoder_spec(MIXED), dtype)
+    params = drawn(decoder_spec(MIXED), dtype)
     served = packed(params, ISA)
     x = random(2, 5, 64).astype(dtype)
     for i in (1, 2):
@@ -124,7 +124,7 @@ def test_a_mixture_with_packed_experts_is_that_of_the_arrays(dtype: Any):
 
 
 def test_other_weights_take_the_form_of_those_that_are_served():
-    params = init(jax.random.key(0), decoder_spec(MIXED), jnp.bfloat16)
+    params = drawn(decoder_spec(MIXED), jnp.bfloat16)
     served = laid_out(params, cpu_kernels=True)
     assert kernels_in(served) == ISA and kernels_in(params) is None
     assert isinstance(served.layers[0].attention.q, Packed) and isinstance(served.head, Packed)
@@ -136,6 +136,6 @@ def test_other_weights_take_the_form_of_those_that_are_served():
 @pytest.mark.parametrize("form", ["int8", "int4", "dequantize"])
 def test_packed_weights_keep_the_form_that_they_were_read_in(form: Any):
     """A folder's weights are quantised, then packed; its engine is asked for the same form."""
-    params = init(jax.random.key(0), decoder_spec(MIXED), jnp.bfloat16)
+    params = drawn(decoder_spec(MIXED), jnp.bfloat16)
     read = laid_out(in_form(params, form, jnp.bfloat16), cpu_kernels=True)
     assert in_form(read, form, jnp.bfloat16) is read

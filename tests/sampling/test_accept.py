@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from cases.distributions import Language, Prefix, without
+from cases.programs import StoredJit
 
 from duetto.sampling.accept import DraftTokens, decide, target_probs, trials
 from duetto.sampling.sample import sample
@@ -54,7 +55,7 @@ def unlikeliest(q: np.ndarray, count: int) -> Iterator[Offer]:
 
 
 DRAFTERS = {f.__name__: f for f in (independent, distinct, likeliest, unlikeliest)}
-trials_jit, decide_jit, sample_jit, target_jit = map(jax.jit, (trials, decide, sample, target_probs))
+trials_jit, decide_jit, sample_jit, target_jit = map(StoredJit, (trials, decide, sample, target_probs))
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.distributions import DRAWS, Language, assert_distributed, draw_distinct
+from cases.programs import StoredJit
 
 from duetto.sampling.accept import (
     DraftTokens,
@@ -22,7 +23,8 @@ from duetto.sampling.params import Knobs, SamplingParams, knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.state import SamplingState, admit, empty_state, load_history
 
-trials_jit, decide_jit, sample_jit, target_jit = map(jax.jit, (trials, decide, sample, target_probs))
+trials_jit, decide_jit, sample_jit, target_jit = map(StoredJit, (trials, decide, sample, target_probs))
+distinct_jit = StoredJit(draw_distinct, static_argnames=["count"])
 
 
 def table(language: Language, length: int, which: str) -> np.ndarray:
@@ -38,7 +40,7 @@ def following(row: jax.Array, token: jax.Array, V: int) -> jax.Array:
     return row * V + token + 1
 
 
-@partial(jax.jit, static_argnames=("k", "length"))
+@partial(StoredJit, static_argnames=("k", "length"))
 def speculate(p: jax.Array, q: jax.Array, seed: jax.Array, k: int, length: int) -> jax.Array:
     """Whole steps of draft and verification, as an engine takes them, until each row has `length` tokens: [B,
     length].
@@ -90,7 +92,7 @@ def test_draws_among_several_guesses(count: int):
     language = Language(6, seed=3, noise=2.0)
     p, q = (np.broadcast_to(x, (DRAWS, 6)) for x in (language.p(()), language.q(())))
     seed, position = np.arange(DRAWS, dtype=np.uint32), np.full(DRAWS, 7, np.int32)
-    guesses = jax.jit(draw_distinct, static_argnums=3)(q, seed, position, count)
+    guesses = distinct_jit(q, seed, position, count)
     assert all(len(set(row)) == count for row in np.asarray(guesses.token[:500]).tolist())
     token, which = (np.asarray(x) for x in decide_jit(p, guesses, seed, position))
     assert_distributed(token, language.p(()))
@@ -110,7 +112,7 @@ def test_a_guess_is_kept_where_the_draft_is_the_target():
     language = Language(6, seed=8, noise=0.0)
     p = np.broadcast_to(language.p(()), (1000, 6))
     seed, position = np.arange(1000, dtype=np.uint32), np.zeros(1000, np.int32)
-    token = np.asarray(jax.jit(draw_guess)(p, seed, position))
+    token = np.asarray(StoredJit(draw_guess)(p, seed, position))
     guesses = DraftTokens(token[:, None], np.ones((1000, 1), bool), p[:, None])
     chosen, which = decide_jit(p, guesses, seed, position)
     np.testing.assert_array_equal(chosen, token)
@@ -121,7 +123,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     rng = np.random.default_rng(0)
     p, q = (rng.dirichlet(np.ones(37), 8).astype(np.float32) for _ in range(2))
     seed, position = np.arange(8, dtype=np.uint32), np.arange(8, dtype=np.int32) * 3
-    guesses = jax.jit(draw_distinct, static_argnums=3)(q, seed, position, 3)
+    guesses = distinct_jit(q, seed, position, 3)
     given = jax.tree.map(np.asarray, (p, guesses, seed, position))
     together = jax.tree.map(np.asarray, decide_jit(*given))
     for i in range(8):
@@ -159,7 +161,7 @@ def seated(params: SamplingParams) -> SamplingState:
     return seat(knobs_row(params, seed=9, stop_ids=(1, 3), prompt_len=4), bias)
 
 
-@jax.jit
+@StoredJit
 def seat(knobs: Knobs, bias: jax.Array) -> SamplingState:
     tokens, zero = jnp.array([2, 5, 5, 7, 4, 6, 4, 0], jnp.int32), jnp.int32(0)
     state = admit(empty_state(1, V), zero, knobs)

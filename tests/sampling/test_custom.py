@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.processors import NONE, PROCESSORS
+from cases.programs import StoredJit
 from cases.sampling import admit_jit, commit_jit, load_jit, sample_jit
 
 from duetto import SamplingParams, logits_processor
@@ -24,7 +25,7 @@ from duetto.sampling.state import dense_bias, empty_state, needs_history
 V, S, SLOTS = 40, 32, 4
 PROMPT, OUTPUT = [2, 5, 5, 7], [4, 6, 4]
 COUNTER = itertools.count()
-target_jit = jax.jit(target_probs)
+target_jit = StoredJit(target_probs)
 
 
 def prints(logits, history, knobs):

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
+from cases.programs import StoredJit
 
 from duetto.sampling.accept import target_probs
 from duetto.sampling.params import SamplingParams, knobs_row
@@ -15,8 +15,8 @@ from duetto.serve.options.engine import EngineOptions
 
 V, EOS, DRAWS = 12, 2, 200
 LOGITS = np.random.default_rng(5).normal(0, 1.5, V).astype(np.float32)
-enter, look_back, draw = (jax.jit(f) for f in (admit, load_history, sample))
-constrain, target = jax.jit(load_masks), jax.jit(target_probs)
+enter, look_back, draw = map(StoredJit, (admit, load_history, sample))
+constrain, target = StoredJit(load_masks), StoredJit(target_probs)
 
 
 def drawn(params: SamplingParams, output: tuple[int, ...] = (), bad_words: tuple = ()) -> list[int]:

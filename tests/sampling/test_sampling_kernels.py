@@ -4,6 +4,7 @@ cost."""
 import jax
 import numpy as np
 import pytest
+from cases.programs import StoredJit
 
 from duetto.sampling import sample as sampler
 from duetto.sampling.checks import MAX_LOGPROBS
@@ -32,7 +33,7 @@ def narrowing(x: np.ndarray, name: str, value: float) -> np.ndarray:
     return np.asarray(narrowed(whole, rows))[:B, :V] > -1e29
 
 
-@jax.jit
+@StoredJit
 def narrowed(x: jax.Array, rows: sampler.SamplingRows) -> jax.Array:
     return sampler.narrowed(x, rows, sampler.who_wants(rows))
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 DEAREST, MANY = 10, 100  # tests that are listed, of runs with at least MANY
-STAMP = {"cpu": 0.0}  # CPU seconds of this process at the end of the last phase
+STAMP = {"cpu": 0.0}  # CPU seconds of this process at the end of the last test
 
 
 def cpu_seconds() -> float:
@@ -49,10 +49,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Iterator[None]:
-    """Note the CPU seconds of a phase in its report, which travels from the worker to the controller."""
+    """Note a test's CPU seconds in its last report, which travels from the worker to the controller."""
     report = yield
-    now = cpu_seconds()
-    report.cpu_seconds, STAMP["cpu"] = now - STAMP["cpu"], now
+    if report.when == "teardown":
+        now = cpu_seconds()
+        report.cpu_seconds, STAMP["cpu"] = now - STAMP["cpu"], now
     return report
 
 

@@ -7,12 +7,14 @@ import copy
 import gc
 import hashlib
 import os
+import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from importlib.util import LazyLoader, find_spec, module_from_spec
 from inspect import Signature
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # (`optimisations`).
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+gc.set_threshold(100_000, 50, 100)  # imports and traces make millions of objects that last
+
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 from jaxtyping import config, install_import_hook
 from suite.strict import STRICT
@@ -73,6 +78,21 @@ def signature_key(name: str, qualname: str, module: str, signature: Signature, o
 # A function inside another is decorated at each call of the outer one: a quarter of the time of tracing.
 DECORATOR._make_fn_with_signature = made_once(WITH_SIGNATURE, signature_key)
 DECORATOR._apply_typechecker = made_once(CHECK, lambda typechecker, made: (typechecker, made))
+
+
+def typed(*, typechecker: Any) -> Callable[..., Any]:
+    """The decorator of functions that are checked. One that a test makes inside another while nothing is
+    checked remains as it is."""
+
+    def decorated(function: Any) -> Any:
+        plain = ALL_IMPORTED and config.jaxtyping_disable and "<locals>" in function.__qualname__
+        return function if plain else JAXTYPED(function, typechecker=typechecker)
+
+    return decorated
+
+
+JAXTYPED, jaxtyping.jaxtyped = jaxtyping.jaxtyped, typed
+ALL_IMPORTED: list[bool] = []  # not empty while tests run
 install_import_hook([f"duetto.{name}" for name in CHECKED], "annotations.check")
 config.update("jaxtyping_disable", True)
 
@@ -147,6 +167,21 @@ def fingerprint(params: Any) -> str:
 
 tree.all_finite, realm.digest, classes.fingerprint = all_finite, digest, fingerprint
 
+LATE = "openai", "nbclient"  # each takes a second, and a worker imports the files of all tests
+
+
+def import_late(name: str) -> None:
+    """Import a library at its first use."""
+    spec = find_spec(name)
+    if spec and spec.loader and name not in sys.modules:
+        spec.loader = LazyLoader(spec.loader)
+        sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+for library in LATE:
+    import_late(library)
+
 MAY_COMPILE_LATE = start.may_compile_late
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
 start.may_compile_late = lambda *_: False
@@ -162,12 +197,17 @@ def of_subprocesses() -> None:
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
 
 
+def begin() -> None:
+    """Prepare for tests, once their files are imported."""
+    of_subprocesses()
+    rarely_collected()
+    ALL_IMPORTED.append(True)
+
+
 def rarely_collected() -> None:
-    """Collect garbage more rarely: traces make millions of objects that last, and each look through them
-    takes longer than the one before."""
-    gc.collect()
+    """Leave what was imported out of the collector's looks, each of which takes longer than the one
+    before."""
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
 
 
 MOST_MAPPINGS = 20_000  # Linux allows a process 65,530; each loaded program takes some

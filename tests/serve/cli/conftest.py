@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from suite.fixtures import ROOT
 
 from duetto.checkpoints import huggingface
 from duetto.serve.cli.main import main

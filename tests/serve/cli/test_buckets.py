@@ -6,8 +6,8 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from conftest import ROOT, Model, random_model
 from fakes.greedy import greedy_programs
+from suite.fixtures import ROOT, Model, random_model
 
 from duetto import LLM, SamplingParams
 from duetto.serve.cli.buckets import lengths_of

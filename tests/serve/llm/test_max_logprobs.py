@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cases.requests import SIZES
-from conftest import with_few_shapes
+from suite.fixtures import with_few_shapes
 
 from duetto import LLM, SamplingParams
 from duetto.model.pair import PairConfig

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 from cases.gpus import traced_for
 from cases.requests import SIZES
-from conftest import ROOT, Model
 from fakes.greedy import greedy_programs
+from suite.fixtures import ROOT, Model
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from cases.gpus import traced_for
 from cases.weights import drawn
-from conftest import ROOT
 from fakes.greedy import greedy_programs
 from jax.sharding import AbstractMesh
+from suite.fixtures import ROOT
 from suite.quick import made_once
 
 from duetto import LLM, SamplingParams

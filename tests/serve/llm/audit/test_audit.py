@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases.requests import GREEDY, PARAMS, PROMPTS, SEEDED, SIZES, exact
-from conftest import with_few_shapes
+from suite.fixtures import with_few_shapes
 
 from duetto import LLM, SamplingParams
 from duetto.serve.host.append_log import AppendLog

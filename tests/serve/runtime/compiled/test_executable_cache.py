@@ -10,9 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import Model
 from fakes.greedy import greedy_programs
 from jax.experimental.compilation_cache import compilation_cache
+from suite.fixtures import Model
 
 from duetto import LLM, SamplingParams
 from duetto.serve.engine.startup import start

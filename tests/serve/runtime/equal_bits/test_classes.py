@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import Model
 from fakes.greedy import greedy_programs
+from suite.fixtures import Model
 
 from duetto import LLM
 from duetto.kvcache.pages import KVCache

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from cases.text.letters import backend_of
-from conftest import Model
 from fakes.processes import Forked, script
 from fakes.processes import command as duetto
+from suite.fixtures import Model
 
 from duetto import SamplingParams
 from duetto.checkpoints.huggingface import save

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import random_model
+from suite.fixtures import random_model
 
 from duetto.kvcache.pages import POOLED, Batch
 from duetto.model.pooling import pool

@@ -1,0 +1,285 @@
+"""Strict numerics for every test, models to run, and the oracle that has no cache."""
+
+from suite import quick  # first: jax reads its settings once
+
+# isort: split
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.invariance import BASE, PARAMS, bits, prompts
+from cases.models import RANDOM
+from cases.oracle import Model, continue_plainly
+from jaxtyping import config
+
+from duetto import LLM
+from duetto.checkpoints.huggingface import load
+from duetto.model.transformer import decoder_spec
+from duetto.model.tree import Spec, is_spec
+from duetto.model.weights.compress import quantize_params
+from duetto.serve.engine.speculation.controller import Controller, Times
+from duetto.serve.engine.startup import cpu_kernels, dtype, start
+from duetto.serve.llm import loading
+from duetto.serve.options.engine import EngineOptions
+from duetto.serve.planner.roofline import targets
+from duetto.serve.runtime.compiled import executable_cache
+from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.shapes import Canonical, Shape, Sizes
+from duetto.serve.runtime.equal_bits.warmup import first_shapes
+from duetto.serve.runtime.pipeline.programs import StagedPrograms
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKED = quick.CHECKED
+GIVEN = loading.given
+MOST_WEIGHTS = 256  # arrays of a model
+# Rooms in which arrays flow: their tests check the shapes of every call.
+TYPED = (
+    "model",
+    "kvcache",
+    "sampling",
+    "serve/runtime/steps",
+    "serve/runtime/compiled",
+    "serve/runtime/equal_bits",
+    "serve/engine/speculation",
+    "test_invariance_adapters.py",
+)
+# No arrays and many calls, or engines whose programs other tests trace with checks.
+UNTYPED = (
+    "serve/engine/speculation/test_drafters.py",
+    "serve/engine/speculation/test_speculation_controller.py",
+    "serve/runtime/compiled/test_executable_cache.py",
+    "serve/runtime/equal_bits/test_warmup.py",
+)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def processes() -> None:
+    quick.begin()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def plain_processor(pytestconfig: pytest.Config) -> Iterator[None]:
+    """A processor that multiplies bfloat16 no faster, and whose kernels are used only where a test asks for
+    them: defaults do not depend on the machine. With `--cpu-kernels` engines use them where they can."""
+    own = bool(pytestconfig.getoption("--cpu-kernels"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dtype, "bfloat16_gain", lambda *_: 1.0)
+        patch.setattr(cpu_kernels, "compiles_quickly", lambda: not own)
+        patch.setattr(targets, "fastest", partial(targets.fastest, times=1))  # no test needs exact rates
+        if own:  # also where kernels leave attention to XLA
+            patch.setattr(cpu_kernels, "left_out", lambda *a: "they are for one device" if a[-1] else "")
+            patch.setattr(loading, "given", given_with_kernels)
+        yield
+
+
+def given_with_kernels(*arguments: Any) -> loading.LoadedModel:
+    """Take parameters as `LLM.from_params` does, for CPU kernels unless the options have none."""
+    (*others, options) = arguments
+    return partial(GIVEN, *others)({"cpu_kernels": True} | options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiles the programs of a module that is marked `as_served` as users' are."""
+    if request.node.get_closest_marker("as_served") is None:
+        yield
+        return
+    jax.clear_caches()
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shapes_checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Checks annotations, shapes among them, at every call in tests of the rooms where arrays flow."""
+    where = request.path.relative_to(ROOT / "tests").as_posix()
+    config.update("jaxtyping_disable", not where.startswith(TYPED) or where in UNTYPED)
+    yield
+    config.update("jaxtyping_disable", True)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """For tests that give wrong types on purpose: they meet what the library itself says, as users do."""
+    before = config.jaxtyping_disable
+    config.update("jaxtyping_disable", True)
+    yield
+    config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_shared() -> Iterator[None]:
+    """Lets the engines of a process share compiled programs."""
+    quick.release_programs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "Programs", quick.SHARED)
+        patch.setattr(StagedPrograms, "_lower", quick.staged_once(StagedPrograms._lower))
+        patch.setattr(Programs, "_lower", quick.split_once(Programs._lower))
+        for lower, name in quick.SMALL.items():
+            patch.setattr(Programs, lower, quick.small_once(vars(Programs)[lower], name))
+        yield
+
+
+@pytest.fixture
+def early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines start cold, whatever earlier starts have kept, serve before all of their programs are there,
+    and compile all of them under any load."""
+    monkeypatch.setattr(start, "may_compile_late", quick.MAY_COMPILE_LATE)
+    monkeypatch.setattr(executable_cache, "load", lambda *_: None)
+    monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
+    # nothing is kept: what a program was compiled to before may have come from jax's cache
+    monkeypatch.setattr(executable_cache, "compile", lambda _, lowered, *__: lowered.compile())
+    monkeypatch.setattr(executable_cache.Spent, "mean", 0.0)
+
+
+@contextmanager
+def with_few_shapes(verifications: int | None = None) -> Iterator[None]:
+    """Engines compile one prefill, one decode and the narrowest verifications that compute as many tokens as
+    it does, by default all: what serves every request."""
+    shapes_of = start.shapes_of
+
+    def few(options: EngineOptions, sizes: Sizes, layers: Any, platform: str, dtype: Any) -> list[Shape]:
+        found = shapes_of(options, sizes, layers, platform, dtype)
+        first = first_shapes(found, Canonical.on(platform, options, sizes))
+        width = max(shape.area for shape in first if shape.phase == "decode")
+        verify = [shape for shape in found if shape.phase == "verify" and shape.area >= width]
+        return [*(shape for shape in found if shape in first), *verify[:verifications]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start, "shapes_of", few)
+        yield
+
+
+@pytest.fixture
+def few_shapes() -> Iterator[None]:
+    with with_few_shapes():
+        yield
+
+
+@pytest.fixture
+def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose steps all take a millisecond: what an engine does with guesses, which cost nothing
+    there, does not depend on the machine."""
+    learn, record = Times.learn, Controller.record_verified
+    monkeypatch.setattr(Times, "of", lambda self, key: 1e-3)
+    monkeypatch.setattr(Times, "learn", lambda self, key, _: learn(self, key, 1e-3))
+    monkeypatch.setattr(Controller, "record_verified", lambda self, g, n, s, p: record(self, g, n, 1e-3, p))
+
+
+@partial(jax.jit, static_argnums=1)
+def normals(key_data: jax.Array, count: int) -> jax.Array:
+    return jax.random.normal(jax.random.wrap_key_data(key_data), (count,))
+
+
+def random_model(name: str) -> Model:
+    """Random, with weights large enough that greedy tokens have clear margins. All models share the programs
+    that draw them, one for each of few sizes: one for all weights takes seconds to compile."""
+    specs, structure = jax.tree.flatten(decoder_spec(RANDOM[name]), is_leaf=is_spec)
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(1), MOST_WEIGHTS)))
+
+    def drawn(spec: Spec, key: np.ndarray) -> jax.Array:
+        size = math.prod(spec.shape)
+        numbers = np.asarray(normals(key, max(64, 4 ** math.ceil(math.log(size, 4)))))[:size]
+        scale = 0.3 if spec.mean == 0 else spec.scale
+        weights = np.float32(spec.mean) + np.float32(scale) * numbers.reshape(spec.shape)
+        return jax.device_put(weights.astype(spec.dtype or np.float32))
+
+    assert len(specs) <= MOST_WEIGHTS
+    return Model(name, RANDOM[name], jax.tree.unflatten(structure, list(map(drawn, specs, keys))))
+
+
+OTHERWISE = {  # parameters of the model "tiny", kept in another way
+    "bfloat16": lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
+    "int8": lambda params: quantize_params(params, "int8"),
+}
+RARELY = {  # in tests that ask for them by name
+    "int4": lambda params: quantize_params(params, "int4"),
+    "fp8": lambda params: quantize_params(params, "fp8"),
+}
+CACHES = {  # others with caches in eight bits
+    "windows, int8 cache": "int8",
+    "latent, fp8_e5m2 cache": "fp8_e5m2",
+    "bfloat16, fp8_e4m3 cache": "fp8_e4m3",
+}
+
+
+def make_model(name: str) -> Model:
+    if name in CACHES:
+        return replace(make_model(name.partition(",")[0]), name=name, kv_cache_dtype=CACHES[name])
+    if name in RANDOM:
+        return random_model(name)
+    if name in OTHERWISE | RARELY:
+        whole, kept = random_model("tiny"), (OTHERWISE | RARELY)[name]
+        return Model(name, whole.config, jax.jit(kept)(whole.params))
+    assert name == "demo"
+    return Model(name, *load(ROOT / "checkpoints" / "demo", jnp.float32))
+
+
+@pytest.fixture(scope="session", params=[*RANDOM, *OTHERWISE, "windows, int8 cache", "demo"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return make_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Model:
+    return random_model("tiny")
+
+
+@pytest.fixture(scope="session")
+def one_layer(tiny: Model) -> Model:
+    """The model "tiny" cut to its first layer, for engines whose tests are not of the model."""
+    config = replace(tiny.config, layers=tiny.config.layers[:1])
+    return replace(tiny, config=config, params=replace(tiny.params, layers=tiny.params.layers[:1]))
+
+
+Oracle = Callable[..., list[int]]  # of a prompt, its parameters, and what continue_plainly takes more
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Callable[[Model], Oracle]:
+    """A model's own continuation by the plainest means: the whole text forward for every token."""
+    return lambda model: partial(continue_plainly, model)
+
+
+# ---------------------------------------------------------------- the invariance suite
+
+# Of these another engine takes several steps of decode in a call: `FEWER` of test_invariance.py.
+ONE_STEP = (
+    "windows", "longrope", "parallel", "recurrent", "borrowed", "bfloat16", "windows, int8 cache", "latent",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def serve(model):
+    """Starts an engine; the programs of the demo model are compiled as users' are."""
+    jax.config.update("jax_disable_most_optimizations", model.name != "demo")
+    own = BASE | {"kv_cache_dtype": model.kv_cache_dtype}
+    if model.name in ONE_STEP:
+        own["decode_steps"] = 1
+    yield lambda **options: LLM.from_params(model.config, model.params, **(own | options))
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def base(serve):
+    with serve() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(base, model):
+    """Each request served alone by an engine that has seen nothing before."""
+    outputs = []
+    for prompt, params in zip(prompts(model.config.vocab_size), PARAMS, strict=True):
+        base.engine.tables.forget()
+        outputs += [bits(o) for o in base.generate(prompt, params, use_tqdm=False)]
+    return outputs
