@@ -22,7 +22,7 @@ from duetto.model.config import Latent, ModelConfig
 from duetto.model.pair import PairConfig
 from duetto.model.sharding import device_bytes, fitted, shardings
 from duetto.model.transformer import decoder_spec, forward, unembed
-from duetto.model.tree import init, nbytes, paths
+from duetto.model.tree import is_spec, nbytes, paths
 from duetto.model.weights.adapted import stacks_of
 from duetto.model.weights.compress import quantize_params
 from duetto.model.weights.lowrank import LowRank
@@ -170,12 +170,10 @@ def test_each_device_is_filled(tiny, mesh):
 
 
 def other(tiny):
-    specs = jax.tree.map(
-        lambda s: replace(s, scale=0.3) if s.mean == 0 else s,
-        decoder_spec(tiny.config),
-        is_leaf=lambda x: hasattr(x, "axes"),
-    )
-    return replace(tiny, name="other", params=init(jax.random.key(7), specs))
+    """The numbers of each weight in another order."""
+    shuffled = np.random.default_rng(7).permutation
+    params = jax.tree.map(lambda x: jax.device_put(shuffled(np.ravel(x)).reshape(x.shape)), tiny.params)
+    return replace(tiny, name="other", params=params)
 
 
 @pytest.mark.usefixtures("greedy_only")
@@ -307,7 +305,8 @@ def test_adapters_are_split_as_their_weights_are(tiny, mesh, oracle, tmp_path):
 
 def test_heads_that_do_not_divide_are_refused(mesh, tmp_path):
     config = ModelConfig.uniform(50, 24, 48, 1, 6, 3, 8, 64)
-    huggingface.save(tmp_path, config, init(jax.random.key(0), decoder_spec(config)))
+    zeros = partial(jax.tree.map, lambda spec: np.zeros(spec.shape, np.float32), is_leaf=is_spec)
+    huggingface.save(tmp_path, config, zeros(decoder_spec(config)))
     with pytest.raises(ValueError, match="3 kv_heads cannot be split over 2 devices: choose a divisor of 3"):
         LLM(tmp_path, mesh=mesh)
 
