@@ -13,7 +13,7 @@ from cases.adapters import merged, read, write
 from cases.invariance import PARAMS, bits, prompts
 from fakes.greedy import greedy_programs
 from jax.sharding import Mesh
-from suite.fixtures import with_few_shapes
+from suite.fixtures import ROOT, with_few_shapes
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load
@@ -363,9 +363,10 @@ def test_a_plans_loops_over_keys_count_as_often_as_they_run():
     """And what a quantised weight is widened to counts where nothing was compiled."""
     target = replace(here(), devices=tuple(jax.devices()))
     options = EngineOptions(pipeline_parallel_size=2, max_num_seqs=8, max_prefill_tokens=64)
+    draft = str(ROOT / "checkpoints" / "demo-draft")  # of two layers
 
     def planned(compiled: bool, context: int, **asked: Any) -> list[StagePlan]:
-        plan = plan_job(None, None, "float32", replace(options, **asked), target, context)
+        plan = plan_job(draft, None, "float32", replace(options, **asked), target, context)
         shapes = main_shapes(plan.shapes)[1:] if compiled else []
         return stage_plans(plan, abstract_arguments(plan), shapes)
 
