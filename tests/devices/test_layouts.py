@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import weights
 from cases.models import EXPERTS, TINY
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from suite import quick
@@ -21,7 +22,7 @@ from duetto.model.config import Experts, LayerKind, ModelConfig
 from duetto.model.experts import MoE, experts_spec, mix_experts
 from duetto.model.sharding import Layout, device_bytes, rules_for, shardings
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init, is_spec, nbytes
+from duetto.model.tree import is_spec, nbytes
 from duetto.model.weights.compress import compress, projections
 from duetto.model.weights.prepared import prepared
 from duetto.sampling.params import knobs_row
@@ -53,7 +54,7 @@ def drawn(config: ModelConfig, name: str = "drawn") -> Model:
     spec = jax.tree.map(
         lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(config), is_leaf=is_spec
     )
-    return Model(name, config, jax.jit(lambda key: init(key, spec))(jax.random.key(1)))
+    return Model(name, config, weights.drawn(spec))
 
 
 def sharing(config: ModelConfig) -> ModelConfig:
@@ -128,11 +129,11 @@ def test_experts_stay_where_they_are(c: Experts, how: Any, experts: bool):
     """One all-reduce adds up what devices make of their own; nothing else goes between them."""
     D, mesh = 64, mesh_of(tensor=2)
     specs = jax.tree.map(lambda s: replace(s, scale=0.3), experts_spec(c, D, 4), is_leaf=is_spec)
-    w: Any = init(jax.random.key(0), specs)
+    w: Any = weights.drawn(specs)
     if how:
         w = replace(w, experts=compress({"layers": {"ffn": w.experts}}, projections(how))["layers"]["ffn"])
     placed = prepared(put(shardings(experts_spec(c, D, 4), mesh, rules_for(mesh, experts)), w), False)
-    x = jax.random.normal(jax.random.key(1), (16, 1, D))
+    x = jax.device_put(np.random.default_rng(1).standard_normal((16, 1, D), np.float32))
     expected = np.asarray(jax.jit(partial(mix_experts, c=c))(w, x=x))
     everywhere = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
     program = jax.jit(partial(mix_experts, c=c)).lower(placed, x=everywhere).compile()
