@@ -21,11 +21,8 @@ from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.sharding import device_bytes
 from duetto.model.transformer import decoder_spec, forward, unembed
 from duetto.model.tree import init, is_spec, nbytes
-from duetto.sampling import sample as sampling
-from duetto.sampling.sample import Scores
 from duetto.serve.engine.startup import start
 from duetto.serve.runtime.compiled.shapes import Shape
-from duetto.serve.runtime.steps import scoring
 
 # A prompt of 23 tokens comes in two chunks; two shapes are compiled for each model and layout.
 SIZES = {
@@ -51,17 +48,9 @@ SPLIT = [(name, WHOLE) for name in MIXTURES] + [(name, PARTS) for name in LAYERS
 
 
 @pytest.fixture(autouse=True)
-def greedy(unchecked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two shapes, which neither draw nor score: half of the time that programs take to trace."""
+def two_shapes(unchecked: None, greedy_only: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert jax.device_count() == 2
     monkeypatch.setattr(start, "shapes_of", lambda *_: SHAPES)
-    monkeypatch.setattr(sampling, "choose", lambda logits, *_: sampling.argmax(logits))
-    monkeypatch.setattr(scoring, "score_prompt", unscored)
-
-
-def unscored(*given: Any) -> Scores:
-    (B, T), n_top = given[3].shape, given[-1]
-    return jax.tree.map(lambda x: x.reshape(B, T, *x.shape[1:]), sampling.no_scores(B * T, n_top))
 
 
 def generated(llm: LLM) -> list[list[int]]:

@@ -12,6 +12,8 @@ from duetto.sampling.sample import Sampled, Scores, argmax, no_scores
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.steps import step
 
+OWN = executable_cache.sources_hash([__file__])
+
 
 @contextmanager
 def greedy_programs() -> Iterator[None]:
@@ -20,7 +22,7 @@ def greedy_programs() -> Iterator[None]:
 
     def marked(device: Any) -> tuple[Any, ...]:
         sources, *others = environment(device)
-        return f"greedy, of {sources}", *others
+        return f"greedy by {OWN}, of {sources}", *others
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executable_cache, "environment", marked)

@@ -53,7 +53,7 @@ class StagedPrograms(Programs):
     def _lower(self, shape: Shape) -> JoinedPrograms:
         with self._lowering:
             programs = self.lowering.lower(shape)
-        return JoinedPrograms([*programs, self._lower_hear()], self._joined)
+        return JoinedPrograms([*programs, self._hear], self._joined)
 
     def _joined(self, *compiled: Any) -> Any:
         *programs, hear = compiled
@@ -66,7 +66,8 @@ class StagedPrograms(Programs):
         """Where the first stage has what is on each of its devices."""
         return self.lowering.place(self._route[0])
 
-    def _lower_hear(self) -> jax.stages.Lowered:
+    @cached_property
+    def _hear(self) -> jax.stages.Lowered:
         front = self.lowering.front
         whose = jax.ShapeDtypeStruct(front.live.shape, bool)
         return jax.jit(with_updates, out_shardings=self._here).lower(front, front, whose)

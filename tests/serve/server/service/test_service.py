@@ -134,13 +134,13 @@ def test_nothing_waits_for_an_engine_that_has_failed(monkeypatch, capsys):
             driver.failed(RuntimeError("boom"), [])
             with pytest.raises(HttpError, match="the engine has failed"):
                 await anext(call.stream.pieces())
-            await asyncio.sleep(0.05)  # past the longest wait
+            await asyncio.sleep(0.6)  # past the longest wait
         await service.ended.wait()
         with pytest.raises(HttpError, match="the server is ending"):
             async with service.call([task()], ""):
                 pass
 
-    run(test, monkeypatch, queue_timeout=0.01)
+    run(test, monkeypatch, queue_timeout=0.5)
     assert "RuntimeError: boom" in capsys.readouterr().err
 
 
