@@ -137,7 +137,7 @@ def pooled(K: int, H: int, kept: Kept, lanes: int) -> tuple[int, int]:
     """Number and size of a token's rows in a pool, of K heads of H numbers each: a row has several heads, or
     one with zeros behind it, as in 8 bits, where each head has a scale."""
     n = 1 if isinstance(kept, Scheme) else side_by_side(K, H, lanes)
-    # `in_lanes` tells one head of 16 bits from two by the row's size
+    # `in_lanes` tells one head from two by the row's size, where a head has no scale
     pads = n == 1 and (isinstance(kept, Scheme) or 2 * H > lanes)
     return K // n, -(-n * H // lanes) * lanes if pads else n * H
 

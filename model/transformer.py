@@ -90,7 +90,7 @@ def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
 def decoder_spec(c: ModelConfig) -> Decoder:
     """Every parameter of a decoder, before it has numbers."""
     V, D = c.vocab_size, c.hidden_size
-    specs = {kind: layer_spec(kind, c) for kind in dict.fromkeys(c.layers)}
+    specs = {kind: layer_spec(kind, c) for kind in set(c.layers)}
     return Decoder(
         embed=Spec((V, D), ("vocab", "model")),
         layers=tuple(specs[kind] for kind in c.layers),

@@ -16,7 +16,8 @@ T = TypeVar("T")
 def pytree(cls: type[T]) -> type[T]:
     """A frozen dataclass that is a pytree, of whose structure the fields that are `static` are a part.
 
-    jax takes it apart in C++ at every call of a program, and rebuilds it by `__init__`.
+    jax takes it apart in C++ at every call of a program, and rebuilds it by `__init__`: the types of fields
+    admit what trees of specs and of shardings hold.
     """
     cls = dataclass(frozen=True)(cls)
     static = [f.name for f in fields(cls) if f.metadata.get("static")]  # type: ignore[arg-type]

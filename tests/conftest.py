@@ -10,6 +10,6 @@ pytest_plugins = ["suite.costs", "suite.groups"]
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     given = pluginmanager.get_plugin("pytestconfig").known_args_namespace
-    hands_out = getattr(given, "numprocesses", None) and not given.collectonly
+    hands_out = getattr(given, "numprocesses", None) and not (given.collectonly or given.usepdb)
     if not hands_out or "PYTEST_XDIST_WORKER" in os.environ:
         pluginmanager.import_plugin("suite.fixtures")

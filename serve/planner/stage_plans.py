@@ -15,6 +15,7 @@ from ...model.pair import PairConfig, target_of
 from ...model.sharding import device_bytes
 from ...model.transformer import decoder_spec
 from ...model.tree import nbytes, paths
+from ...model.weights.prepared import lanes_of
 from ..options.checks import GIB
 from ..runtime.compiled.compile import Programs, StepArguments
 from ..runtime.compiled.shapes import Shape, doublings
@@ -214,7 +215,7 @@ def planned_tiers(plan: EnginePlan, rows: list[ShapeCost]) -> list[TierPlan]:
     """The tiers that the options ask for."""
     layers, W = plan.config.within(plan.sizes.max_model_len).layers, plan.options.page_size
     kept, peaks = kept_as(plan.sizes.kv_cache_dtype, jnp.dtype(plan.dtype)), plan.target.peaks
-    size = sum(page_bytes(layers, W, kept))
+    size = sum(page_bytes(layers, W, kept, lanes_of(plan.target.devices)))
     floors = [row.floor / row.shape.area for row in rows if row.floor and row.shape.phase == "prefill"]
     compute = W * min(floors) if floors else None
     over = size / peaks.host if peaks and peaks.host else None

@@ -3,12 +3,13 @@ tracing."""
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+from jaxtyping import config
 
 from duetto.serve.runtime.compiled import executable_cache
 
@@ -17,21 +18,21 @@ ADDRESS = re.compile(r" at 0x\w+")  # in the names of functions among static arg
 
 @cache
 def sources(file: Path) -> str:
-    return executable_cache.sources_hash([file, Path(__file__).parent])
+    """The hash of a test's file, of the cases, and of what checks annotations while a program is traced."""
+    tests = Path(__file__).parents[1]
+    checks = tests / "annotations.py", tests / "suite" / "quick.py"
+    return executable_cache.sources_hash([file, tests / "cases", *checks])
 
 
 class StoredJit:
     """`jax.jit` of a function that computes from its arguments, its own file, `cases` and the library, none
-    of which is patched."""
+    of which is patched. A function among its static arguments is one of a module."""
 
     def __init__(self, function: Callable[..., Any], static_argnames: Collection[str] = ()):
         self._jitted = jax.jit(function, static_argnames=static_argnames)
         self._signature, self._static = inspect.signature(function), static_argnames
-        self._file, self._name = (
-            Path(str(inspect.getsourcefile(inspect.unwrap(function)))),
-            function.__qualname__,
-        )
-        self._programs: dict[Hashable, Any] = {}
+        self._sources = sources(Path(str(inspect.getsourcefile(inspect.unwrap(function)))))
+        self._name, self._programs = function.__qualname__, dict[str, Any]()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         given = self._signature.bind(*arguments, **named)
@@ -39,15 +40,18 @@ class StoredJit:
         static = {name: given.arguments[name] for name in self._static}
         arrays = {name: value for name, value in given.arguments.items() if name not in static}
         leaves, structure = jax.tree.flatten(arrays)
-        settings = jax.config.values["jax_disable_most_optimizations"]
+        settings = jax.config.values["jax_disable_most_optimizations"], config.jaxtyping_disable
         facts = *static.values(), structure, *map(jax.typeof, leaves), settings
-        if facts not in self._programs:
-            self._programs[facts] = self._program(static | arrays, facts)
-        return self._programs[facts](**arrays)
+        told = ADDRESS.sub("", repr(facts))
+        assert "<locals>" not in told and "<lambda>" not in told
+        if told not in self._programs:
+            self._programs[told] = self._program(static | arrays, told)
+        return self._programs[told](**arrays)
 
-    def _program(self, given: dict[str, Any], facts: tuple[Hashable, ...]) -> Any:
+    def _program(self, given: dict[str, Any], told: str) -> Any:
         device = jax.devices()[0]
-        told = ADDRESS.sub("", repr(facts)), executable_cache.environment(device)
-        key = executable_cache.combined([sources(self._file)], self._name, *told)
+        key = executable_cache.combined(
+            [self._sources], self._name, told, executable_cache.environment(device)
+        )
         found = executable_cache.load(key, device)
         return found or executable_cache.compile(key, self._jitted.lower(**given))

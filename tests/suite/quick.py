@@ -7,14 +7,12 @@ import copy
 import gc
 import hashlib
 import os
-import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from importlib.util import LazyLoader, find_spec, module_from_spec
 from inspect import Signature
 from pathlib import Path
 from typing import Any
@@ -81,8 +79,8 @@ DECORATOR._apply_typechecker = made_once(CHECK, lambda typechecker, made: (typec
 
 
 def typed(*, typechecker: Any) -> Callable[..., Any]:
-    """The decorator of functions that are checked. One that a test makes inside another while nothing is
-    checked remains as it is."""
+    """The decorator of functions that are checked. A function that a test without checks makes inside another
+    stays plain."""
 
     def decorated(function: Any) -> Any:
         plain = ALL_IMPORTED and config.jaxtyping_disable and "<locals>" in function.__qualname__
@@ -167,21 +165,6 @@ def fingerprint(params: Any) -> str:
 
 tree.all_finite, realm.digest, classes.fingerprint = all_finite, digest, fingerprint
 
-LATE = "openai", "nbclient"  # each takes a second, and a worker imports the files of all tests
-
-
-def import_late(name: str) -> None:
-    """Import a library at its first use."""
-    spec = find_spec(name)
-    if spec and spec.loader and name not in sys.modules:
-        spec.loader = LazyLoader(spec.loader)
-        sys.modules[name] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-
-
-for library in LATE:
-    import_late(library)
-
 MAY_COMPILE_LATE = start.may_compile_late
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
 start.may_compile_late = lambda *_: False
@@ -200,14 +183,8 @@ def of_subprocesses() -> None:
 def begin() -> None:
     """Prepare for tests, once their files are imported."""
     of_subprocesses()
-    rarely_collected()
+    gc.freeze()  # each look of the collector through what was imported would take longer than the one before
     ALL_IMPORTED.append(True)
-
-
-def rarely_collected() -> None:
-    """Leave what was imported out of the collector's looks, each of which takes longer than the one
-    before."""
-    gc.freeze()
 
 
 MOST_MAPPINGS = 20_000  # Linux allows a process 65,530; each loaded program takes some

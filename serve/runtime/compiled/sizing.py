@@ -120,6 +120,7 @@ def rooms(
             span,
             cache_budget(config, options, own, target.embed.dtype, memory) // (1 if memory else len(found)),
             parts(config.layers[span], own),
+            lanes_of(devices(own)),
         )
         for span, own in each
     ]
@@ -137,16 +138,16 @@ def cache_budget(
         return min(HOST_MOST, host_memory() // HOST_SHARE) // len(devices(params))
     slots = 2 * slot_bytes(config, options)  # a warm-up has its own
     scratch = scratch_bytes(config, options, dtype) + widened_bytes(params, dtype)
-    if moved := moved_bytes(config, options, dtype):  # never of a stage
+    if moved := moved_bytes(config, options, dtype, lanes_of(devices(params))):  # never of a stage
         scratch += moved // parts(config.layers, params)
     return int(memory * options.gpu_memory_utilization) - device_bytes(params) - slots - scratch
 
 
-def moved_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int:
-    """Return the bytes of pages on their way to tiers and back."""
+def moved_bytes(config: PairConfig, options: EngineOptions, dtype: Any, lanes: int) -> int:
+    """Return the bytes of pages on their way to tiers and back, whose rows fill whole `lanes`."""
     kept = kept_as(options.kv_cache_dtype, dtype)
     pages = OFFERED + STAGED if options.has_tiers else 0
-    return pages * sum(page_bytes(config.layers, options.page_size, kept))
+    return pages * sum(page_bytes(config.layers, options.page_size, kept, lanes))
 
 
 def slot_bytes(config: PairConfig, options: EngineOptions) -> int:
@@ -203,7 +204,7 @@ def sizes_in(config: PairConfig, options: EngineOptions, places: Sequence[StageB
     if longest < 2:
         raise ValueError(f"max_model_len {longest} is not allowed: 2 or more, for a prompt and an answer")
     layers = config.within(longest).layers
-    sizes = dict(zip(windows_of(layers), page_bytes(layers, W, kept), strict=True))
+    sizes = dict(zip(windows_of(layers), page_bytes(layers, W, kept, places[0].lanes), strict=True))
     check_tiers(options, sum(sizes.values()))
     stride = state_stride(sizes.get(STATE, 0), sizes.get(None, 0), W)
     shards = options.data_parallel_size

@@ -53,7 +53,7 @@ class StagedPrograms(Programs):
     def _lower(self, shape: Shape) -> JoinedPrograms:
         with self._lowering:
             programs = self.lowering.lower(shape)
-        return JoinedPrograms([*programs, self._hear], self._joined)
+            return JoinedPrograms([*programs, self._hear], self._joined)
 
     def _joined(self, *compiled: Any) -> Any:
         *programs, hear = compiled

@@ -3,8 +3,9 @@
 import json
 from typing import Any
 
-import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from duetto.serve.engine.startup.folder import DEMO
@@ -18,7 +19,6 @@ from duetto.serve.text.openai.tasks import params_for, task_of_body
 from duetto.serve.text.outputs import CompletionOutput, RequestOutput
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
-TYPES: Any = openai  # parts of it are imported at their first use
 TEMPLATE = "{{ messages[-1].content }}{% if '</think>' in messages[0].content %}<tool_call>{% endif %}"
 CALL = '<tool_call>\n{"name": "rain", "arguments": {"days": 3}}\n</tool_call>'
 TEXT = f"<think>hm</think>\n\nLook.\n{CALL}\n{CALL}"
@@ -60,7 +60,7 @@ def streamed(events: Any, found: list[CompletionOutput]) -> list[dict[str, Any]]
 def test_a_chat_streams_the_calls_that_the_whole_has(replies, size, reason, end):
     asked = parse_completion("chat", ASKED, {})
     whole = completion_stream.whole(replies, "1", asked, [result(TEXT, reason)])
-    (choice,) = TYPES.types.chat.ChatCompletion.model_validate(whole | {"choices": whole["choices"]}).choices
+    (choice,) = ChatCompletion.model_validate(whole | {"choices": whole["choices"]}).choices
     message: Any = choice.message
     assert (message.content, message.reasoning, choice.finish_reason) == ("\n\nLook.", "hm", end)
     assert [one.function.name for one in message.tool_calls] == ["rain"] * 2
@@ -70,7 +70,7 @@ def test_a_chat_streams_the_calls_that_the_whole_has(replies, size, reason, end)
     for record in streamed(
         completion_stream.CompletionEvents(replies, "1", asked), outputs(TEXT, size, reason)
     ):
-        chunk: Any = TYPES.types.chat.ChatCompletionChunk.model_validate(record)
+        chunk: Any = ChatCompletionChunk.model_validate(record)
         last = chunk.choices[0].finish_reason
         content += chunk.choices[0].delta.content or ""
         for one in chunk.choices[0].delta.tool_calls or []:
@@ -124,12 +124,12 @@ def test_an_answer_of_a_batch_has_its_calls(replies):
 def test_a_response_has_an_item_for_each_call(replies, size):
     asked = parse_response(INPUT, {})
     whole = responses.whole(replies, "1", asked, [result(TEXT)])
-    response: Any = TYPES.types.responses.Response.model_validate(whole)
+    response: Any = Response.model_validate(whole)
     assert [item.type for item in response.output] == ["reasoning", "message", *["function_call"] * 2]
     assert [item.arguments for item in response.output[2:]] == ['{"days": 3}'] * 2
     assert len({item.id for item in response.output}) == len({i.call_id for i in response.output[2:]}) + 2
     events = streamed(responses.ResponseEvents(replies, "1", asked, [5]), outputs(TEXT, size))
-    known: Any = TypeAdapter(TYPES.types.responses.ResponseStreamEvent)
+    known: Any = TypeAdapter(ResponseStreamEvent)
     parsed = [known.validate_python(event) for event in events]
     kinds = [event.type.removeprefix("response.") for event in parsed if "delta" not in event.type]
     assert kinds[-7:] == [

@@ -3,8 +3,9 @@
 from typing import Any
 
 import msgspec
-import openai
 import pytest
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from duetto.serve.engine.startup.folder import DEMO
@@ -15,7 +16,6 @@ from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.outputs import CompletionOutput, RequestOutput
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
-TYPES: Any = openai  # parts of it are imported at their first use
 TEMPLATE = "{{ messages[-1].content }}{% if '</think>' in messages[0].content %}{% endif %}"
 PIECES = ["<th", "ink>may", "be</thi", "nk>", "y", "es"]
 ASKED = {"messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 6}
@@ -55,7 +55,7 @@ def streamed(events: Any, outputs: list[CompletionOutput]) -> list[dict[str, Any
 def test_a_chat_has_its_reasoning_beside_its_answer(replies):
     asked = parse_completion("chat", ASKED, {})
     reply = completion_stream.whole(replies, "1", asked, [result(PIECES, [5])])
-    TYPES.types.chat.ChatCompletion.model_validate(reply)
+    ChatCompletion.model_validate(reply)
     message = reply["choices"][0]["message"]
     assert (message["reasoning"], message["reasoning_content"], message["content"]) == (
         "maybe",
@@ -98,14 +98,14 @@ def test_models_that_do_not_reason_have_their_text_as_it_is():
 def test_a_response_is_an_item_of_reasoning_and_a_message(replies, reason, status):
     asked = parse_response(INPUT, {})
     whole = responses.whole(replies, "1", asked, [result(PIECES, [5, 6, 7], reason)])
-    response: Any = TYPES.types.responses.Response.model_validate(whole)
+    response: Any = Response.model_validate(whole)
     assert response.output_text == "yes" and response.status == status
     assert [item.type for item in response.output] == ["reasoning", "message"]
     assert response.output[0].content[0].text == "maybe"
     assert whole["usage"]["output_tokens"] == 6 and whole["usage"]["total_tokens"] == 9
     events = streamed(responses.ResponseEvents(replies, "1", asked, [5, 6, 7]), pieces(PIECES, reason))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    known: Any = TypeAdapter(TYPES.types.responses.ResponseStreamEvent)
+    known: Any = TypeAdapter(ResponseStreamEvent)
     parsed = [known.validate_python(event) for event in events]
     assert [e.type for e in parsed if "delta" not in e.type] == [
         "response.created", "response.in_progress", "response.output_item.added",
