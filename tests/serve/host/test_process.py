@@ -2,7 +2,6 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from suite.quick import rarely_collected
 
 from duetto.serve.host import process
 
@@ -13,7 +12,7 @@ def few_objects() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
-    rarely_collected()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
