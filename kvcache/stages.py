@@ -83,7 +83,7 @@ def attention_of(layer: Layer) -> Layer:
 
 
 def borrows(layer: Layer) -> bool:
-    return isinstance(layer.attention, Attention) and layer.attention.k is None
+    return isinstance(layer.attention, Attention) and not layer.attention.has_keys
 
 
 def devices(tree: Any) -> frozenset[Any]:

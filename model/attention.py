@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery, NormKind
@@ -29,7 +30,7 @@ Expand = Callable[[LatentRows, Int[Array, " B"]], Made]  # of these rows of the 
 class Attention:
     """Projections of grouped-query attention; what the family does not have is None."""
 
-    q: Any  # [D,N,H]
+    q: Any  # [D,N,H]; where it is `FusedQKV`, k and v are None
     k: Any  # [D,K,H], None where the layer reads another's keys and values
     v: Any  # [D,K,H], None there, and where values are made as keys are
     o: Any  # [N,H,D]
@@ -42,6 +43,19 @@ class Attention:
     sinks: Any = None  # [N]
     gate: Any = None  # [D,N,H]
     gate_bias: Any = None  # [N,H]
+
+    @property
+    def has_keys(self) -> bool:
+        """False where the layer reads another's keys and values."""
+        return self.k is not None or isinstance(self.q, FusedQKV)
+
+
+@pytree
+class FusedQKV:
+    """Projections to queries, keys and values, side by side. heads: of each."""
+
+    array: Any  # [D,N+2K,H]
+    heads: tuple[int, ...] = static(())
 
 
 @dataclass(frozen=True)
@@ -284,11 +298,8 @@ def mix_heads(
 
     scale = c.head_size**-0.5 if c.scale is None else c.scale
     reading = AttentionParams(scale, c.window, c.softcap, w.sinks, chunked=c.chunked)
-    q, k, v = biased(einsum("btd,dnh->btnh", x, w.q), w.q_bias), None, None
-    if w.k is not None:
-        k = biased(einsum("btd,dkh->btkh", x, w.k), w.k_bias)
-        v = k if w.v is None else biased(einsum("btd,dkh->btkh", x, w.v), w.v_bias)
-        v = v if c.value_norm is None else normalise(v, Norm(None), c.value_norm)
+    q, k, v = new_heads(w, x)
+    v = v if c.value_norm is None or v is None else normalise(v, Norm(None), c.value_norm)
     plain = turns_plainly(c) and not isinstance(w.q_norm, NormWeight)
     turning = attend if plain and isinstance(attend, TurningAttend) else None
     if turning and k is not None and v is not None and turning.turns(state, i, q, c.qk_norm):
@@ -300,6 +311,20 @@ def mix_heads(
     if w.gate is not None:
         out = out * jax.nn.sigmoid(biased(einsum("btd,dnh->btnh", x, w.gate), w.gate_bias))
     return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
+
+
+def new_heads(
+    w: Attention, x: Float[Array, "B T D"]
+) -> tuple[Float[Array, "B T N H"], Keys | None, Values | None]:
+    """Queries, keys and values as projections and biases make them; no keys and values where the layer reads
+    another's."""
+    if isinstance(w.q, FusedQKV):
+        heads: Any = einsum("btd,dnh->btnh", x, w.q.array)
+        q, k, v = jnp.split(heads, np.cumsum(w.q.heads[:-1]), axis=2)
+    else:
+        q, k, v = (p if p is None else einsum("btd,dnh->btnh", x, p) for p in (w.q, w.k, w.v))
+    k = k if k is None else biased(k, w.k_bias)
+    return biased(q, w.q_bias), k, k if v is None else biased(v, w.v_bias)
 
 
 def turns_plainly(c: GroupedQuery) -> bool:

@@ -65,8 +65,9 @@ def about(dry: bool) -> dict[str, Any]:
         "transformers",
     )
     settings = {k: v for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_"))}
-    device = jax.devices()[0].device_kind
-    found = {"date": time.strftime("%Y-%m-%d"), "device": device, "settings": settings}
+    device, gpu = jax.devices()[0], gpu_of(jax.devices()[0])
+    found = {"date": time.strftime("%Y-%m-%d"), "device": device.device_kind, "settings": settings}
+    found |= {"xla_options": gpu.options} if gpu else {}
     return found | {p: v for p in packages if (v := known(p))} | ({"dry": True} if dry else {})
 
 

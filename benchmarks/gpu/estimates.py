@@ -22,7 +22,13 @@ from duetto.serve.runtime.compiled.shapes import Shape
 
 LAYERS = 4
 # presets, and the forms of weights that each is measured in; "fixed" are products of one configuration
-FORMS = {"8b": (None, "fixed", "int8", "fp8", "int4"), "30b-a3b": (None,), "gpt-oss-20b": (None,)}
+FORMS = {
+    "30b-a3b": (None, "int4"),
+    "gpt-oss-20b": (None, "int4"),
+    "deepseek-v3": (None,),
+    "qwen3.5-4b": (None,),
+    "8b": (None, "fixed", "int8", "fp8", "int4"),
+}
 LOAD = EngineOptions(
     max_num_seqs=256,
     max_prefill_tokens=2048,

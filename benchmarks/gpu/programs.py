@@ -45,14 +45,16 @@ def bench_reference(run: Run) -> Iterator[Row]:
 
 
 def bench_kernels(run: Run) -> Iterator[Row]:
-    """The longest kernels of a decode step, summed by name; shares are of the sum of all."""
-    gc.collect()
-    bench = Bench(run.model, Shape("decode", run.widths[1], 1), run.context)
-    jax.block_until_ready(bench.step())
-    found = kernel_times(bench.step, run.repeats)
-    whole = sum(k.seconds for k in found)
-    count = sum(k.calls for k in found)
-    yield Row("kernels", f"all of {bench.shape}: {count} calls of {len(found)}", whole * 1e3, "ms")
-    for kernel in found[: run.shown]:
-        what = f"{kernel.calls} x {kernel.name[:54]}"
-        yield Row("kernels", what, kernel.seconds * 1e6, "us", kernel.seconds / whole)
+    """The longest kernels of a decode step of few rows and of many, summed by name; shares are of the sum of
+    all."""
+    for width in run.widths[:2]:
+        gc.collect()
+        bench = Bench(run.model, Shape("decode", width, 1), run.context)
+        jax.block_until_ready(bench.step())
+        found = kernel_times(bench.step, run.repeats)
+        whole = sum(k.seconds for k in found)
+        count = sum(k.calls for k in found)
+        yield Row("kernels", f"all of {bench.shape}: {count} calls of {len(found)}", whole * 1e3, "ms")
+        for kernel in found[: run.shown]:
+            what = f"{bench.shape}: {kernel.calls} x {kernel.name[:44]}"
+            yield Row("kernels", what, kernel.seconds * 1e6, "us", kernel.seconds / whole)

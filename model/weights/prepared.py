@@ -16,6 +16,7 @@ from ...cpu_kernels.library import library
 from ..experts import parted, unparted
 from ..tree import pytree, static, unwrapped
 from .fixed import fixed, is_fixed, unfixed
+from .fused_qkv import fuse_qkv, has_fused_qkv, split_qkv
 from .packed import packed, packed_as, unpacked
 from .transposed import is_transposed, transposed, untransposed
 
@@ -28,7 +29,7 @@ def laid_out(params: T, cpu_kernels: bool, donate: bool = False) -> T:
     deleted when its copy is ready. Raises ValueError where a CPU is to have kernels that are not there."""
     if cpu_kernels and is_on_cpu(params):
         params = packed(params, library().isa, donate)
-    return transposed(params, donate)
+    return fuse_qkv(transposed(params, donate), donate)
 
 
 def is_on_cpu(params: Any) -> bool:
@@ -39,19 +40,20 @@ def is_on_cpu(params: Any) -> bool:
 def prepared(params: T, batch_invariant_matmul: bool, cpu_kernels: bool = False) -> T:
     """Parameters, or ShapeDtypeStructs, as their device multiplies them."""
     params = in_lanes(parted(laid_out(params, cpu_kernels)))
-    return fixed(params) if batch_invariant_matmul else params
+    return fixed(split_qkv(params)) if batch_invariant_matmul else params
 
 
 def prepared_as(served: Any, params: T) -> T:
     """Parameters in the forms that those of a running engine have."""
     params = packed_as(served, params)
+    params = fuse_qkv(params) if has_fused_qkv(served) else params
     params = in_lanes(parted(transposed(params) if is_transposed(served) else params))
     return fixed(params) if is_fixed(served) else params
 
 
 def unprepared(params: T) -> T:
     """An engine's parameters as arrays in the forms that they came in."""
-    return unparted(untransposed(unpacked(unfixed(out_of_lanes(params)))))
+    return unparted(split_qkv(untransposed(unpacked(unfixed(out_of_lanes(params))))))
 
 
 @pytree

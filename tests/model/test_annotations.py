@@ -25,6 +25,7 @@ EXCEPTIONS = {  # by function, why there are no letters
             "layers.Weight.einsum",
             "layers.einsum",
             "layers.product",
+            "layers.row_product",
             "layers.narrow_product",
             "layers.narrow_product.on_cpu",
             "layers.is_row",

@@ -9,12 +9,14 @@ from ....kvcache.page_hash import root
 from ....model.transformer import Decoder
 from ....model.tree import paths
 from ....model.weights.adapted import adapted, stacks_of, unadapted
+from ....model.weights.fused_qkv import split_qkv
 from ....model.weights.prepared import prepared_as
 
 
 def root_of(config: Any, params: Any, kv_cache_dtype: str) -> bytes:
     """Return the name before the first page of an engine."""
-    return root(str(config), str(jax.tree.map(lambda x: x.dtype, params)), kv_cache_dtype)
+    shapes = split_qkv(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
+    return root(str(config), str(jax.tree.map(lambda x: x.dtype, shapes)), kv_cache_dtype)
 
 
 def exchanged(served: Decoder, given: Decoder) -> Decoder:

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, exact, tokens
 
 from duetto import LLM, RequestOutput
+from duetto.model.weights.fused_qkv import has_fused_qkv
+from duetto.serve.engine.weights.params import root_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -134,6 +137,22 @@ def test_update_params(llm, start, tiny):
     assert exact(new) == exact(wanted) != exact(old)
     assert [o.num_cached_tokens for o in new] == [0] * 4
     assert llm.report()["compilations"] == compiled
+
+
+def test_fused_projections_change_no_token_and_take_new_weights(monkeypatch, llm, start, tiny):
+    """As on one GPU."""
+    wanted = tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+    monkeypatch.setattr("duetto.model.weights.fused_qkv.is_on_one_gpu", lambda params: True)
+    one = start()
+    assert has_fused_qkv(one.engine.params) and not has_fused_qkv(llm.engine.params)
+    names = {root_of(tiny.config, x.engine.everything, "auto") for x in (one, llm)}
+    assert len(names) == 1  # so that they can hand each other pages
+    assert tokens(one.generate(PROMPTS, PARAMS, use_tqdm=False)) == wanted
+    one.update_params(jax.tree.map(lambda x: jnp.flip(x, 0), tiny.params))
+    assert tokens(one.generate(PROMPTS, PARAMS, use_tqdm=False)) != wanted
+    one.update_params(tiny.params)
+    assert tokens(one.generate(PROMPTS, PARAMS, use_tqdm=False)) == wanted
+    jax.tree.map(np.testing.assert_array_equal, one.params, tiny.params)
 
 
 def test_update_params_is_refused(llm, tiny):

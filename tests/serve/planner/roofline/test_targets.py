@@ -46,6 +46,7 @@ pytestmark = pytest.mark.as_served
 MOST = {
     ("h200", "0.6b", Shape("prefill", 1, 512)): (1.09, 42),
     ("h200", "0.6b", Shape("prefill", 16, 32)): (1.27, 60),
+    ("h200", "0.6b", Shape("decode", 1, 1)): (1.02, 4),  # each product is one of two rows
     ("h200", "0.6b", Shape("decode", 8, 1)): (1.04, 32),
     ("h200", "0.6b", Shape("decode", 64, 1)): (1.09, 190),
     ("h200", "0.6b", Shape("decode", 64, 4)): (1.15, 232),

@@ -1,0 +1,76 @@
+"""Projections to queries, keys and values in one array: which are fused, their heads, and the way back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.models import RANDOM
+from cases.weights import drawn
+
+from duetto.model.attention import Attention, FusedQKV, causal
+from duetto.model.config import ModelConfig
+from duetto.model.transformer import decoder_spec, forward
+from duetto.model.tree import abstract
+from duetto.model.weights import fused_qkv as rules
+from duetto.model.weights.fused_qkv import fuse_qkv, has_fused_qkv, split_qkv
+from duetto.model.weights.prepared import prepared, prepared_as, unprepared
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    monkeypatch.setattr(rules, "is_on_one_gpu", lambda params: True)
+
+
+def drawn_model(name: str) -> tuple[ModelConfig, object]:
+    config = RANDOM[name]
+    return config, drawn(decoder_spec(config))
+
+
+@pytest.mark.parametrize("name", ["tiny", "windows"])  # the second with biases, norms and sinks
+def test_hidden_states_are_the_same(name: str, one_gpu):
+    config, params = drawn_model(name)
+    tokens = jnp.arange(2 * 9, dtype=jnp.int32).reshape(2, 9)
+    places, lengths = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 9)), jnp.full(2, 9, jnp.int32)
+    run = jax.jit(lambda params: forward(params, config, tokens, places, causal, None, lengths)[0])
+    assert has_fused_qkv(fuse_qkv(params))
+    # a CPU adds up in an order that follows from the number of outputs
+    np.testing.assert_allclose(run(fuse_qkv(params)), run(params), rtol=2e-5, atol=2e-5)
+
+
+def test_the_way_back_has_the_same_arrays(one_gpu):
+    _, params = drawn_model("tiny")
+    kept, shapes = jax.tree.map(np.asarray, params), abstract(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, unprepared(fuse_qkv(params)), kept)
+    assert fuse_qkv(fuse_qkv(params)).layers[0].attention.q.heads == (6, 2, 2)
+    assert split_qkv(fuse_qkv(shapes)) == shapes and fuse_qkv(shapes).layers[0].attention.q.array.shape == (
+        48,
+        10,
+        8,
+    )
+    found = fuse_qkv(params, donate=True)
+    assert params.layers[0].attention.q.is_deleted() and not params.layers[0].attention.o.is_deleted()
+    jax.tree.map(np.testing.assert_array_equal, split_qkv(found), kept)
+
+
+def test_new_weights_take_the_form_of_those_before(one_gpu):
+    _, params = drawn_model("tiny")
+    assert jax.tree.structure(prepared_as(fuse_qkv(params), params)) == jax.tree.structure(fuse_qkv(params))
+    assert prepared_as(params, params) is params
+    assert not has_fused_qkv(prepared(fuse_qkv(params), batch_invariant_matmul=True))
+
+
+def test_what_has_no_keys_of_its_own_stays_apart(one_gpu):
+    one = jnp.ones((4, 2, 2))
+    for k, v in ((None, None), (one, None)):
+        layer = Attention(one, k, v, one)
+        assert fuse_qkv(layer) == layer and layer.has_keys == (k is not None)
+    assert fuse_qkv(Attention(one, one, one, one)).has_keys
+    other = Attention(one, one, one.astype(jnp.bfloat16), one)
+    assert fuse_qkv(other) is other
+
+
+def test_they_stay_apart_but_on_one_gpu():
+    _, params = drawn_model("tiny")
+    assert fuse_qkv(params) is params
+    assert fuse_qkv(abstract(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)).layers[0].attention.k is not None
+    assert not isinstance(params.layers[0].attention.q, FusedQKV)
