@@ -57,6 +57,13 @@ class FusedQKV:
     array: Any  # [D,N+2K,H]
     heads: tuple[int, ...] = static(())
 
+    def heads_of(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T _ H"]]:
+        """Queries, keys and values of x. They are parts of a matrix of rows: side by side again, no copy."""
+        (B, T, _), H = x.shape, self.array.shape[2]
+        rows = einsum("btd,dnh->btnh", x, self.array).reshape(B * T, -1)
+        parts = jnp.split(rows, H * np.cumsum(self.heads[:-1]), axis=1)
+        return [part.reshape(B, T, -1, H) for part in parts]
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -319,8 +326,7 @@ def new_heads(
     """Queries, keys and values as projections and biases make them; no keys and values where the layer reads
     another's."""
     if isinstance(w.q, FusedQKV):
-        heads: Any = einsum("btd,dnh->btnh", x, w.q.array)
-        q, k, v = jnp.split(heads, np.cumsum(w.q.heads[:-1]), axis=2)
+        q, k, v = w.q.heads_of(x)
     else:
         q, k, v = (p if p is None else einsum("btd,dnh->btnh", x, p) for p in (w.q, w.k, w.v))
     k = k if k is None else biased(k, w.k_bias)
