@@ -11,9 +11,15 @@ from duetto.model.attention import Attention, FusedQKV, causal
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec, forward
 from duetto.model.tree import abstract
-from duetto.model.weights import fused_qkv as rules
-from duetto.model.weights.fused_qkv import fuse_qkv, has_fused_qkv, split_qkv
-from duetto.model.weights.prepared import prepared, prepared_as, unprepared
+from duetto.model.weights import prepared as rules
+from duetto.model.weights.prepared import (
+    fuse_qkv,
+    has_fused_qkv,
+    prepared,
+    prepared_as,
+    split_qkv,
+    unprepared,
+)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from ....model.sharding import listed, rules_for, sharding
 from ....model.transformer import Decoder
 from ....model.tree import Spec
 from ....model.weights.adapted import AdapterSizes, adaptable, adapted, places_in, stacks_of
-from ....model.weights.fused_qkv import split_qkv
+from ....model.weights.prepared import split_qkv
 from ...options.engine import EngineOptions
 from .places import Places
 

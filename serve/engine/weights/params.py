@@ -9,8 +9,7 @@ from ....kvcache.page_hash import root
 from ....model.transformer import Decoder
 from ....model.tree import paths
 from ....model.weights.adapted import adapted, stacks_of, unadapted
-from ....model.weights.fused_qkv import split_qkv
-from ....model.weights.prepared import prepared_as
+from ....model.weights.prepared import prepared_as, split_qkv
 
 
 def root_of(config: Any, params: Any, kv_cache_dtype: str) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, exact, tokens
 
 from duetto import LLM, RequestOutput
-from duetto.model.weights.fused_qkv import has_fused_qkv
+from duetto.model.weights.prepared import has_fused_qkv
 from duetto.serve.engine.weights.params import root_of
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -142,7 +142,7 @@ def test_update_params(llm, start, tiny):
 def test_fused_projections_change_no_token_and_take_new_weights(monkeypatch, llm, start, tiny):
     """As on one GPU."""
     wanted = tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
-    monkeypatch.setattr("duetto.model.weights.fused_qkv.is_on_one_gpu", lambda params: True)
+    monkeypatch.setattr("duetto.model.weights.prepared.is_on_one_gpu", lambda params: True)
     one = start()
     assert has_fused_qkv(one.engine.params) and not has_fused_qkv(llm.engine.params)
     names = {root_of(tiny.config, x.engine.everything, "auto") for x in (one, llm)}
