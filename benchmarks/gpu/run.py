@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
+from duetto.model.weights.prepared import prepared
 from duetto.serve.cli.bench import BenchModel, median_seconds
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.presets import PRESETS
@@ -60,6 +61,7 @@ class Run:
         config = PRESETS[self.shape]
         config = replace(config, layers=config.layers[: self.layers])
         params = init(jax.random.key(0), decoder_spec(config), jnp.dtype(self.dtype))
+        params = prepared(params, batch_invariant_matmul=False)
         return BenchModel(self.shape, config, params, EngineOptions(page_size=PAGE))
 
 
