@@ -52,13 +52,24 @@ class Attention:
 
 @pytree
 class FusedQKV:
-    """Projections to queries, keys and values, side by side. heads: of each."""
+    """Projections to queries, keys and values, side by side. heads: number of heads of each."""
 
     array: Any  # [D,N+2K,H]
     heads: tuple[int, ...] = static(())
 
+    @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        """The three projections: copies, views of a host's array, or ShapeDtypeStructs."""
+        q, k = np.cumsum(self.heads[:-1])
+        if not isinstance(self.array, jax.ShapeDtypeStruct):
+            return self.array[:, :q], self.array[:, q:k], self.array[:, k:]
+        (D, _, H), place = self.array.shape, self.array.sharding
+        q, k, v = (jax.ShapeDtypeStruct((D, n, H), self.array.dtype, sharding=place) for n in self.heads)
+        return q, k, v
+
     def heads_of(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T _ H"]]:
-        """Queries, keys and values of x. They are parts of a matrix of rows: side by side again, no copy."""
+        """Queries, keys and values of x: columns of a matrix, so that XLA drops the split where `NewHeads.of`
+        puts them side by side."""
         (B, T, _), H = x.shape, self.array.shape[2]
         rows = einsum("btd,dnh->btnh", x, self.array).reshape(B * T, -1)
         parts = jnp.split(rows, H * np.cumsum(self.heads[:-1]), axis=1)

@@ -14,6 +14,7 @@ from duetto.model.tree import init
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.prepared import prepared
 from duetto.serve.cli.bench import Bench, BenchModel, median_seconds
+from duetto.serve.engine.startup.folder import read_in_form
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.facts import facts
 from duetto.serve.planner.roofline.floor import pools
@@ -46,7 +47,7 @@ def model_of(run: Run, name: str, form: str | None) -> BenchModel:
     is_fixed = form == "fixed"
     params = init(jax.random.key(0), form_spec(config, None if is_fixed else form), jnp.dtype(run.dtype))
     options = EngineOptions(page_size=PAGE, batch_invariant_matmul=is_fixed)
-    return BenchModel(name, config, prepared(params, is_fixed), options)
+    return BenchModel(name, config, prepared(read_in_form(params, options), is_fixed), options)
 
 
 def bench_estimates(run: Run) -> Iterator[Row]:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init
-from duetto.model.weights.prepared import prepared
 from duetto.serve.cli.bench import BenchModel, median_seconds
+from duetto.serve.engine.startup.folder import read_in_form
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import Peaks
@@ -47,8 +47,8 @@ class Run:
 
     @cached_property
     def peaks(self) -> Peaks:
-        """Operations and bytes a second of this device, as a product and a copy reach them; of numbers of 16
-        bits XLA's copy is slower."""
+        """Operations and bytes a second of this device, as a product and a copy reach them. The copy is of
+        float32: XLA's of 16-bit numbers is slower."""
         n, size = (256, 1 << 20) if self.dry else (8192, 1 << 30)
         square, long = jnp.ones((n, n), jnp.bfloat16), jnp.ones(size // 4, jnp.float32)
         product = median_seconds(partial(jax.jit(jnp.matmul), square, square), self.repeats)
@@ -61,8 +61,8 @@ class Run:
         config = PRESETS[self.shape]
         config = replace(config, layers=config.layers[: self.layers])
         params = init(jax.random.key(0), decoder_spec(config), jnp.dtype(self.dtype))
-        params = prepared(params, batch_invariant_matmul=False)
-        return BenchModel(self.shape, config, params, EngineOptions(page_size=PAGE))
+        options = EngineOptions(page_size=PAGE)
+        return BenchModel(self.shape, config, read_in_form(params, options), options)
 
 
 DRY = Run("135m", 1, "float32", (1, 2), 64, 128, 64, 1, 4, dry=True)

@@ -337,7 +337,7 @@ class LLM:
 
     @property
     def params(self) -> Decoder:
-        """The weights being served, on the device; a CPU's 16-bit projections are a copy."""
+        """The weights being served, on the device; those that it multiplies in another form are a copy."""
         return unprepared(self.engine.params)
 
     def update_params(self, params: Decoder, mode: Mode | None = None) -> None:

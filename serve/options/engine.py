@@ -271,6 +271,12 @@ class EngineOptions:
         return self.swap_space or (OUTBOX if self.kv_role == "prefill" else 0.0)
 
     @property
+    def fuses_qkv(self) -> bool:
+        """True if projections to queries, keys and values may be one array: none has adapters or tiles of its
+        own, and no second engine has them on other devices."""
+        return not (self.enable_lora or self.batch_invariant_matmul or self.kv_role == "both")
+
+    @property
     def stations(self) -> int:
         """Groups of devices that a step visits: stages, or the parts of each layer."""
         return 2 if self.experimental_ffn_devices else self.pipeline_parallel_size

@@ -17,7 +17,7 @@ from ...model.sharding import Layout
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import abstract
 from ...model.weights.compress import form_spec
-from ...model.weights.prepared import prepared
+from ...model.weights.prepared import fuse_qkv, prepared
 from ..engine.lora.writer import roomy
 from ..engine.startup.cpu_kernels import kernels_refusal, with_kernels
 from ..engine.startup.dtype import check_cache, compute_dtype
@@ -141,6 +141,7 @@ def abstract_arguments(plan: EnginePlan) -> StepArguments:
         weights = abstract(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
         params = abstract_params(plan.config, plan.dtype, plan.target, weights, layout)
     check_experts(params)
+    params = fuse_qkv(params) if plan.options.fuses_qkv else params
     params = prepared(params, plan.options.batch_invariant_matmul, bool(plan.options.cpu_kernels))
     params = roomy(params, plan.config, plan.options)
     return arguments_like(PairConfig(plan.config), params, plan.sizes)

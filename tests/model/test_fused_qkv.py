@@ -15,7 +15,6 @@ from duetto.model.weights import prepared as rules
 from duetto.model.weights.prepared import (
     fuse_qkv,
     has_fused_qkv,
-    prepared,
     prepared_as,
     split_qkv,
     unprepared,
@@ -62,7 +61,6 @@ def test_new_weights_take_the_form_of_those_before(one_gpu):
     _, params = drawn_model("tiny")
     assert jax.tree.structure(prepared_as(fuse_qkv(params), params)) == jax.tree.structure(fuse_qkv(params))
     assert prepared_as(params, params) is params
-    assert not has_fused_qkv(prepared(fuse_qkv(params), batch_invariant_matmul=True))
 
 
 def test_what_has_no_keys_of_its_own_stays_apart(one_gpu):

@@ -27,11 +27,10 @@ from ....model.config import ModelConfig
 from ....model.transformer import Decoder
 from ....model.tree import init
 from ....model.weights.compress import form_spec
-from ....model.weights.prepared import laid_out
 from ....sampling.params import SamplingParams
 from ...engine.startup.cpu_kernels import with_kernels
 from ...engine.startup.dtype import compute_dtype
-from ...engine.startup.folder import read_folder
+from ...engine.startup.folder import read_folder, read_in_form
 from ...engine.startup.mesh import layout_of, places, spread
 from ...engine.startup.origin import Origin
 from ...host.devices import default_device, time_calls
@@ -102,9 +101,7 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
         dtype = compute_dtype(args.dtype, device, config, origin.model, options.cpu_kernels)
         where = places(config, layout_of(options)) or device
         config, params = read_folder(origin.model, dtype, where, options.quantization)
-        return BenchModel(
-            args.model or "demo", config, laid_out(params, bool(options.cpu_kernels), donate=True), options
-        )
+        return BenchModel(args.model or "demo", config, read_in_form(params, options), options)
     options.require_unstored("a shape has no checkpoint")
     config = PRESETS[args.shape]
     options = with_kernels(options, device, config, args.dtype)
@@ -112,7 +109,7 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
     chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
     params = spread(config, init(jax.random.key(0), specs, chosen), layout_of(options))
-    return BenchModel(args.shape, config, laid_out(params, bool(options.cpu_kernels), donate=True), options)
+    return BenchModel(args.shape, config, read_in_form(params, options), options)
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:

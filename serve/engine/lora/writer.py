@@ -16,7 +16,6 @@ from ....model.sharding import listed, rules_for, sharding
 from ....model.transformer import Decoder
 from ....model.tree import Spec
 from ....model.weights.adapted import AdapterSizes, adaptable, adapted, places_in, stacks_of
-from ....model.weights.prepared import split_qkv
 from ...options.engine import EngineOptions
 from .places import Places
 
@@ -73,7 +72,7 @@ def roomy(params: Decoder, config: ModelConfig, options: EngineOptions) -> Decod
     if options.lora_experts and isinstance(params.embed.sharding, NamedSharding):
         raise ValueError("lora_experts is not allowed on a mesh: only on one device")
     sizes = AdapterSizes(options.max_loras, options.max_lora_rank, options.lora_experts)
-    return with_room(split_qkv(params), config, sizes)  # each projection has terms of its own
+    return with_room(params, config, sizes)
 
 
 class Writer:

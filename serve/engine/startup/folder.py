@@ -20,7 +20,7 @@ from ....model.sharding import place_at
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import abstract, init
 from ....model.weights.compress import in_form
-from ....model.weights.prepared import laid_out
+from ....model.weights.prepared import fuse_qkv, laid_out
 from ....sampling.params import MAX_STOP_IDS, SamplingParams
 from ...host import progress
 from ...host.devices import default_device, memory_limit
@@ -64,7 +64,14 @@ def load_folder(
     agree_on(path)
     config, params = read(path, chosen, where, options.quantization)
     params = with_head(params)
-    return config, laid_out(params, bool(options.cpu_kernels), donate=True), defaults
+    return config, read_in_form(params, options), defaults
+
+
+def read_in_form(params: Decoder, options: EngineOptions) -> Decoder:
+    """Parameters that were read for an engine, as their device multiplies them. Those that are copied are
+    deleted."""
+    params = laid_out(params, bool(options.cpu_kernels), donate=True)
+    return fuse_qkv(params, donate=True) if options.fuses_qkv else params
 
 
 def checked_defaults(path: Path) -> GenerationDefaults:

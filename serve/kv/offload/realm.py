@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped, UInt32
 
 from ....kvcache.stages import devices
+from ....model.attention import FusedQKV
 from ...host.devices import memory_limit
 from ...options.engine import EngineOptions
 from ...runtime.compiled import executable_cache
@@ -65,12 +66,18 @@ def layout(sharding: jax.sharding.Sharding) -> str:
 
 def device_hash(params: Any) -> str:
     """Hash every number of the parameters on their devices, from which only sums are read. Of an array that
-    several processes hold, this process's parts are hashed."""
+    several processes hold, this process's parts are hashed; of a `FusedQKV` its projections."""
     found = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):  # one by one: sums over a CPU's devices that overlap can hang
+
+    def add(leaf: Any) -> None:
         parts = [leaf] if leaf.is_fully_addressable else [part.data for part in leaf.addressable_shards]
         for part in parts:
             found.update(jax.device_get(digest(part)).tobytes())
+
+    # one by one: sums over a CPU's devices that overlap can hang
+    for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, FusedQKV)):
+        for one in leaf.parts if isinstance(leaf, FusedQKV) else [leaf]:
+            add(one)
     return found.hexdigest()
 
 

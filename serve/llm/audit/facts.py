@@ -1,5 +1,6 @@
 """Facts that decide the bits of an engine's answers besides the requests, and cases in which they do not."""
 
+from dataclasses import replace
 from hashlib import sha256
 from importlib.metadata import version
 from typing import Any
@@ -8,7 +9,8 @@ import jax
 import numpy as np
 
 from ....kvcache.stages import devices
-from ....model.tree import paths
+from ....model.attention import FusedQKV
+from ....model.tree import paths, unwrapped
 from ....model.weights.packed import target_in
 from ....model.weights.prepared import unprepared
 from ...engine.core.engine import Engine
@@ -83,6 +85,7 @@ def weights_hash(params: Any) -> str | None:
     """Return the SHA-256 of every parameter's name, shape, dtype and numbers as they were loaded; None if
     other processes hold a part of them."""
     found = hashed = sha256()
+    params = unwrapped(params, FusedQKV, lambda x: replace(x, array=jax.device_get(x.array)))  # splits there
     for path, leaf in sorted(paths(unprepared(params)).items()):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None

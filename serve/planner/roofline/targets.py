@@ -284,15 +284,16 @@ def need(*packages: str) -> None:
 
 def measured_peaks() -> Peaks:
     """This device's rates: a large product in 16 bits and in float32, and one that reads weights for a single
-    row. On a GPU they are larger, as 1024^3 take no longer than a launch, and that row is of 16 bits: in
-    float32 XLA reads at a third of the rate."""
+    row. On a GPU both are larger, since a product of 1024^3 takes no longer than a launch; the row and its
+    weights have 16 bits, as XLA reads float32 at a third of the rate."""
     found = gpu()
     n, inner = (8192, 1 << 16) if found else (1024, 8192)
     square = jax.numpy.ones((n, n))
     narrow = square.astype(found.auto_dtype if found else "bfloat16")
-    dtype = narrow.dtype if found else square.dtype
-    row, weights = jax.numpy.ones((1, inner), dtype), jax.numpy.ones((inner, 8192), dtype)
     flops = {x.dtype.itemsize: 2 * n**3 / fastest(x, x) for x in (narrow, square)}
+    dtype = narrow.dtype if found else square.dtype
+    del square, narrow
+    row, weights = jax.numpy.ones((1, inner), dtype), jax.numpy.ones((inner, 8192), dtype)
     return Peaks(flops[2], flops[4], weights.nbytes / fastest(row, weights), 0.0, 0)
 
 

@@ -13,6 +13,8 @@ from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, exact, t
 from duetto import LLM, RequestOutput
 from duetto.model.weights.prepared import has_fused_qkv
 from duetto.serve.engine.weights.params import root_of
+from duetto.serve.kv.offload.realm import device_hash
+from duetto.serve.llm.audit.facts import weights_hash
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -139,20 +141,31 @@ def test_update_params(llm, start, tiny):
     assert llm.report()["compilations"] == compiled
 
 
-def test_fused_projections_change_no_token_and_take_new_weights(monkeypatch, llm, start, tiny):
-    """As on one GPU."""
-    wanted = tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
-    monkeypatch.setattr("duetto.model.weights.prepared.is_on_one_gpu", lambda params: True)
-    one = start()
-    assert has_fused_qkv(one.engine.params) and not has_fused_qkv(llm.engine.params)
-    names = {root_of(tiny.config, x.engine.everything, "auto") for x in (one, llm)}
-    assert len(names) == 1  # so that they can hand each other pages
-    assert tokens(one.generate(PROMPTS, PARAMS, use_tqdm=False)) == wanted
-    one.update_params(jax.tree.map(lambda x: jnp.flip(x, 0), tiny.params))
-    assert tokens(one.generate(PROMPTS, PARAMS, use_tqdm=False)) != wanted
-    one.update_params(tiny.params)
-    assert tokens(one.generate(PROMPTS, PARAMS, use_tqdm=False)) == wanted
-    jax.tree.map(np.testing.assert_array_equal, one.params, tiny.params)
+def test_fused_projections_of_a_folder_change_no_token_and_take_new_weights(monkeypatch):
+    """As on one GPU; without the kernels and the layout of a CPU."""
+    options = {**SIZES, "dtype": "float32", "cpu_kernels": False}
+
+    def answers(llm: LLM) -> list[list[int]]:
+        return tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
+
+    with LLM(**options) as apart:
+        wanted, hashes = answers(apart), (weights_hash(apart.engine.params), device_hash(apart.engine.params))
+        names = root_of(apart.config, apart.engine.everything, "auto")
+        params = jax.tree.map(lambda x: jnp.flip(x, 0), apart.params)
+        monkeypatch.setattr("duetto.model.weights.prepared.is_on_one_gpu", lambda params: True)
+        with LLM(**options) as one:
+            served = one.engine.params
+            assert has_fused_qkv(served) and not has_fused_qkv(apart.engine.params)
+            assert (weights_hash(served), device_hash(served)) == hashes
+            assert root_of(one.config, one.engine.everything, "auto") == names  # they hand each other pages
+            assert answers(one) == wanted
+            one.update_params(params)
+            assert answers(one) != wanted
+            one.load_params()
+            assert answers(one) == wanted
+            jax.tree.map(np.testing.assert_array_equal, one.params, apart.params)
+    with LLM(**options, enable_lora=True) as adapting:
+        assert not has_fused_qkv(adapting.engine.params)
 
 
 def test_update_params_is_refused(llm, tiny):
