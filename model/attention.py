@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -339,7 +340,8 @@ def new_heads(
     if isinstance(w.q, FusedQKV):
         q, k, v = w.q.heads_of(x)
     else:
-        q, k, v = (p if p is None else einsum("btd,dnh->btnh", x, p) for p in (w.q, w.k, w.v))
+        made = partial(einsum, "btd,dnh->btnh", x)
+        q, k, v = made(w.q), *(p if p is None else made(p) for p in (w.k, w.v))
     k = k if k is None else biased(k, w.k_bias)
     return biased(q, w.q_bias), k, k if v is None else biased(v, w.v_bias)
 

@@ -22,7 +22,7 @@ import jax
 
 from benchmarks.gpu.attention import bench_attention
 from benchmarks.gpu.checks import bench_checks
-from benchmarks.gpu.estimates import bench_classes, bench_estimates
+from benchmarks.gpu.estimates import bench_classes, bench_estimates, bench_options
 from benchmarks.gpu.peers import bench_peers
 from benchmarks.gpu.programs import bench_decode, bench_kernels, bench_prefill, bench_reference, bench_steps
 from benchmarks.gpu.run import DRY, Row, Run
@@ -39,6 +39,7 @@ PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "estimates": bench_estimates,
     "attention": bench_attention,
     "reference": bench_reference,
+    "options": bench_options,
     "steps": bench_steps,
     "classes": bench_classes,
     "peers": bench_peers,

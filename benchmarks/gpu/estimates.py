@@ -4,12 +4,16 @@ bytes that a program touches at this device's measured bandwidth."""
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gpu.profile import kernel_times
 from benchmarks.gpu.run import PAGE, Row, Run, guarded
 from duetto import LLM
+from duetto.model.gpus import OPTIONS
 from duetto.model.tree import init
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.prepared import prepared
@@ -19,6 +23,7 @@ from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.facts import facts
 from duetto.serve.planner.roofline.floor import pools
 from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.shapes import Shape
 
 LAYERS = 4
@@ -30,6 +35,8 @@ FORMS = {
     "qwen3.5-4b": (None,),
     "8b": (None, "fixed", "int8", "fp8", "int4"),
 }
+# options of XLA that may be better than duetto's; cuBLAS may split a sum by the number of rows
+OTHERS: dict[str, dict[str, Any]] = {"duetto's": {}, "no cuBLAS": {"xla_gpu_cublas_fallback": False}}
 LOAD = EngineOptions(
     max_num_seqs=256,
     max_prefill_tokens=2048,
@@ -58,6 +65,20 @@ def bench_estimates(run: Run) -> Iterator[Row]:
             gc.collect()
             what = f"{name}{f' {form}' if form else ''}, {run.layers or LAYERS} layers, {shape}"
             yield from guarded("estimates", what, *timed(run, model_of(run, name, form), shape))
+
+
+def bench_options(run: Run) -> Iterator[Row]:
+    """The kernels of a step of few layers with other options of XLA; its bits are those of `classes`."""
+    model = model_of(run, run.shape, None)
+    shapes = [*(Shape("decode", width, 1) for width in run.widths), Shape("prefill", 1, run.prompt)]
+    for name, options in OTHERS.items():
+        with patch.dict(OPTIONS, options), patch.object(executable_cache, "folder", lambda: None):
+            for shape in shapes:
+                gc.collect()
+                bench = Bench(model, shape, run.context if shape.phase == "decode" else 0)
+                kernels = kernel_times(bench.step, run.repeats)
+                whole = sum(kernel.seconds for kernel in kernels)
+                yield Row("options", f"{name}, {shape}: {kernels[0].name[:40]} first", whole * 1e6, "us")
 
 
 def timed(run: Run, model: BenchModel, shape: Shape) -> tuple[Callable[[], float], str, float]:

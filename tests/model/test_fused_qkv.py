@@ -7,18 +7,11 @@ import pytest
 from cases.models import RANDOM
 from cases.weights import drawn
 
-from duetto.model.attention import Attention, FusedQKV, causal
-from duetto.model.config import ModelConfig
-from duetto.model.transformer import decoder_spec, forward
+from duetto.model.attention import Attention, causal
+from duetto.model.transformer import Decoder, decoder_spec, forward
 from duetto.model.tree import abstract
 from duetto.model.weights import prepared as rules
-from duetto.model.weights.prepared import (
-    fuse_qkv,
-    has_fused_qkv,
-    prepared_as,
-    split_qkv,
-    unprepared,
-)
+from duetto.model.weights.prepared import fuse_qkv, has_fused_qkv, prepared_as, split_qkv, unprepared
 
 
 @pytest.fixture
@@ -26,14 +19,22 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(rules, "is_on_one_gpu", lambda params: True)
 
 
-def drawn_model(name: str) -> tuple[ModelConfig, object]:
-    config = RANDOM[name]
-    return config, drawn(decoder_spec(config))
+@pytest.fixture
+def params() -> Decoder:
+    return drawn(decoder_spec(RANDOM["tiny"]))
+
+
+def projections(params: Decoder) -> Attention:
+    """Of the first layer."""
+    found = params.layers[0].attention
+    assert isinstance(found, Attention)
+    return found
 
 
 @pytest.mark.parametrize("name", ["tiny", "windows"])  # the second with biases, norms and sinks
 def test_hidden_states_are_the_same(name: str, one_gpu):
-    config, params = drawn_model(name)
+    config = RANDOM[name]
+    params = drawn(decoder_spec(config))
     tokens = jnp.arange(2 * 9, dtype=jnp.int32).reshape(2, 9)
     places, lengths = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 9)), jnp.full(2, 9, jnp.int32)
     run = jax.jit(lambda params: forward(params, config, tokens, places, causal, None, lengths)[0])
@@ -42,39 +43,30 @@ def test_hidden_states_are_the_same(name: str, one_gpu):
     np.testing.assert_allclose(run(fuse_qkv(params)), run(params), rtol=2e-5, atol=2e-5)
 
 
-def test_the_way_back_has_the_same_arrays(one_gpu):
-    _, params = drawn_model("tiny")
+def test_the_way_back_has_the_same_arrays(params, one_gpu):
     kept, shapes = jax.tree.map(np.asarray, params), abstract(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, unprepared(fuse_qkv(params)), kept)
-    assert fuse_qkv(fuse_qkv(params)).layers[0].attention.q.heads == (6, 2, 2)
-    assert split_qkv(fuse_qkv(shapes)) == shapes and fuse_qkv(shapes).layers[0].attention.q.array.shape == (
-        48,
-        10,
-        8,
-    )
-    found = fuse_qkv(params, donate=True)
-    assert params.layers[0].attention.q.is_deleted() and not params.layers[0].attention.o.is_deleted()
+    assert projections(fuse_qkv(fuse_qkv(params))).q.heads == (6, 2, 2)
+    assert projections(fuse_qkv(shapes)).q.array.shape == (48, 10, 8)
+    assert split_qkv(fuse_qkv(shapes)) == shapes
+    found, given = fuse_qkv(params, donate=True), projections(params)
+    assert given.q.is_deleted() and given.v.is_deleted() and not given.o.is_deleted()
     jax.tree.map(np.testing.assert_array_equal, split_qkv(found), kept)
 
 
-def test_new_weights_take_the_form_of_those_before(one_gpu):
-    _, params = drawn_model("tiny")
+def test_new_weights_take_the_form_of_those_before(params, one_gpu):
     assert jax.tree.structure(prepared_as(fuse_qkv(params), params)) == jax.tree.structure(fuse_qkv(params))
     assert prepared_as(params, params) is params
 
 
 def test_what_has_no_keys_of_its_own_stays_apart(one_gpu):
     one = jnp.ones((4, 2, 2))
-    for k, v in ((None, None), (one, None)):
+    for k, v in ((None, None), (one, None), (one, one.astype(jnp.bfloat16))):
         layer = Attention(one, k, v, one)
-        assert fuse_qkv(layer) == layer and layer.has_keys == (k is not None)
+        assert fuse_qkv(layer) is layer and layer.has_keys == (k is not None)
     assert fuse_qkv(Attention(one, one, one, one)).has_keys
-    other = Attention(one, one, one.astype(jnp.bfloat16), one)
-    assert fuse_qkv(other) is other
 
 
-def test_they_stay_apart_but_on_one_gpu():
-    _, params = drawn_model("tiny")
+def test_they_stay_apart_but_on_one_gpu(params):
     assert fuse_qkv(params) is params
-    assert fuse_qkv(abstract(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)).layers[0].attention.k is not None
-    assert not isinstance(params.layers[0].attention.q, FusedQKV)
+    assert not has_fused_qkv(fuse_qkv(abstract(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)))
