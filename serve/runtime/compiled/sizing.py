@@ -206,6 +206,12 @@ def sizes_in(config: PairConfig, options: EngineOptions, places: Sequence[StageB
     layers = config.within(longest).layers
     sizes = dict(zip(windows_of(layers), page_bytes(layers, W, kept, places[0].lanes), strict=True))
     check_tiers(options, sum(sizes.values()))
+    if (left := min(room.budget for room in places)) < 0:
+        raise ValueError(
+            f"the weights do not fit: they, slots and temporaries need {-left / 2**30:.1f} GiB more than "
+            f"gpu_memory_utilization {options.gpu_memory_utilization:g} of a device's memory: quantize them, "
+            "or split them over more devices"
+        )
     stride = state_stride(sizes.get(STATE, 0), sizes.get(None, 0), W)
     shards = options.data_parallel_size
     wanted = (options.max_batched_token_mem or options.seats * longest) // shards

@@ -113,6 +113,7 @@ def test_a_plan_chooses_what_a_start_would():
     [
         ({"max_num_seqs": 10**9}, None, "max_num_seqs 1000000000 needs .* GiB .* lower it"),
         ({"max_num_seqs": 10**6}, 1 << 30, "max_num_seqs 1000000 needs .* at most 1.0 GiB"),
+        ({"max_num_seqs": 1}, 1 << 20, "weights do not fit: .* 0.0 GiB more than gpu_memory_utilization 0.9"),
         ({"max_model_len": 1}, None, "max_model_len 1 is not allowed: 2 or more"),
         ({"max_model_len": 257}, None, "beyond the model's 256 positions"),
         ({"max_batched_token_mem": 64}, None, "max_model_len 256 does not fit a cache of 64 tokens"),
