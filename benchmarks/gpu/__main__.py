@@ -68,7 +68,7 @@ def about(dry: bool) -> dict[str, Any]:
     settings = {k: v for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_"))}
     device, gpu = jax.devices()[0], gpu_of(jax.devices()[0])
     found = {"date": time.strftime("%Y-%m-%d"), "device": device.device_kind, "settings": settings}
-    found |= {"xla_options": gpu.options} if gpu else {}
+    found |= {"xla_options": gpu.options()} if gpu else {}
     return found | {p: v for p in packages if (v := known(p))} | ({"dry": True} if dry else {})
 
 

@@ -4,7 +4,6 @@ bytes that a program touches at this device's measured bandwidth."""
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import Any
 from unittest.mock import patch
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from benchmarks.gpu.profile import kernel_times
 from benchmarks.gpu.run import PAGE, Row, Run, guarded
 from duetto import LLM
-from duetto.model.gpus import OPTIONS
+from duetto.model.gpus import OPTIONS, WITHOUT_CUBLAS
 from duetto.model.tree import init
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.prepared import prepared
@@ -35,8 +34,8 @@ FORMS = {
     "qwen3.5-4b": (None,),
     "8b": (None, "fixed", "int8", "fp8", "int4"),
 }
-# options of XLA that may be better than duetto's; cuBLAS may split a sum by the number of rows
-OTHERS: dict[str, dict[str, Any]] = {"duetto's": {}, "no cuBLAS": {"xla_gpu_cublas_fallback": False}}
+# XLA's options for a step; under the contract some have no product of cuBLAS, which may split sums
+OTHERS: dict[str, dict[str, str]] = {"duetto's": {}, "no cuBLAS": WITHOUT_CUBLAS}
 LOAD = EngineOptions(
     max_num_seqs=256,
     max_prefill_tokens=2048,
@@ -70,6 +69,7 @@ def bench_estimates(run: Run) -> Iterator[Row]:
 def bench_options(run: Run) -> Iterator[Row]:
     """The kernels of a step of few layers with other options of XLA; its bits are those of `classes`."""
     model = model_of(run, run.shape, None)
+    model = replace(model, options=replace(model.options, reproducible=False))
     shapes = [*(Shape("decode", width, 1) for width in run.widths), Shape("prefill", 1, run.prompt)]
     for name, options in OTHERS.items():
         with patch.dict(OPTIONS, options), patch.object(executable_cache, "folder", lambda: None):

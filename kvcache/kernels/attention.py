@@ -53,7 +53,6 @@ LATENT_PREFILL = Kernel("latent_prefill", "triton", "latent attention makes keys
 # bytes of a number, and size of a head as a power of two. Compiled with jax 0.10.2.
 ASKED = {
     (PREFILL.name, 2, 256): 107_008,
-    (PREFILL.name, 4, 128): 114_944,
     (PREFILL.name, 4, 256): 172_160,
     (DECODE.name, 4, 256): 151_616,
 }
@@ -275,7 +274,8 @@ def rows_of_chunk(G: int, H: int, dtype: Any, reading: AttentionParams) -> int:
     """Rows of a tile of queries; a latent layer's many heads are several tiles."""
     if reading.rank is not None:
         return most_rows(reading)
-    return max(SMALL, pl.next_power_of_2(G), 256 // dtype.itemsize // max(1, pl.next_power_of_2(H) // 128))
+    most = 2 * MOST_ROWS if pl.next_power_of_2(H) < 128 else MOST_ROWS  # two blocks run at once
+    return max(SMALL, pl.next_power_of_2(G), 2 * most // dtype.itemsize)
 
 
 def chunk_kernel(q: Any, pages: LayerPages, sinks: Any, out: Any, *, rows: int, reading: AttentionParams):

@@ -16,6 +16,7 @@ from ..quantised import QuantisedPool, decoded
 
 TILE = 64  # keys of one product
 LATENT_TILE = 32  # of latent rows, which are wide
+LOG2_E = 1.4426950408889634  # scores are exponents of 2: exp is nine instructions of a GPU, exp2 one
 # of each query: its highest score, its total, and its weighted values
 Running = tuple[Float[Array, " rows"], Float[Array, " rows"], Float[Array, "rows U"]]
 Piece = tuple[int, int]  # of a head: its first number, and how many there are
@@ -98,14 +99,21 @@ def over_keys(
         k, v = load_keys(pages, at, keys, parts, q.dtype)
         products = [einsum("qh,sh->qs", x, y, jnp.float32) for x, y in zip(rows, k, strict=True)]
         scores = products[0] if len(products) == 1 else products[0] + products[1]
-        scores = jnp.where(reading.sees(at.pos[:, None], keys[None]), reading.scores(scores), UNSEEN)
+        scores = jnp.where(reading.sees(at.pos[:, None], keys[None]), in_base_2(scores, reading), UNSEEN)
         top, total, out = state
         new_top = jnp.maximum(top, scores.max(-1))
-        fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[:, None])
+        fade, weights = jnp.exp2(top - new_top), jnp.exp2(scores - new_top[:, None])
         add = einsum("qs,su->qu", weights.astype(v.dtype), v, jnp.float32)
         return new_top, total * fade + weights.sum(-1), out * fade[:, None] + add
 
     return jax.lax.fori_loop(*tiles, tile, before)
+
+
+def in_base_2(products: Float[Array, "rows S"], reading: AttentionParams) -> Float[Array, "rows S"]:
+    """The scores as exponents of 2; scale and base are one factor where no cap is between them."""
+    if reading.softcap is None:
+        return products * (reading.scale * LOG2_E)
+    return reading.scores(products) * LOG2_E
 
 
 def load_keys(
@@ -164,7 +172,7 @@ def no_keys(at: Queries, sinks: Any, U: int) -> Running:
     if sinks is None:
         return jnp.full(rows, UNSEEN, jnp.float32), jnp.zeros(rows, jnp.float32), out
     member = jnp.minimum(at.member, sinks.shape[1] - 1)
-    return sinks[at.head, member], jnp.ones(rows, jnp.float32), out
+    return sinks[at.head, member] * LOG2_E, jnp.ones(rows, jnp.float32), out
 
 
 def add_parts(
@@ -182,7 +190,7 @@ def add_parts(
     )
     found = load(sums[2], *place, piece=(0, sums[2].shape[-1]), mask=here)
     top = jnp.maximum(one[0], tops.max(0))
-    fade, weights = jnp.exp(one[0] - top), jnp.exp(tops - top[None])
+    fade, weights = jnp.exp2(one[0] - top), jnp.exp2(tops - top[None])
     out = one[2] * fade[:, None] + (weights[..., None] * found).sum(0)
     return top, one[1] * fade + (weights * totals).sum(0), out
 

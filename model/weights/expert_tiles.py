@@ -15,21 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Array, Float, Int, Num, UInt8
+from jaxtyping import Array, Float, Int
 
 from ..gpus import Kernel, gpu, refusal
+from .nibbles import floats, numbers_of
 
 ROWS = 16, 32, 64  # of a tile
 COLUMNS = 128, 64  # of a block, the first that divides a matrix's
 INNER = 64  # numbers of a row that a step multiplies
-BY_64_ROWS = 9, 10  # major capabilities whose instructions take 64 rows: all tiles have as many
+BY_64_ROWS = (10,)  # major capabilities whose instructions take 64 rows: all tiles have as many
 EXPERTS = Kernel("expert_tiles", "triton", "experts without tokens are read, or each tile copies one")
-# Of each 16-bit float the least number whose last bit counts one, its bits, those of 0.5, and the place of a
-# mantissa's first bit.
-FLOATS = {"bfloat16": (128, 0x4300, 0x3F00, 6), "float16": (1024, 0x6400, 0x3800, 9)}
 FOUR_BITS = "int4", "fp4"
 CHOICES = 8  # experts of a token, for an estimate
-ZERO = 8  # the code of zero where there are no others
 
 
 class ExpertMatrices(NamedTuple):
@@ -137,10 +134,10 @@ def tiled(
         w = w._replace(scales=jax.lax.bitcast_convert_type(w.scales, jnp.uint8))
     with jax.named_scope(f"bytes_accessed:{expected_bytes(M, w, rows.dtype)}"):  # the planner reads it
         return pl.pallas_call(
-            partial(kernel, height=height, width=width, scheme=scheme),
+            partial(kernel, height=height, width=width, scheme=scheme, interpret=interpret),
             grid=(F // width, len(tiles.expert)),
             out_shape=jax.ShapeDtypeStruct((M, F), rows.dtype),
-            compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=3 if height > ROWS[0] else 4),
             interpret=interpret,
             name="multiply_experts",
         )(tiles, x, w)
@@ -157,7 +154,15 @@ def expected_bytes(rows: int, w: ExpertMatrices, dtype: Any) -> int:
 
 
 def kernel(
-    tiles: ExpertTiles, x: Any, w: ExpertMatrices, out: Any, *, height: int, width: int, scheme: str | None
+    tiles: ExpertTiles,
+    x: Any,
+    w: ExpertMatrices,
+    out: Any,
+    *,
+    height: int,
+    width: int,
+    scheme: str | None,
+    interpret: bool,
 ):
     """Some columns of a tile's products; x is [rows D], or for codes in pairs its even and odd numbers."""
     block, tile = pl.program_id(0), pl.program_id(1)
@@ -170,7 +175,7 @@ def kernel(
         codes = w.values[expert, pl.ds(i * taken, taken), columns]
         found = [codes.astype(out.dtype)]
         if scheme in FOUR_BITS:
-            found = pair_of(w, codes, expert, i, columns, scheme, out.dtype)
+            found = pair_of(w, codes, expert, i, columns, scheme, out.dtype, interpret)
         parts = (part[rows, pl.ds(i * taken, taken)] for part in x)
         products = (
             jnp.dot(*pair, preferred_element_type=jnp.float32) for pair in zip(parts, found, strict=True)
@@ -201,47 +206,15 @@ def scale_of(w: ExpertMatrices, expert: Any, i: Any, block: Any, width: int) -> 
 
 
 def pair_of(
-    w: ExpertMatrices, codes: Any, expert: Any, i: Any, columns: Any, scheme: str, dtype: Any
+    w: ExpertMatrices, codes: Any, expert: Any, i: Any, columns: Any, scheme: str, dtype: Any, interpret: bool
 ) -> list[Float[Array, "inner F"]]:
-    """The numbers of a step that multiply x's even ones, and the odd ones'. Their scales are multiplied in 16
-    bits where they are of the dtype, or powers of two of bfloat16's range: it rounds as often."""
+    """The numbers of a step that multiply x's even ones, and the odd ones'."""
     group = 2 * w.values.shape[1] // w.scales.shape[1]
     n = max(INNER // group, 1)
 
     def spread(part: Any) -> Any:
         own = part[expert, pl.ds(i * INNER // group, n), columns]
-        own = floats(own) if own.dtype == jnp.uint8 and part is w.scales else own
         return jnp.broadcast_to(own[:, None], (n, len(codes) // n, own.shape[1])).reshape(codes.shape)
 
-    scales, zeros = spread(w.scales), None if w.zeros is None else spread(w.zeros)
-    are_powers = w.scales.dtype == jnp.uint8 and dtype == jnp.bfloat16
-    wide = dtype if are_powers or w.scales.dtype == dtype else jnp.float32
-    halves = codes & jnp.uint8(15), codes >> jnp.uint8(4)
-    numbers = (e2m1(half, dtype) if scheme == "fp4" else integers(half, zeros, dtype) for half in halves)
-    return [(number.astype(wide) * scales.astype(wide)).astype(dtype) for number in numbers]
-
-
-def integers(
-    nibbles: UInt8[Array, "inner F"], zeros: Num[Array, "inner F"] | None, dtype: Any
-) -> Float[Array, "inner F"]:
-    """Codes less their zeros: as last bits of a large number, which is cheaper than conversion."""
-    least, bits, *_ = FLOATS[dtype.name]
-    large = jax.lax.bitcast_convert_type(nibbles.astype(jnp.uint16) | jnp.uint16(bits), dtype)
-    return large - (least + ZERO if zeros is None else least + zeros.astype(dtype))
-
-
-def e2m1(nibbles: UInt8[Array, "inner F"], dtype: Any) -> Float[Array, "inner F"]:
-    """Four-bit floats by their bits: a sign, two bits of exponent, one of mantissa."""
-    *_, half, place = FLOATS[dtype.name]
-    size = (nibbles & jnp.uint8(7)).astype(jnp.uint16)
-    normal = jnp.uint16(half) + (size << jnp.uint16(place))
-    bits = jnp.where(size < 2, size * jnp.uint16(half), normal)
-    sign = (nibbles & jnp.uint8(8)).astype(jnp.uint16) << jnp.uint16(12)
-    return jax.lax.bitcast_convert_type(bits | sign, dtype)
-
-
-def floats(scales: Any) -> Any:
-    """Scales in float32; bytes are the exponents of e8m0."""
-    if scales.dtype != jnp.uint8:
-        return scales.astype(jnp.float32)
-    return jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << jnp.uint32(23), jnp.float32)
+    zeros = None if w.zeros is None else spread(w.zeros)
+    return numbers_of(codes, spread(w.scales), zeros, dtype, scheme, interpret)

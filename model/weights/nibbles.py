@@ -2,8 +2,10 @@
 bytes are read (Pallas, Triton backend).
 
 XLA widens them into memory first: it does not fuse scales of groups into a product. The two codes of a byte
-multiply x's even and odd numbers. Tiles, and the parts that the inner dimension is cut into, follow from the
-weight alone, so a row's bits do not depend on how many rows are beside it.
+multiply x's even and odd numbers. Instructions for two numbers of 16 bits each widen them, as in
+FasterTransformer (Kim et al., arXiv 2211.10017): Triton's own take one. Tiles, and the parts that the inner
+dimension is cut into, follow from the weight alone, so a row's bits do not depend on how many rows are
+beside it.
 """
 
 from functools import partial
@@ -15,17 +17,65 @@ from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import triton
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num, UInt8
 
 from ..gpus import Kernel
 from ..sharding import in_shards, ways
 
 ROWS, BYTES = 64, 64  # of a tile: rows of x, and bytes of a column that a step takes
 COLUMNS = (128, 64)  # the most that divide
-BLOCKS, PARTS = 128, 8  # most blocks, and most parts of the inner dimension
+BLOCKS, PARTS = 264, 8  # most blocks, two a multiprocessor, and most parts of the inner dimension
 ZERO = 8  # the code of zero where there are no others
 NIBBLES = Kernel("int4_product", "triton", "XLA widens weights into memory")
 SCALES = ("bfloat16", "float16", "float32")
+
+
+class FloatBits(NamedTuple):
+    """Bits of a 16-bit dtype.
+
+    kind: its name in PTX.
+    large, least: the high byte of the least number whose last bit counts one, and that number.
+    one, half: 1 and 0.5.
+    place: of a mantissa's first bit.
+    lack: the power of two by which an e2m1 there is too small, since its exponent is biased by one.
+    """
+
+    kind: str
+    large: int
+    least: int
+    one: int
+    half: int
+    place: int
+    lack: int
+
+
+FLOATS = {
+    "bfloat16": FloatBits("bf16x2", 0x43, 128, 0x3F80, 0x3F00, 6, 0x7E80),
+    "float16": FloatBits("f16x2", 0x64, 1024, 0x3C00, 0x3800, 9, 0x7400),
+}
+# The numbers of four bytes' low or high codes ($0, $1) of a word of codes ($2), words of two factors ($3, $4)
+# and, of int4, what is added to a code as the last bits of a large number ($5, $6). To add -0 keeps signs.
+ASSEMBLY = {
+    "int4": """{{
+        .reg .b32 one, none, large, a, b;
+        mov.b32 one, {one}; mov.b32 none, 0x80008000; mov.b32 large, {large};
+        shr.u32 a, $2, {shift}; and.b32 a, a, 0x0f0f0f0f;
+        prmt.b32 b, a, large, 0x4342; prmt.b32 a, a, large, 0x4140;
+        fma.rn.{kind} a, a, one, $5; fma.rn.{kind} b, b, one, $6;
+        fma.rn.{kind} $0, a, $3, none; fma.rn.{kind} $1, b, $4, none;
+    }}""",
+    "fp4": """{{
+        .reg .b32 lack, none, sign, a, b;
+        mov.b32 lack, {lack}; mov.b32 none, 0x80008000;
+        prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
+        shl.b32 sign, a, {to_sign}; and.b32 sign, sign, none;
+        shl.b32 a, a, {to_size}; and.b32 a, a, {size}; or.b32 a, a, sign;
+        shl.b32 sign, b, {to_sign}; and.b32 sign, sign, none;
+        shl.b32 b, b, {to_size}; and.b32 b, b, {size}; or.b32 b, b, sign;
+        fma.rn.{kind} a, a, lack, none; fma.rn.{kind} b, b, lack, none;
+        fma.rn.{kind} $0, a, $3, none; fma.rn.{kind} $1, b, $4, none;
+    }}""",
+}
 
 
 class NibbleCodes(NamedTuple):
@@ -89,29 +139,32 @@ def partitioned(
     even, odd = (rows.reshape(M, D // 2, 2)[..., i] for i in range(2))
     with jax.named_scope(cut.label):
         sums = pl.pallas_call(
-            partial(kernel, cut=cut, steps=D // (2 * BYTES * cut.parts)),
+            partial(kernel, cut=cut, steps=D // (2 * BYTES * cut.parts), interpret=interpret),
             grid=(F // cut.columns, M // ROWS, cut.parts),
             out_shape=jax.ShapeDtypeStruct((cut.parts, M, F), jnp.float32 if cut.parts > 1 else dtype),
-            compiler_params=triton.CompilerParams(num_warps=4, num_stages=4),
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
             interpret=interpret,
             name="multiply_nibbles",
         )(even, odd, codes)
     return sums[0] if cut.parts == 1 else sums.sum(0).astype(dtype)
 
 
-def kernel(even: Any, odd: Any, codes: NibbleCodes, out: Any, *, cut: NibbleTiles, steps: int):
+def kernel(
+    even: Any, odd: Any, codes: NibbleCodes, out: Any, *, cut: NibbleTiles, steps: int, interpret: bool
+):
     columns = pl.ds(pl.program_id(0) * cut.columns, cut.columns)
     rows, part = pl.ds(pl.program_id(1) * ROWS, ROWS), pl.program_id(2)
 
     def step(i: Any, total: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
         first = (part * steps + i) * BYTES
         inner, pairs = pl.ds(first, BYTES), codes.values[pl.ds(first, BYTES), columns]
-        scales = of_groups(codes.scales, first, columns, cut).astype(jnp.float32)
-        zeros = jnp.int8(ZERO)
-        if codes.zeros is not None:
-            zeros = of_groups(codes.zeros, first, columns, cut).astype(jnp.int8)
-        for x, nibbles in ((even, pairs & jnp.uint8(15)), (odd, pairs >> jnp.uint8(4))):
-            w = ((nibbles.astype(jnp.int8) - zeros).astype(jnp.float32) * scales).astype(x.dtype)
+        scales, zeros = (
+            None if ref is None else of_groups(ref, first, columns, cut)
+            for ref in (codes.scales, codes.zeros)
+        )
+        for x, w in zip(
+            (even, odd), numbers_of(pairs, scales, zeros, even.dtype, interpret=interpret), strict=True
+        ):
             total += jnp.dot(x[rows, inner], w, preferred_element_type=jnp.float32)
         return total
 
@@ -124,6 +177,71 @@ def of_groups(ref: Any, first: Any, columns: Any, cut: NibbleTiles) -> Any:
     n = max(BYTES // cut.group, 1)
     own = ref[pl.ds(first // cut.group, n), columns]
     return jnp.broadcast_to(own[:, None], (n, BYTES // n, cut.columns)).reshape(BYTES, cut.columns)
+
+
+def numbers_of(
+    codes: UInt8[Array, "inner F"],
+    scales: Num[Array, "inner F"],
+    zeros: Num[Array, "inner F"] | None,
+    dtype: Any,
+    scheme: str = "int4",
+    interpret: bool = False,
+) -> list[Float[Array, "inner F"]]:
+    """Inside a kernel: the numbers of low codes and those of high ones, times their scales. They are
+    multiplied in 16 bits where the scales are of the dtype, or powers of two of bfloat16's range: it rounds
+    as often as float32."""
+    are_powers = scales.dtype == jnp.uint8 and dtype == jnp.bfloat16
+    in_16_bits = are_powers or scales.dtype == dtype
+    scales = scales if scales.dtype == dtype else floats(scales)
+    factors = scales.astype(dtype) if in_16_bits else jnp.ones(codes.shape, dtype)
+    least = FLOATS[dtype.name].least
+    added = jnp.full(codes.shape, -least - ZERO, dtype) if zeros is None else -least - zeros.astype(dtype)
+    given = [factors] if scheme == "fp4" else [factors, added]
+    found = [
+        (plainly if interpret else in_pairs)(codes, *given, scheme=scheme, shift=shift) for shift in (0, 4)
+    ]
+    return found if in_16_bits else [(number.astype(jnp.float32) * scales).astype(dtype) for number in found]
+
+
+def in_pairs(codes: UInt8[Array, "inner F"], *given: Any, scheme: str, shift: int) -> Float[Array, "inner F"]:
+    """Numbers of the codes that begin at a bit, by instructions that make two each."""
+    bits = FLOATS[given[0].dtype.name]
+    body = ASSEMBLY[scheme].format(
+        kind=bits.kind, shift=shift, large=f"{bits.large * 0x01010101:#010x}", one=twice(bits.one),
+        lack=twice(bits.lack), size=twice(7 << bits.place), to_size=bits.place - shift, to_sign=12 - shift,
+    )  # fmt: skip
+    constraints = ",".join(["=r", "=r", *["r"] * (1 + 2 * len(given))])
+    out = [jax.ShapeDtypeStruct(codes.shape, given[0].dtype)]
+    return triton.elementwise_inline_asm(
+        body, args=[codes, *given], constraints=constraints, pack=4, result_shape_dtypes=out
+    )[0]
+
+
+def plainly(codes: UInt8[Array, "inner F"], *given: Any, scheme: str, shift: int) -> Float[Array, "inner F"]:
+    """The same by arithmetic that can be interpreted."""
+    factors, *added = given
+    bits, nibbles = FLOATS[factors.dtype.name], codes >> jnp.uint8(shift) & jnp.uint8(15)
+    float_of = partial(jax.lax.bitcast_convert_type, new_dtype=factors.dtype)
+    if scheme == "int4":
+        large = nibbles.astype(jnp.uint16) | jnp.uint16(bits.large << 8)
+        return (float_of(large) + added[0]) * factors
+    size = (nibbles & jnp.uint8(7)).astype(jnp.uint16)
+    normal = (size << jnp.uint16(bits.place)) + jnp.uint16(bits.half)
+    found = jnp.where(size < 2, size * jnp.uint16(bits.half), normal)
+    sign = (nibbles & jnp.uint8(8)).astype(jnp.uint16) << jnp.uint16(12)
+    return float_of(found | sign) * factors
+
+
+def twice(half: int) -> str:
+    """A word of two equal halves."""
+    return f"{half << 16 | half:#010x}"
+
+
+def floats(scales: Any) -> Any:
+    """Scales in float32; bytes are the exponents of e8m0."""
+    if scales.dtype != jnp.uint8:
+        return scales.astype(jnp.float32)
+    return jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << jnp.uint32(23), jnp.float32)
 
 
 def widened(codes: NibbleCodes, dtype: Any) -> Float[Array, "D F"]:

@@ -19,6 +19,7 @@ from duetto.model.weights.fixed import FIXED
 from duetto.model.weights.grouped import GROUPED
 from duetto.model.weights.nibbles import NIBBLES
 from duetto.serve.planner.roofline.targets import CHIPS
+from duetto.serve.runtime.compiled.shapes import Shape
 
 TRITON = {DECODE, PREFILL, LATENT, LATENT_PREFILL, STEP, NIBBLES, EXPERTS}
 MOSAIC = {FIXED, GROUPED}
@@ -35,7 +36,7 @@ STAGES = {
     ("bfloat16", 512, 256): dict.fromkeys(ALLOWED, 2) | dict.fromkeys(("l4", "rtx4090", "rtx5090"), 1),
     ("float32", 1, 128): dict.fromkeys(ALLOWED, 2),
     ("float32", 1, 256): dict.fromkeys(ALLOWED, 2) | dict.fromkeys(("l4", "rtx4090", "rtx5090")),
-    ("float32", 512, 128): dict.fromkeys(ALLOWED, 2) | dict.fromkeys(("l4", "rtx4090", "rtx5090"), 1),
+    ("float32", 512, 128): dict.fromkeys(ALLOWED, 2),
     ("float32", 512, 256): dict.fromkeys(ALLOWED, 2)
     | dict.fromkeys(("l4", "rtx4090", "rtx5090"))
     | {"a100": 1},
@@ -117,10 +118,28 @@ def test_a_gpu_is_known_by_what_its_driver_says_before_its_name():
 
 
 def test_products_are_not_merged_where_that_would_copy_weights():
-    options = {name: chip.gpu.options for name, chip in CHIPS.items()}
+    options = {name: chip.gpu.options() for name, chip in CHIPS.items()}
     assert options.pop("t4") == OPTIONS | {"xla_gpu_dot_merger_threshold_mb": "0"}
     assert set(map(str, options.values())) == {str(OPTIONS)}
     assert {name for name, chip in CHIPS.items() if chip.gpu.auto_dtype == "float16"} == {"t4"}
+
+
+def test_steps_whose_bits_must_be_equal_have_no_products_that_cublas_splits():
+    """Of the shapes of an engine for 256 requests."""
+    widths = [Shape("decode", rows, 1) for rows in (1, 64, 128, 256)]
+    others = [
+        Shape("decode", 64, 4),
+        Shape("prefill", 1, 512),
+        Shape("verify", 64, 4),
+        Shape("verify", 64, 8, 128),
+    ]
+    own = {
+        name: [str(s) for s in widths + others if chip.gpu.options(s.product_rows) != chip.gpu.options()]
+        for name, chip in CHIPS.items()
+    }
+    assert own.pop("t4") == []
+    split = ["decode[128,1]", "decode[256,1]", "verify[64,4]", "verify[64,8] of 128"]
+    assert own == dict.fromkeys(own, split)
 
 
 @pytest.mark.parametrize(
@@ -137,4 +156,4 @@ def test_the_users_flags_stay(monkeypatch: pytest.MonkeyPatch, given: str | None
     monkeypatch.setenv("XLA_FLAGS", given or "")
     if given is None:
         monkeypatch.delenv("XLA_FLAGS")
-    assert CHIPS["h200"].gpu.options.keys() == OPTIONS.keys() - left_to_user
+    assert CHIPS["h200"].gpu.options().keys() == OPTIONS.keys() - left_to_user

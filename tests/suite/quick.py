@@ -209,19 +209,19 @@ def shared(make: type[Programs]) -> Callable[..., Programs]:
     """A constructor of programs that copies those it has made from the same arguments under the same
     settings, the latest ones."""
 
-    def programs(phases, params, sizes, shapes, first=None, refused=()) -> Programs:
+    def programs(phases, params, sizes, shapes, first=None, *more) -> Programs:
         if first is not None and set(first) < set(shapes):
-            return make(phases, params, sizes, shapes, first, refused)
+            return make(phases, params, sizes, shapes, first, *more)
         leaves, structure = jax.tree.flatten(params)
         where = {str(leaf.sharding) for leaf in leaves}
         key = repr((phases, structure, [(x.shape, x.dtype) for x in leaves], where, sizes, tuple(shapes)))
         (device, *_) = leaves[0].sharding.device_set
-        key = key, repr(executable_cache.environment(device)), executable_cache.folder(), refused
+        key = key, repr(executable_cache.environment(device)), executable_cache.folder(), more
         if key in MADE:
             MADE[key].loaded = True  # the classes that were found for it are those of the copies
             MADE.move_to_end(key)
         else:
-            MADE[key] = make(phases, params, sizes, shapes, first, refused)
+            MADE[key] = make(phases, params, sizes, shapes, first, *more)
         found = independent(MADE[key])
         if len(MADE) > LATEST:
             MADE.popitem(last=False)

@@ -141,7 +141,9 @@ class Bench:
         pages = rows * -(-longest // W)
         counts, kept = (pages,) * len(model.config.windows), model.options.kv_cache_dtype
         sizes = Sizes(max(longest, 2), rows, counts, W, kv_cache_dtype=kept)
-        self.programs = Programs(TargetOnly(model.config), model.params, sizes, [shape])
+        self.programs = Programs(
+            TargetOnly(model.config), model.params, sizes, [shape], reproducible=model.options.reproducible
+        )
         self.shape, self.model = shape, model
         self.state = unending(self.programs.empty(model.params))
         batch = full_batch(self.programs, shape, context)

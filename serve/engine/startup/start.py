@@ -109,7 +109,9 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
     kernels = check_kernels(config, params, sizes)
     require_ended(kernels)
-    programs = kind_of(everything)(phases, everything, sizes, shapes, early, refused_of(kernels))
+    programs = kind_of(everything)(
+        phases, everything, sizes, shapes, early, refused_of(kernels), options.reproducible
+    )
     state, aim = (
         programs.empty(everything),
         WarmupGoal(canonical, options.reproducible, timed_depths(options)),

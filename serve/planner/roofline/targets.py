@@ -216,7 +216,7 @@ def here(measure: bool = False) -> Target:
 def options_of(target: Target) -> dict[str, str]:
     """Options of XLA's compiler for a target's steps."""
     found = gpu_of(device_of(target))
-    return found.options if found else {}
+    return found.options() if found else {}
 
 
 @contextmanager

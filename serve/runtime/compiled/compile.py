@@ -187,8 +187,9 @@ class Programs:
     the masks of grammars, and make the empty cache and slots.
 
     Shapes of `first`, by default all, are compiled at once. `missing` ones are compiled later by `add`, from
-    any thread. No program has a kernel that is `refused`. `ready` has the seconds after the start at which
-    each was there, `spent` the seconds of tracing and compiling.
+    any thread. No program has a kernel that is `refused`. `reproducible` ones are compiled for equal bits.
+    `ready` has the seconds after the start at which each was there, `spent` the seconds of tracing and
+    compiling.
     """
 
     def __init__(
@@ -199,14 +200,14 @@ class Programs:
         shapes: Iterable[Shape],
         first: Collection[Shape] | None = None,
         refused: tuple[str, ...] = (),
+        reproducible: bool = False,
     ):
-        self.refused = refused
+        self.refused, self.reproducible = refused, reproducible
         self.started = time.perf_counter()
         self.config, self.sizes, self._phases = phases.config, sizes, phases
         self.like = like = arguments_like(phases.config, params, sizes)
         self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
-        found = gpu_of(next(iter(self._devices)))
-        self._options = found.options if found else None
+        self._gpu = gpu_of(next(iter(self._devices)))
         self._keys = {s: self._key(s) for s in shapes}
         with ThreadPoolExecutor(max(2, executable_cache.cores() or 0)) as pool:
             found = executable_cache.load_all(pool, self._keys, like.everywhere)
@@ -220,7 +221,7 @@ class Programs:
             with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
                 # lowered here: in other threads the user's settings for a block of code do not hold
                 jobs = [pool.submit(self._compile, s, self._lowered(s)) for s in now]
-                made = pool.map(lambda small: small.compile(compiler_options=self._options), self._small())
+                made = pool.map(lambda small: small.compile(compiler_options=self._options()), self._small())
                 self.seat, self.load_history, self.load_masks, self.fresh_cache, self.fresh_slots = made
                 for job in as_completed(jobs):
                     done(job.result())
@@ -266,7 +267,11 @@ class Programs:
 
     def _key(self, shape: Shape) -> str | None:
         given = operands(shape, self.like, self.sizes)
-        return executable_cache.key(self._phases, shape.phase, given, self.refused)
+        return executable_cache.key(self._phases, shape.phase, given, self.refused, self._options(shape))
+
+    def _options(self, shape: Shape | None = None) -> dict[str, str] | None:
+        """XLA's options for a step or a small program; None where they are its own."""
+        return self._gpu and self._gpu.options(shape.product_rows if shape and self.reproducible else 0)
 
     def _lowered(self, shape: Shape) -> Lowered:
         with without(self.refused):
@@ -279,7 +284,7 @@ class Programs:
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
         with self.spent.on(shape):
-            program = executable_cache.compile(self._keys[shape], lowered, self._options)
+            program = executable_cache.compile(self._keys[shape], lowered, self._options(shape))
         self.steps[shape], self.ready[shape] = program, self.age
 
     def products(self, shapes: Iterable[Shape]) -> str | None:

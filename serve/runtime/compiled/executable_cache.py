@@ -126,15 +126,26 @@ def folder() -> Path | None:
     return own if usable(own) else None
 
 
-def key(phases: Phases, phase: str, arguments: Any, refused: Sequence[str] = ()) -> str | None:
+def key(
+    phases: Phases,
+    phase: str,
+    arguments: Any,
+    refused: Sequence[str] = (),
+    options: Mapping[str, str] | None = None,
+) -> str | None:
     """Return the key of a phase's program with these abstract arguments, traced without the kernels that are
-    refused; None on several devices, whose order matters, and for phases whose code is not in the hash of
-    `TRACED`."""
+    refused and compiled with XLA's options; None on several devices, whose order matters, and for phases
+    whose code is not in the hash of `TRACED`."""
     devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(arguments)))
     if len(devices) > 1 or not all(map(is_traced, [phases, getattr(phases, "guesser", None)])):
         return None
     (device,) = devices
-    facts = *environment(device), *described(phases, phase, arguments), *refused
+    facts = (
+        *environment(device),
+        *described(phases, phase, arguments),
+        *refused,
+        *sorted((options or {}).items()),
+    )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 

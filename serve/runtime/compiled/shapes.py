@@ -54,6 +54,11 @@ class Shape(NamedTuple):
         return self.packed or self.rows * self.tokens
 
     @property
+    def product_rows(self) -> int:
+        """Rows of its matrix products: the steps of a decode follow one another."""
+        return self.rows if self.phase == "decode" else self.area
+
+    @property
     def deferred(self) -> "Shape":
         """Twin of a decode that draws later."""
         return self._replace(phase="deferred")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -15,9 +16,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from suite.fixtures import Model
 
 from duetto import LLM, SamplingParams
+from duetto.model.gpus import Gpu
 from duetto.serve.engine.startup import start
 from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled import executable_cache
+from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.steps.phases import TargetOnly
 
@@ -133,6 +136,23 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
     monkeypatch.setattr(executable_cache, "traced", lambda: "edited")
     found.append(key())
     assert len(set(found)) == len(found)
+
+
+def test_steps_of_the_contract_are_compiled_and_stored_by_themselves(tiny, monkeypatch):
+    """On a GPU, where their products must not be split."""
+    small, given = jax.jit(lambda: 0).lower(), []
+    monkeypatch.setattr(programs, "gpu_of", lambda device: Gpu("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(programs, "lower", lambda *_: small)
+    monkeypatch.setattr(
+        programs.Programs, "_small", lambda self: [SimpleNamespace(compile=dict)] * programs.SMALL
+    )
+    monkeypatch.setattr(executable_cache, "compile", lambda *key_and_options: given.append(key_and_options))
+    shapes = [Shape("decode", rows, 1) for rows in (64, 128)]
+    for reproducible in (False, True):
+        sizes = Sizes(max_model_len=64, max_num_seqs=128, pages=(16,), page_size=64)
+        programs.Programs(TargetOnly(tiny.config), tiny.params, sizes, shapes, reproducible=reproducible)
+    keys = {(key, "TRITON" in str(options)) for key, _, options in given}
+    assert len(given) == 4 and len(keys) == 3 and sum(has_triton_alone for _, has_triton_alone in keys) == 1
 
 
 def test_phases_of_code_that_is_not_hashed_have_no_key(tiny):
