@@ -171,7 +171,8 @@ def compile_and_read(
         else:
             lowered = [lower(phases, shape, arguments, plan.sizes)]
         found = gpu_of(device_of(plan.target))
-        return [compile_thunks(own, found.options) if found else (own.compile(), None) for own in lowered]
+        options = found.options(shape.product_rows if plan.options.reproducible else 0) if found else None
+        return [compile_thunks(own, options) if found else (own.compile(), None) for own in lowered]
 
 
 def make_row(plan: EnginePlan, arguments: StepArguments, shape: Shape, compiled: bool = True) -> ShapeCost:
