@@ -26,7 +26,7 @@ from benchmarks.gpu.estimates import bench_classes, bench_estimates, bench_optio
 from benchmarks.gpu.peers import bench_peers
 from benchmarks.gpu.programs import bench_decode, bench_kernels, bench_prefill, bench_reference, bench_steps
 from benchmarks.gpu.run import DRY, Row, Run
-from benchmarks.gpu.serving import bench_serving
+from benchmarks.gpu.serving import bench_launches, bench_serving
 from duetto.model.gpus import gpu_of
 from duetto.serve.host.devices import default_device
 
@@ -40,6 +40,7 @@ PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "attention": bench_attention,
     "reference": bench_reference,
     "options": bench_options,
+    "launches": bench_launches,
     "steps": bench_steps,
     "classes": bench_classes,
     "peers": bench_peers,

@@ -3,36 +3,70 @@
 import gc
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from unittest.mock import patch
 
+from benchmarks.gpu.profile import kernel_times
 from benchmarks.gpu.run import PAGE, Row, Run
 from duetto import LLM, SamplingParams
+from duetto.model.gpus import CAPTURED, OPTIONS
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.floor import demand
 from duetto.serve.runtime.compiled.shapes import Shape
 
+# Ways to launch a step. A command buffer is updated where addresses have changed, and captures cuBLAS's
+# kernels anew for it.
+LAUNCHES = {
+    "duetto's": CAPTURED,
+    "cuBLAS by the host": CAPTURED.replace("CUBLAS,CUBLASLT,", ""),
+    "all by the host": "",
+}
+LAUNCHED_LAYERS, FEW = 16, 24  # layers, and tokens of a request, so that most steps read prompts
+
+
+def engine_for(run: Run, rows: int, length: int) -> LLM:
+    """An engine whose seats are as many requests of a length."""
+    gc.collect()
+    options = EngineOptions(
+        max_num_seqs=rows, max_model_len=length, max_batched_token_mem=rows * length,
+        page_size=PAGE, background_compilation=False, enable_prefix_caching=False,
+    )  # fmt: skip
+    return LLM.from_params(run.model.config, run.model.params, compilation_cache=None, **asdict(options))
+
+
+def generate(llm: LLM, rows: int, prompt: int, output: int, turn: int) -> float:
+    """Seconds of a batch of requests, each with its own prompt."""
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
+    prompts = [[(13 * r + 7 * i + turn) % 9999 + 3 for i in range(prompt)] for r in range(rows)]
+    begin = time.monotonic()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.monotonic() - begin
+
+
+def bench_launches(run: Run) -> Iterator[Row]:
+    """A batch that mostly reads prompts, by ways to launch steps; shares are of the kernels' own time."""
+    run = replace(run, layers=run.layers or LAUNCHED_LAYERS)
+    rows, prompt = run.widths[-1], run.prompt // 8
+    for name, captured in LAUNCHES.items():
+        with (
+            patch.dict(OPTIONS, {"xla_gpu_enable_command_buffer": captured}),
+            engine_for(run, rows, prompt + FEW) as llm,
+        ):
+            seconds = min(generate(llm, rows, prompt, FEW, turn) for turn in range(3))
+            kernels = kernel_times(lambda llm=llm: generate(llm, rows, prompt, FEW, 3), 1)
+        busy = sum(kernel.seconds for kernel in kernels)
+        what = f"{name}: {rows} requests, {prompt} + {FEW} tokens"
+        yield Row("launches", what, seconds, "s", busy / seconds)
+
 
 def bench_serving(run: Run) -> Iterator[Row]:
     """A start, then two batches of as many requests as there are seats, each with its own prompt."""
-    gc.collect()
     rows, prompt, output = run.widths[-1], run.prompt // 8, run.prompt // 32
-    options = EngineOptions(
-        max_num_seqs=rows, max_model_len=prompt + output, max_batched_token_mem=rows * (prompt + output),
-        page_size=PAGE, background_compilation=False, enable_prefix_caching=False,
-    )  # fmt: skip
     begin = time.monotonic()
-    with LLM.from_params(
-        run.model.config, run.model.params, compilation_cache=None, **asdict(options)
-    ) as llm:
+    with engine_for(run, rows, prompt + output) as llm:
         what = f"start, {len(llm.engine.programs.steps)} programs"
         yield Row("serving", what, time.monotonic() - begin, "s")
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
-        seconds = 0.0
-        for turn in range(2):
-            prompts = [[(13 * r + 7 * i + turn) % 9999 + 3 for i in range(prompt)] for r in range(rows)]
-            begin = time.monotonic()
-            llm.generate(prompts, params, use_tqdm=False)
-            seconds = time.monotonic() - begin
+        seconds = [generate(llm, rows, prompt, output, turn) for turn in range(2)][-1]
         what = f"{rows} requests, {prompt} + {output} tokens"
         least = least_seconds(run, rows, prompt, output)
         yield Row("serving", what, rows * output / seconds, "tokens/s", least / seconds)
