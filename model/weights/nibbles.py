@@ -158,10 +158,8 @@ def kernel(
     def step(i: Any, total: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
         first = (part * steps + i) * BYTES
         inner, pairs = pl.ds(first, BYTES), codes.values[pl.ds(first, BYTES), columns]
-        scales, zeros = (
-            None if ref is None else of_groups(ref, first, columns, cut)
-            for ref in (codes.scales, codes.zeros)
-        )
+        scales = of_groups(codes.scales, first, columns, cut)
+        zeros = None if codes.zeros is None else of_groups(codes.zeros, first, columns, cut)
         for x, w in zip(
             (even, odd), numbers_of(pairs, scales, zeros, even.dtype, interpret=interpret), strict=True
         ):
