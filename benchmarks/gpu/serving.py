@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from typing import Any
 from unittest.mock import patch
 
 from benchmarks.gpu.profile import kernel_times
@@ -16,10 +17,11 @@ from duetto.serve.runtime.compiled.shapes import Shape
 
 # Ways to launch a step. A command buffer is updated where addresses have changed, and captures cuBLAS's
 # kernels anew for it.
-LAUNCHES = {
-    "duetto's": CAPTURED,
-    "cuBLAS by the host": CAPTURED.replace("CUBLAS,CUBLASLT,", ""),
-    "all by the host": "",
+LAUNCHES: dict[str, dict[str, Any]] = {
+    "duetto's": {},
+    "cuBLAS by the host": {"xla_gpu_enable_command_buffer": CAPTURED.replace("CUBLAS,CUBLASLT,", "")},
+    "all by the host": {"xla_gpu_enable_command_buffer": ""},
+    "temporaries apart": {"xla_gpu_temp_buffer_use_separate_color": True},
 }
 LAUNCHED_LAYERS, FEW = 16, 24  # layers, and tokens of a request, so that most steps read prompts
 
@@ -47,11 +49,8 @@ def bench_launches(run: Run) -> Iterator[Row]:
     """A batch that mostly reads prompts, by ways to launch steps; shares are of the kernels' own time."""
     run = replace(run, layers=run.layers or LAUNCHED_LAYERS)
     rows, prompt = run.widths[-1], run.prompt // 8
-    for name, captured in LAUNCHES.items():
-        with (
-            patch.dict(OPTIONS, {"xla_gpu_enable_command_buffer": captured}),
-            engine_for(run, rows, prompt + FEW) as llm,
-        ):
+    for name, options in LAUNCHES.items():
+        with patch.dict(OPTIONS, options), engine_for(run, rows, prompt + FEW) as llm:
             seconds = min(generate(llm, rows, prompt, FEW, turn) for turn in range(3))
             kernels = kernel_times(lambda llm=llm: generate(llm, rows, prompt, FEW, 3), 1)
         busy = sum(kernel.seconds for kernel in kernels)
