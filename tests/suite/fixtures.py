@@ -34,7 +34,6 @@ from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Canonical, Shape, Sizes
 from duetto.serve.runtime.equal_bits.warmup import first_shapes
-from duetto.serve.runtime.pipeline.programs import StagedPrograms
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKED = quick.CHECKED
@@ -122,8 +121,6 @@ def programs_shared() -> Iterator[None]:
     quick.release_programs()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "Programs", quick.SHARED)
-        patch.setattr(StagedPrograms, "_lower", quick.staged_once(StagedPrograms._lower))
-        patch.setattr(Programs, "_lower", quick.split_once(Programs._lower))
         for lower, name in quick.SMALL.items():
             patch.setattr(Programs, lower, quick.small_once(vars(Programs)[lower], name))
         yield

@@ -100,9 +100,7 @@ from duetto.serve.kv.offload import realm
 from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
-from duetto.serve.runtime.compiled.executable_cache import JoinedPrograms
 from duetto.serve.runtime.equal_bits import classes
-from duetto.serve.runtime.pipeline.programs import StagedPrograms
 
 for name, value in STRICT.items():
     jax.config.update(name.lower(), value)
@@ -284,37 +282,6 @@ def once(found: Any) -> Any:
 def facts_of(x: Any) -> tuple[Any, ...]:
     """What programs depend on of an array, or of its shape."""
     return x.shape, x.dtype, str(x.sharding), str(x.sharding.device_set)
-
-
-def staged_once(lower: Callable[..., JoinedPrograms]) -> Callable[..., JoinedPrograms]:
-    """A method that lowers a shape of `StagedPrograms`, and takes the programs of its stages from an earlier
-    table of the same arguments: what joins them is the own of each table."""
-
-    def lowered(programs: StagedPrograms, shape: Any) -> JoinedPrograms:
-        key = key_here(programs, shape, programs._route)
-        parts = kept(key, lambda: [LoweredOnce(part) for part in lower(programs, shape).parts])
-        return JoinedPrograms(parts, programs._joined)
-
-    return lowered
-
-
-def split_once(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for programs of several devices, which are not stored."""
-
-    def lowered(programs: Programs, shape: Any) -> Any:
-        if len(programs._devices) == 1:
-            return lower(programs, shape)
-        return kept(key_here(programs, shape), lambda: LoweredOnce(lower(programs, shape)))
-
-    return lowered
-
-
-def key_here(programs: Programs, shape: Any, *more: Any) -> str:
-    """What decides a program of a shape on the devices of this process."""
-    like = programs.like
-    leaves, structure = jax.tree.flatten((like.params, like.cache, like.slots))
-    facts = programs._phases, programs.sizes, programs.refused, structure, list(map(facts_of, leaves)), shape
-    return repr((*facts, *more, executable_cache.environment(jax.devices()[0])))
 
 
 def kept(key: str | None, make: Callable[[], Any]) -> Any:
