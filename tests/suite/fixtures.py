@@ -133,7 +133,6 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "may_compile_late", quick.MAY_COMPILE_LATE)
     monkeypatch.setattr(executable_cache, "load", lambda *_: None)
     monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
-    # nothing is kept: what a program was compiled to before may have come from jax's cache
     monkeypatch.setattr(executable_cache, "compile", lambda _, lowered, *__: lowered.compile())
     monkeypatch.setattr(executable_cache.Spent, "mean", 0.0)
 

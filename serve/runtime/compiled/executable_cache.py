@@ -57,6 +57,10 @@ PROGRAMS = BlobFormat(b"duetto kept 1\n", ".", re.compile("[^.].*"), durable=Tru
 LIMIT = 7 << 29  # bytes of a folder: the programs of a hundred models and sizes
 GRACE = 600  # seconds after its last use in which no start evicts a file: another start may be reading it
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+# Raised for a program that cannot be serialised. jax keeps functions with one of custom partitioning.
+UNSTORABLE = (
+    ValueError, TypeError, AttributeError, NotImplementedError, pickle.PicklingError, jax.errors.JaxRuntimeError,
+)  # fmt: skip
 THREAD = threading.local()
 T = TypeVar("T")
 K = TypeVar("K")
@@ -318,7 +322,7 @@ def compile(key: str | None, lowered: Lowered, options: Mapping[str, str | bool]
             parts = [compiled_from(part, unlike_any) for part in whole.parts]
     compiled, known = zip(*parts, strict=True)
     if folder() is not None and key is not None and not any(known) and hash_of_traced() == traced():
-        with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        with suppress(*UNSTORABLE):
             write_bytes(key, pickle.dumps(list(map(stored, compiled))))
     return whole.join(*compiled)
 
