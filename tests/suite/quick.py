@@ -7,6 +7,7 @@ import copy
 import gc
 import hashlib
 import os
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -126,7 +127,7 @@ CACHE: Any = import_module("jax._src.compilation_cache")
 if CACHE.zstd is None and CACHE.zstandard is None:  # zlib takes a third of the time for nearly as few bytes
     CACHE.compress_executable = partial(zlib.compress, level=1)
 
-# A CPU cannot serialise a program that came from jax's cache, so it would be traced in every run: it is stored
+# A CPU cannot serialise a program that came from jax's cache: it would be traced in every run. It is stored
 # with the bytes of that cache.
 PICKLER: Any = import_module("jax.experimental.serialize_executable")._JaxPjrtPickler
 EXTRACT, PERSISTENT_ID, COMPILED_FROM = (
@@ -160,6 +161,40 @@ def persistent_id(pickler: Any, part: Any) -> Any:
 
 CACHE.extract_executable_and_time, executable_cache.compiled_from = extracted, compiled_from
 PICKLER.persistent_id = persistent_id
+
+# Making a context of MLIR, and releasing it, takes half of the time of a small program.
+MLIR: Any = import_module("jax._src.interpreters.mlir")
+MAKE_CONTEXT, LOWER = MLIR.make_ir_context, jax.stages.Traced.lower
+OF_A_CONTEXT = 64  # programs
+
+
+class Contexts(threading.local):
+    """Contexts of a thread's programs: shared by those that it compiles as it calls them. Those that are
+    lowered ahead have their own, as other threads may compile them."""
+
+    ahead, count, shared = 0, 0, None
+
+    def make(self) -> Any:
+        if self.ahead:
+            return MAKE_CONTEXT()
+        if self.count % OF_A_CONTEXT == 0:
+            self.shared = MAKE_CONTEXT()
+        self.count += 1
+        return self.shared
+
+
+CONTEXTS = Contexts()
+
+
+def lower_ahead(*arguments: Any, **named: Any) -> Any:
+    CONTEXTS.ahead += 1
+    try:
+        return LOWER(*arguments, **named)
+    finally:
+        CONTEXTS.ahead -= 1
+
+
+MLIR.make_ir_context, jax.stages.Traced.lower = CONTEXTS.make, lower_ahead
 
 # What looks at weights, and takes a program or two for each shape of them.
 ON_DEVICES = {"all_finite": tree.all_finite, "digest": realm.digest, "fingerprint": classes.fingerprint}

@@ -59,8 +59,13 @@ GRACE = 600  # seconds after its last use in which no start evicts a file: anoth
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 # Raised for a program that cannot be serialised. jax keeps functions with one of custom partitioning.
 UNSTORABLE = (
-    ValueError, TypeError, AttributeError, NotImplementedError, pickle.PicklingError, jax.errors.JaxRuntimeError,
-)  # fmt: skip
+    ValueError,
+    TypeError,
+    AttributeError,
+    NotImplementedError,
+    pickle.PicklingError,
+    jax.errors.JaxRuntimeError,
+)
 THREAD = threading.local()
 T = TypeVar("T")
 K = TypeVar("K")
