@@ -275,7 +275,7 @@ class Programs:
 
     @property
     def _join(self) -> Callable[..., Any]:
-        """What makes one program of the parts of a step that is stored."""
+        """Maker of one program of the parts of a stored step."""
         return executable_cache.alone
 
     def _lowered(self, shape: Shape) -> Lowered:
