@@ -70,7 +70,7 @@ class StagedPrograms(Programs):
         front = self.lowering.front
         whose = jax.ShapeDtypeStruct(front.live.shape, bool)
         hear = jax.jit(with_updates, out_shardings=self._here).lower(front, front, whose)
-        return SlotUpdateReceiver(self.stages, hear.compile(compiler_options=self._options))
+        return SlotUpdateReceiver(self.stages, hear.compile(compiler_options=self._options()))
 
     def _lower_seat(self) -> JoinedPrograms:
         one, here = jax.ShapeDtypeStruct((), jnp.int32), self._here
