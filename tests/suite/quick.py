@@ -164,37 +164,43 @@ PICKLER.persistent_id = persistent_id
 
 # Making a context of MLIR, and releasing it, takes half of the time of a small program.
 MLIR: Any = import_module("jax._src.interpreters.mlir")
-MAKE_CONTEXT, LOWER = MLIR.make_ir_context, jax.stages.Traced.lower
+PJIT: Any = import_module("jax._src.pjit")
+MAKE_CONTEXT, CALLED, AHEAD = MLIR.make_ir_context, PJIT._resolve_and_lower, jax.stages.Traced.lower
 OF_A_CONTEXT = 64  # programs
 
 
 class Contexts(threading.local):
-    """Contexts of a thread's programs: shared by those that it compiles as it calls them. Those that are
-    lowered ahead have their own, as other threads may compile them."""
+    """Contexts of a thread's programs: those that it compiles as it calls them share one. Others have their
+    own: another thread may compile what is lowered ahead, and XLA calls back for parts of what it compiles."""
 
-    ahead, count, shared = 0, 0, None
+    is_ahead, is_shared, count, shared = False, False, 0, None
 
     def make(self) -> Any:
-        if self.ahead:
+        if not self.is_shared:
             return MAKE_CONTEXT()
         if self.count % OF_A_CONTEXT == 0:
             self.shared = MAKE_CONTEXT()
         self.count += 1
         return self.shared
 
+    def lower_ahead(self, *arguments: Any, **named: Any) -> Any:
+        before, self.is_ahead = self.is_ahead, True
+        try:
+            return AHEAD(*arguments, **named)
+        finally:
+            self.is_ahead = before
+
+    def lower_called(self, *arguments: Any, **named: Any) -> Any:
+        before, self.is_shared = self.is_shared, not self.is_ahead
+        try:
+            return CALLED(*arguments, **named)
+        finally:
+            self.is_shared = before
+
 
 CONTEXTS = Contexts()
-
-
-def lower_ahead(*arguments: Any, **named: Any) -> Any:
-    CONTEXTS.ahead += 1
-    try:
-        return LOWER(*arguments, **named)
-    finally:
-        CONTEXTS.ahead -= 1
-
-
-MLIR.make_ir_context, jax.stages.Traced.lower = CONTEXTS.make, lower_ahead
+MLIR.make_ir_context, PJIT._resolve_and_lower = CONTEXTS.make, CONTEXTS.lower_called
+jax.stages.Traced.lower = lambda *arguments, **named: CONTEXTS.lower_ahead(*arguments, **named)
 
 # What looks at weights, and takes a program or two for each shape of them.
 ON_DEVICES = {"all_finite": tree.all_finite, "digest": realm.digest, "fingerprint": classes.fingerprint}
