@@ -1,18 +1,23 @@
 """Programs of several devices kept on disk: a second start finds them, on the devices in their order."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from cases.weights import random
 from fakes.greedy import greedy_programs
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from suite.fixtures import Model
 
 from duetto import LLM, SamplingParams
+from duetto.model.layers import einsum
 from duetto.model.sharding import Layout
+from duetto.model.weights.compress import encode
 from duetto.serve.engine.startup import start
 from duetto.serve.engine.startup.mesh import places, put, spread
 from duetto.serve.runtime.compiled import compile as programs
@@ -84,10 +89,11 @@ def test_devices_in_another_order_have_programs_of_their_own(one_layer, folder):
                 assert list(step.runtime_executable().local_devices()) == list(own)
 
 
-@pytest.mark.usefixtures("few_shapes")
-def test_programs_that_cannot_be_kept_are_compiled_at_each_start(tiny, folder):
+def test_a_program_that_cannot_be_kept_is_compiled(folder):
     """Weights in 8 bits divide their products by functions, which no file can hold."""
-    params = spread(tiny.config, tiny.params, PAIR)
-    first, _ = served(tiny, params, {"quantization": "int8"})
-    again, found = served(tiny, params, {"quantization": "int8"})
-    assert again == first and found.read == 0
+    mesh = Mesh(np.array(jax.devices()), ("tensor",))
+    x, w = random(3, 64), encode(random(64, 32, seed=1), (0,), "int8")
+    split = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(None, "tensor"))), w)
+    program = executable_cache.compile("key", jax.jit(partial(einsum, "td,df->tf")).lower(x, split))
+    np.testing.assert_allclose(program(x, split), einsum("td,df->tf", x, w), atol=1e-5)
+    assert not list(folder.iterdir())

@@ -171,7 +171,7 @@ OF_A_CONTEXT = 64  # programs
 
 class Contexts(threading.local):
     """Contexts of a thread's programs: those that it compiles as it calls them share one. Others have their
-    own: another thread may compile what is lowered ahead, and XLA calls back for parts of what it compiles."""
+    own: another thread may compile what is lowered ahead, and XLA calls back for parts of programs."""
 
     is_ahead, is_shared, count, shared = False, False, 0, None
 
