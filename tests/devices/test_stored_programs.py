@@ -44,7 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def served(model: Model, params: Any, options: dict[str, Any]) -> tuple[list[int], programs.Programs]:
+def served(model: Model, params: Any, options: dict[str, Any]) -> tuple[list[int], Any]:
     """The tokens of a request, and the programs of an engine."""
     with LLM.from_params(model.config, params, **OPTIONS | options) as llm:
         (out,) = llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)

@@ -175,7 +175,8 @@ def described(phases: Phases, phase: str, arguments: Any) -> tuple[Any, ...]:
 def placed(place: jax.sharding.Sharding) -> tuple[str, list[int]]:
     """Return what decides a program of a sharding: how it divides an array, and its devices in their
     order."""
-    devices = place.mesh.devices.flat if isinstance(place, jax.sharding.NamedSharding) else place.device_set
+    mesh = place.mesh if isinstance(place, jax.sharding.NamedSharding) else None
+    devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else place.device_set
     return str(place), [device.id for device in devices]
 
 

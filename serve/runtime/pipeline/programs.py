@@ -69,7 +69,7 @@ class StagedPrograms(Programs):
     def _ear(self) -> SlotUpdateReceiver:
         front = self.lowering.front
         whose = jax.ShapeDtypeStruct(front.live.shape, bool)
-        hear = jax.jit(with_updates, out_shardings=self._here).lower(front, front, whose)
+        hear: Any = jax.jit(with_updates, out_shardings=self._here).lower(front, front, whose)
         return SlotUpdateReceiver(self.stages, hear.compile(compiler_options=self._options()))
 
     def _lower_seat(self) -> JoinedPrograms:
