@@ -5,7 +5,7 @@ import importlib
 import math
 import sysconfig
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.weights import logits
 from tokenizers import Tokenizer
 
 from duetto.checkpoints.huggingface import load
-from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.transformer import forward, unembed
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO, DRAFT = (ROOT / "checkpoints" / name for name in ("demo", "demo-draft"))
@@ -48,12 +47,6 @@ def examples() -> Iterator[SimpleNamespace]:
         patch.syspath_prepend(str(ROOT / "examples"))
         modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in EXAMPLES}
         yield SimpleNamespace(**modules)
-
-
-@partial(jax.jit, static_argnums=1)
-def logits(params, config: ModelConfig, tokens: jax.Array) -> jax.Array:
-    places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return unembed(params, config, forward(params, config, tokens, places, causal)[0])
 
 
 def greedy(model: tuple, prompt: list[int], count: int) -> list[int]:

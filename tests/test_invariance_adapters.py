@@ -15,6 +15,8 @@ import pytest
 from cases.adapters import ALL, ATTENTION, merged, read, write, written_as
 from cases.invariance import LENGTHS, PARAMS, bits, prompts
 from cases.oracle import continue_plainly
+from cases.weights import logits
+from scipy.special import log_softmax
 
 from duetto import SamplingParams
 from duetto.lora.request import LoRARequest
@@ -161,13 +163,8 @@ def test_a_trained_adapter_equals_its_merged_weights(model, llm, folders, reques
     (output,) = llm.generate(text, EXACT, use_tqdm=False, lora_request=requests["c"])
     assert output.outputs[0].token_ids == continue_plainly(plain, text, EXACT)
 
-    @jax.jit
-    def scored(params, tokens):
-        places = jnp.arange(len(text), dtype=jnp.int32)[None]
-        hidden, _ = forward(params, model.config, tokens, places, causal)
-        return jax.nn.log_softmax(unembed(params, model.config, hidden)[0])
-
-    scores = np.asarray(scored(plain.params, np.array([text], np.int32)))
+    (plainly,) = np.asarray(logits(plain.params, model.config, np.array([text], np.int32)))
+    scores = log_softmax(plainly, axis=-1)
     found = [entry[token].logprob for token, entry in zip(text[1:], output.prompt_logprobs[1:], strict=True)]
     np.testing.assert_allclose(found, scores[np.arange(19), text[1:]], atol=2e-4)
 

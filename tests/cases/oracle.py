@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases.programs import StoredJit
 from cases.sampling import admit_jit, load_jit
 
 from duetto import SamplingParams
@@ -163,7 +164,7 @@ def causal_as_kept(kv_cache_dtype, state, layer, q, k, v, reading):
     return causal(state, layer, q, k, v, reading)
 
 
-@partial(jax.jit, static_argnames=("config", "kv_cache_dtype"))
+@partial(StoredJit, static_argnames=("config", "kv_cache_dtype"))
 def next_token(params, config, tokens, position, state, kv_cache_dtype="auto"):
     return drawn(params, config, whole(params, config, tokens, position, kv_cache_dtype), position, state)
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases.programs import StoredJit
 
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
@@ -79,7 +80,7 @@ def dense(tree: Any) -> Any:
     return jax.tree.map(array, tree, is_leaf=is_record)
 
 
-@partial(jax.jit, static_argnums=1)
+@partial(StoredJit, static_argnames=["config"])
 def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array:
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
     return unembed(params, config, forward(params, config, tokens, places, causal)[0])

@@ -4,6 +4,7 @@ they have."""
 import jax
 import numpy as np
 import pytest
+from cases.programs import StoredJit
 
 from duetto.model.attention import causal
 from duetto.model.recurrent.kinds import BLOCK, DeltaNet, Leaves, Mamba
@@ -55,7 +56,7 @@ def one_by_one(memory: np.ndarray, x: Terms, count: int) -> tuple[np.ndarray, np
     return memory, np.array(out).reshape(count, N, U)
 
 
-@jax.jit
+@StoredJit
 def scanned(memory: jax.Array, x: Terms, count: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The memory after each row's tokens, and the outputs."""
     return scan(memory, x, count, lambda _, j, new: new, memory)

@@ -34,7 +34,6 @@ from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.compiled.shapes import Canonical, Shape, Sizes
 from duetto.serve.runtime.equal_bits.warmup import first_shapes
-from duetto.serve.runtime.pipeline.programs import StagedPrograms
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKED = quick.CHECKED
@@ -122,8 +121,6 @@ def programs_shared() -> Iterator[None]:
     quick.release_programs()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "Programs", quick.SHARED)
-        patch.setattr(StagedPrograms, "_lower", quick.staged_once(StagedPrograms._lower))
-        patch.setattr(Programs, "_lower", quick.split_once(Programs._lower))
         for lower, name in quick.SMALL.items():
             patch.setattr(Programs, lower, quick.small_once(vars(Programs)[lower], name))
         yield
@@ -136,7 +133,6 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "may_compile_late", quick.MAY_COMPILE_LATE)
     monkeypatch.setattr(executable_cache, "load", lambda *_: None)
     monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
-    # nothing is kept: what a program was compiled to before may have come from jax's cache
     monkeypatch.setattr(executable_cache, "compile", lambda _, lowered, *__: lowered.compile())
     monkeypatch.setattr(executable_cache.Spent, "mean", 0.0)
 

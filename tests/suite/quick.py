@@ -7,6 +7,7 @@ import copy
 import gc
 import hashlib
 import os
+import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
@@ -100,9 +101,8 @@ from duetto.serve.kv.offload import realm
 from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
-from duetto.serve.runtime.compiled.executable_cache import JoinedPrograms
+from duetto.serve.runtime.compiled.futures import DeferredSampling
 from duetto.serve.runtime.equal_bits import classes
-from duetto.serve.runtime.pipeline.programs import StagedPrograms
 
 for name, value in STRICT.items():
     jax.config.update(name.lower(), value)
@@ -126,6 +126,81 @@ with suppress(jax.errors.JaxRuntimeError):  # newer versions have one kind only
 CACHE: Any = import_module("jax._src.compilation_cache")
 if CACHE.zstd is None and CACHE.zstandard is None:  # zlib takes a third of the time for nearly as few bytes
     CACHE.compress_executable = partial(zlib.compress, level=1)
+
+# A CPU cannot serialise a program that came from jax's cache: it would be traced in every run. It is stored
+# with the bytes of that cache.
+PICKLER: Any = import_module("jax.experimental.serialize_executable")._JaxPjrtPickler
+EXTRACT, PERSISTENT_ID, COMPILED_FROM = (
+    CACHE.extract_executable_and_time, PICKLER.persistent_id, executable_cache.compiled_from,
+)  # fmt: skip
+FROM_CACHE: OrderedDict[int, tuple[Any, bytes]] = OrderedDict()  # the latest executables by id
+
+
+def extracted(content: bytes) -> tuple[bytes, int]:
+    """Take an entry of jax's cache apart, and note the program's bytes."""
+    found = EXTRACT(content)
+    executable_cache.THREAD.bytes = found[0]
+    return found
+
+
+def compiled_from(*arguments: Any) -> tuple[Any, bool]:
+    """Compile a program as `executable_cache.compiled_from` does; any can be stored."""
+    compiled, known = COMPILED_FROM(*arguments)
+    if known:
+        executable = compiled.runtime_executable()
+        FROM_CACHE[id(executable)] = executable, executable_cache.THREAD.bytes
+        if len(FROM_CACHE) > MOST_LOWERED:
+            FROM_CACHE.popitem(last=False)
+    return compiled, False
+
+
+def persistent_id(pickler: Any, part: Any) -> Any:
+    found = FROM_CACHE.get(id(part))
+    return ("exec", found[1]) if found else PERSISTENT_ID(pickler, part)
+
+
+CACHE.extract_executable_and_time, executable_cache.compiled_from = extracted, compiled_from
+PICKLER.persistent_id = persistent_id
+
+# Making a context of MLIR, and releasing it, takes half of the time of a small program.
+MLIR: Any = import_module("jax._src.interpreters.mlir")
+PJIT: Any = import_module("jax._src.pjit")
+MAKE_CONTEXT, CALLED, AHEAD = MLIR.make_ir_context, PJIT._resolve_and_lower, jax.stages.Traced.lower
+OF_A_CONTEXT = 64  # programs
+
+
+class Contexts(threading.local):
+    """Contexts of a thread's programs: those that it compiles as it calls them share one. Others have their
+    own: another thread may compile what is lowered ahead, and XLA calls back for parts of programs."""
+
+    is_ahead, is_shared, count, shared = False, False, 0, None
+
+    def make(self) -> Any:
+        if not self.is_shared:
+            return MAKE_CONTEXT()
+        if self.count % OF_A_CONTEXT == 0:
+            self.shared = MAKE_CONTEXT()
+        self.count += 1
+        return self.shared
+
+    def lower_ahead(self, *arguments: Any, **named: Any) -> Any:
+        before, self.is_ahead = self.is_ahead, True
+        try:
+            return AHEAD(*arguments, **named)
+        finally:
+            self.is_ahead = before
+
+    def lower_called(self, *arguments: Any, **named: Any) -> Any:
+        before, self.is_shared = self.is_shared, not self.is_ahead
+        try:
+            return CALLED(*arguments, **named)
+        finally:
+            self.is_shared = before
+
+
+CONTEXTS = Contexts()
+MLIR.make_ir_context, PJIT._resolve_and_lower = CONTEXTS.make, CONTEXTS.lower_called
+jax.stages.Traced.lower = lambda *arguments, **named: CONTEXTS.lower_ahead(*arguments, **named)
 
 # What looks at weights, and takes a program or two for each shape of them.
 ON_DEVICES = {"all_finite": tree.all_finite, "digest": realm.digest, "fingerprint": classes.fingerprint}
@@ -213,7 +288,7 @@ def shared(make: type[Programs]) -> Callable[..., Programs]:
         if first is not None and set(first) < set(shapes):
             return make(phases, params, sizes, shapes, first, *more)
         leaves, structure = jax.tree.flatten(params)
-        where = {str(leaf.sharding) for leaf in leaves}
+        where = {repr(executable_cache.placed(leaf.sharding)) for leaf in leaves}
         key = repr((phases, structure, [(x.shape, x.dtype) for x in leaves], where, sizes, tuple(shapes)))
         (device, *_) = leaves[0].sharding.device_set
         key = key, repr(executable_cache.environment(device)), executable_cache.folder(), more
@@ -236,28 +311,36 @@ MOST_LOWERED = 64  # programs, with what they compile to
 SMALL = {"_lower_seat": "slots", "_lower_loads": "slots", "_lower_slots": "slots", "_lower_cache": "cache"}
 
 
+LOAD, COMPILE = executable_cache.load, executable_cache.compile
+
+
 class LoweredOnce:
-    """A lowered program that is compiled once, or what it is compiled to."""
+    """A lowered program that is compiled once, and stored if it has a key, or what it is compiled to."""
 
-    def __init__(self, lowered: Any, compiled: Any = None):
-        self._lowered, self._compiled = lowered, compiled
+    def __init__(self, lowered: Any, compiled: Any = None, key: str | None = None):
+        self._lowered, self._compiled, self._key = lowered, compiled, key
 
-    def compile(self, **options: Any) -> Any:
+    def compile(self, compiler_options: Any = None) -> Any:
         if self._compiled is None:
-            self._compiled = self._lowered.compile(**options)
+            self._compiled = COMPILE(self._key, self._lowered, compiler_options)
         return self._compiled
 
 
 def lowered_once(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that lowers a shape of `Programs`, and returns what a table of this process has from the same
-    arguments."""
+    """A method that lowers a shape of `Programs`, and returns what a table of this process, or an earlier
+    run, has from the same arguments."""
 
     def lowered(programs: Programs, shape: Any) -> Any:
         key = programs._key(shape)
         tables = [table for table in MADE.values() if key is not None and table._keys.get(shape) == key]
         if tables:
             return LoweredOnce(None, tables[0].steps[shape])
-        return kept(key, lambda: LoweredOnce(lower(programs, shape)))
+        return kept(key, lambda: stored(programs, shape, key))
+
+    def stored(programs: Programs, shape: Any, key: str | None) -> LoweredOnce:
+        join = DeferredSampling if shape.phase == "deferred" else programs._join
+        found = LOAD(key, next(iter(programs._devices)), join)
+        return LoweredOnce(lower(programs, shape) if found is None else None, found, key)
 
     return lowered
 
@@ -283,38 +366,7 @@ def once(found: Any) -> Any:
 
 def facts_of(x: Any) -> tuple[Any, ...]:
     """What programs depend on of an array, or of its shape."""
-    return x.shape, x.dtype, str(x.sharding), str(x.sharding.device_set)
-
-
-def staged_once(lower: Callable[..., JoinedPrograms]) -> Callable[..., JoinedPrograms]:
-    """A method that lowers a shape of `StagedPrograms`, and takes the programs of its stages from an earlier
-    table of the same arguments: what joins them is the own of each table."""
-
-    def lowered(programs: StagedPrograms, shape: Any) -> JoinedPrograms:
-        key = key_here(programs, shape, programs._route)
-        parts = kept(key, lambda: [LoweredOnce(part) for part in lower(programs, shape).parts])
-        return JoinedPrograms(parts, programs._joined)
-
-    return lowered
-
-
-def split_once(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for programs of several devices, which are not stored."""
-
-    def lowered(programs: Programs, shape: Any) -> Any:
-        if len(programs._devices) == 1:
-            return lower(programs, shape)
-        return kept(key_here(programs, shape), lambda: LoweredOnce(lower(programs, shape)))
-
-    return lowered
-
-
-def key_here(programs: Programs, shape: Any, *more: Any) -> str:
-    """What decides a program of a shape on the devices of this process."""
-    like = programs.like
-    leaves, structure = jax.tree.flatten((like.params, like.cache, like.slots))
-    facts = programs._phases, programs.sizes, programs.refused, structure, list(map(facts_of, leaves)), shape
-    return repr((*facts, *more, executable_cache.environment(jax.devices()[0])))
+    return x.shape, x.dtype, executable_cache.placed(x.sharding)
 
 
 def kept(key: str | None, make: Callable[[], Any]) -> Any:

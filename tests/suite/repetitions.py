@@ -13,6 +13,7 @@ ROWS = {
     "devices/test_prefill_and_decode.py": r"test_(an_engine|pages)",
     "devices/test_three_stages.py": r"",
     "devices/test_two_by_two.py": r".*\[windows",
+    "devices/test_stored_programs.py": r".*\[(data|halves)\]",
     "devices/test_shards.py": (
         r"test_(bits|samples|a_shard|several).*(?<!\[tiny-options0\])$|"
         r".*\[(latent|windows)|"

@@ -210,7 +210,7 @@ class Programs:
         self._gpu = gpu_of(next(iter(self._devices)))
         self._keys = {s: self._key(s) for s in shapes}
         with ThreadPoolExecutor(max(2, executable_cache.cores() or 0)) as pool:
-            found = executable_cache.load_all(pool, self._keys, like.everywhere)
+            found = executable_cache.load_all(pool, self._keys, like.everywhere, self._join)
             self.steps = {s: program for s, program in found.items() if program is not None}
             self.ready = dict.fromkeys(self.steps, self.age)
             lacking = [s for s in found if s not in self.steps]
@@ -272,6 +272,11 @@ class Programs:
     def _options(self, shape: Shape | None = None) -> dict[str, str] | None:
         """XLA's options for a step or a small program; None where they are its own."""
         return self._gpu and self._gpu.options(shape.product_rows if shape and self.reproducible else 0)
+
+    @property
+    def _join(self) -> Callable[..., Any]:
+        """Maker of one program of the parts of a stored step."""
+        return executable_cache.alone
 
     def _lowered(self, shape: Shape) -> Lowered:
         with without(self.refused):

@@ -57,6 +57,15 @@ PROGRAMS = BlobFormat(b"duetto kept 1\n", ".", re.compile("[^.].*"), durable=Tru
 LIMIT = 7 << 29  # bytes of a folder: the programs of a hundred models and sizes
 GRACE = 600  # seconds after its last use in which no start evicts a file: another start may be reading it
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+# Raised for a program that cannot be serialised. jax keeps functions with one of custom partitioning.
+UNSTORABLE = (
+    ValueError,
+    TypeError,
+    AttributeError,
+    NotImplementedError,
+    pickle.PicklingError,
+    jax.errors.JaxRuntimeError,
+)
 THREAD = threading.local()
 T = TypeVar("T")
 K = TypeVar("K")
@@ -134,12 +143,13 @@ def key(
     options: Mapping[str, str] | None = None,
 ) -> str | None:
     """Return the key of a phase's program with these abstract arguments, traced without the kernels that are
-    refused and compiled with XLA's options; None on several devices, whose order matters, and for phases
-    whose code is not in the hash of `TRACED`."""
-    devices = set().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(arguments)))
-    if len(devices) > 1 or not all(map(is_traced, [phases, getattr(phases, "guesser", None)])):
+    refused and compiled with XLA's options; None on devices of several processes, and for phases whose code
+    is not in the hash of `TRACED`."""
+    places = [leaf.sharding for leaf in jax.tree.leaves(arguments)]
+    is_here = all(place.is_fully_addressable for place in places)
+    if not is_here or not all(map(is_traced, [phases, getattr(phases, "guesser", None)])):
         return None
-    (device,) = devices
+    (device, *_) = places[0].device_set
     facts = (
         *environment(device),
         *described(phases, phase, arguments),
@@ -158,8 +168,16 @@ def is_traced(part: object) -> bool:
 def described(phases: Phases, phase: str, arguments: Any) -> tuple[Any, ...]:
     """Return what decides a phase's program besides the environment."""
     leaves, structure = jax.tree.flatten(arguments)
-    shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
+    shapes = [(leaf.shape, str(leaf.dtype), *placed(leaf.sharding)) for leaf in leaves]
     return phase, repr(phases), str(structure), shapes
+
+
+def placed(place: jax.sharding.Sharding) -> tuple[str, list[int]]:
+    """Return what decides a program of a sharding: how it divides an array, and its devices in their
+    order."""
+    mesh = place.mesh if isinstance(place, jax.sharding.NamedSharding) else None
+    devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else place.device_set
+    return str(place), [device.id for device in devices]
 
 
 def environment(device: Any) -> tuple[Any, ...]:
@@ -252,45 +270,67 @@ def write_bytes(key: str | None, content: bytes) -> None:
             blobs.write(key, content)
 
 
-def load(key: str | None, device: Any) -> Any:
-    """Return the program stored under a key, loaded on a device, or None."""
+def alone(program: T) -> T:
+    """Join a program that has one part."""
+    return program
+
+
+def load(key: str | None, device: Any, join: Callable[..., Any] = alone) -> Any:
+    """Return the program stored under a key, whose parts `join` makes into one, or None. It is loaded on its
+    own devices, of the client of `device`."""
     content = read_bytes(key)
     if not content:
         return None
     try:
-        parts = pickle.loads(content)
-        return serialize_executable.deserialize_and_load(
-            *parts, backend=device.client, execution_devices=[device]
-        )
+        return join(*(loaded(device.client, *part) for part in pickle.loads(content)))
     except Exception:  # noqa: BLE001 - a runtime that cannot use it says so in its own way
         return None
 
 
+def loaded(client: Any, ids: Sequence[int], *program: Any) -> Any:
+    """Load a part of a program on the devices for which it was compiled."""
+    devices = {device.id: device for device in client.local_devices()}
+    own = [devices[i] for i in ids]
+    return serialize_executable.deserialize_and_load(*program, backend=client, execution_devices=own)
+
+
+def stored(compiled: Any) -> tuple[Any, ...]:
+    """Return a part of a program as it is pickled: the numbers of its devices in their order first."""
+    ids = [device.id for device in compiled.runtime_executable().local_devices()]
+    return ids, *serialize_executable.serialize(compiled)
+
+
 def load_all(
-    pool: ThreadPoolExecutor, keys: Mapping[K, str | None], everywhere: jax.sharding.Sharding
+    pool: ThreadPoolExecutor,
+    keys: Mapping[K, str | None],
+    everywhere: jax.sharding.Sharding,
+    join: Callable[..., Any],
 ) -> dict[K, Any]:
-    """Return the programs stored under keys; None for each that is not stored."""
+    """Return the programs stored under keys, joined of their parts; None for each that is not stored."""
     (device, *_) = everywhere.device_set
     with progress.stage("reading kept programs", len(keys), progress.PATIENCE) as done:
-        found = pool.map(lambda key: done(load(key, device)), keys.values())
+        found = pool.map(lambda key: done(load(key, device, join)), keys.values())
         return dict(zip(keys, found, strict=True))
 
 
 def compile(key: str | None, lowered: Lowered, options: Mapping[str, str | bool] | None = None) -> Any:
-    """Compile a program with these options of XLA, and store it if the device's programs can be serialised.
+    """Compile a program with these options of XLA, and store its parts if the devices' programs can be
+    serialised.
 
     On a CPU, a program that came from jax's cache cannot be serialised again. It is compiled once more if its
     stored file was damaged.
     """
-    compiled, known = compiled_from(lowered, options)
-    if known and read_bytes(key) == b"":
+    whole = lowered if isinstance(lowered, JoinedPrograms) else JoinedPrograms([lowered], alone)
+    parts = [compiled_from(part, options) for part in whole.parts]
+    if any(known for _, known in parts) and read_bytes(key) == b"":
         unlike_any = {"xla_gpu_dump_autotune_logs_to": str(time.time_ns())}  # without effect on a CPU
         with suppress(ValueError, jax.errors.JaxRuntimeError):  # of an XLA that lacks the option
-            compiled, known = compiled_from(lowered, unlike_any)
-    if folder() is not None and key is not None and not known and hash_of_traced() == traced():
-        with suppress(ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
-            write_bytes(key, pickle.dumps(serialize_executable.serialize(compiled)))
-    return compiled
+            parts = [compiled_from(part, unlike_any) for part in whole.parts]
+    compiled, known = zip(*parts, strict=True)
+    if folder() is not None and key is not None and not any(known) and hash_of_traced() == traced():
+        with suppress(*UNSTORABLE):
+            write_bytes(key, pickle.dumps(list(map(stored, compiled))))
+    return whole.join(*compiled)
 
 
 def compiled_from(lowered: Lowered, options: Mapping[str, str | bool] | None = None) -> tuple[Any, bool]:

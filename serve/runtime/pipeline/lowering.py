@@ -89,9 +89,7 @@ class StageLowering:
         batch = None if stage.half == FFN else batch_like(shape, self.sizes, here)
         return jitted.trace(params, cache, slots, kept, handed, batch)
 
-    def joined(
-        self, threads: StageThreads, ear: SlotUpdateReceiver, programs: Sequence[Any]
-    ) -> PipelinedStep:
+    def joined(self, threads: StageThreads, ear: SlotUpdateReceiver, *programs: Any) -> PipelinedStep:
         """A shape's compiled programs, in the order of `lower`, called as the program of one device is."""
         each = dict(zip(dict.fromkeys(self.firsts), programs, strict=True))
         places = tuple(map(self.place, self.route))

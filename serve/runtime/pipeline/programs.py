@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -52,12 +52,11 @@ class StagedPrograms(Programs):
 
     def _lower(self, shape: Shape) -> JoinedPrograms:
         with self._lowering:
-            programs = self.lowering.lower(shape)
-            return JoinedPrograms([*programs, self._hear], self._joined)
+            return JoinedPrograms(self.lowering.lower(shape), self._join)
 
-    def _joined(self, *compiled: Any) -> Any:
-        *programs, hear = compiled
-        return self.lowering.joined(self.stages, SlotUpdateReceiver(self.stages, hear), programs)
+    @property
+    def _join(self) -> Callable[..., Any]:
+        return partial(self.lowering.joined, self.stages, self._ear)
 
     # ------------------------------------------------------------ slots and cache
 
@@ -67,10 +66,11 @@ class StagedPrograms(Programs):
         return self.lowering.place(self._route[0])
 
     @cached_property
-    def _hear(self) -> jax.stages.Lowered:
+    def _ear(self) -> SlotUpdateReceiver:
         front = self.lowering.front
         whose = jax.ShapeDtypeStruct(front.live.shape, bool)
-        return jax.jit(with_updates, out_shardings=self._here).lower(front, front, whose)
+        hear: Any = jax.jit(with_updates, out_shardings=self._here).lower(front, front, whose)
+        return SlotUpdateReceiver(self.stages, hear.compile(compiler_options=self._options()))
 
     def _lower_seat(self) -> JoinedPrograms:
         one, here = jax.ShapeDtypeStruct((), jnp.int32), self._here

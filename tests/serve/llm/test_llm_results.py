@@ -2,19 +2,17 @@
 holds."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, exact, tokens
+from cases.weights import logits
+from scipy.special import log_softmax
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import save
-from duetto.model.attention import causal
-from duetto.model.transformer import forward, unembed
 from duetto.serve.options.keywords import engine_options
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -187,14 +185,7 @@ def cacheless_logprobs(model, ids: list[int]) -> np.ndarray:
     """Natural log-probabilities [T,V] of what follows each of the ids."""
     padded = np.zeros((1, 256), np.int32)
     padded[0, : len(ids)] = ids
-    return np.asarray(logprobs_of(model.params, model.config, padded))[: len(ids)]
-
-
-@partial(jax.jit, static_argnames="config")
-def logprobs_of(params, config, ids):
-    places = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    hidden, _ = forward(params, config, ids, places, causal)
-    return jax.nn.log_softmax(unembed(params, config, hidden)[0], axis=-1)
+    return log_softmax(np.asarray(logits(model.params, model.config, padded))[0, : len(ids)], axis=-1)
 
 
 def test_logprobs(llm, tiny):

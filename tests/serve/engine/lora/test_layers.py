@@ -1,7 +1,6 @@
 """Adapters beside every kind of layer: latent attention, recurrent layers, shared and routed experts."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -12,18 +11,17 @@ from cases.adapters import merged
 from cases.invariance import BASE, bits, prompts
 from cases.models import EXPERTS, RANDOM, TINY
 from cases.oracle import Model, continue_plainly
-from cases.weights import drawn
+from cases.weights import drawn, logits
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.adapters.adapter import Adapter, Reader, digest
 from duetto.lora.request import LoRARequest
-from duetto.model.attention import causal
 from duetto.model.config import Dense, LayerKind
 from duetto.model.experts import by_ragged_products, by_tiles
 from duetto.model.ffn import FFN
 from duetto.model.latent import MANY
 from duetto.model.recurrent.kinds import Mamba, ShortConv
-from duetto.model.transformer import decoder_spec, forward, unembed
+from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec
 from duetto.model.weights.adapted import (
     Adapted,
@@ -140,10 +138,8 @@ def test_terms_equal_weights_that_they_are_merged_into(name):
     adapter, config = adapter_of(model, "a"), model.config
     tokens = np.array([prompts(300)[3]], np.int32)
 
-    @partial(jax.jit, static_argnums=2)
     def scores(params: Any, tokens: Any, count: int) -> jax.Array:
-        at = jnp.arange(count, dtype=jnp.int32)[None]
-        return unembed(params, config, forward(params, config, tokens[:, :count], at, causal)[0])
+        return logits(params, config, tokens[:, :count])
 
     whole = with_terms(model, adapter).params
 

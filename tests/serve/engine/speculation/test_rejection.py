@@ -3,11 +3,14 @@ is."""
 
 import itertools
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.programs import StoredJit
 from cases.weights import drawn, logits
 from scipy.special import chdtrc, log_softmax
 
@@ -46,20 +49,25 @@ def exact(params, first: int, temperature: float) -> np.ndarray:
     return np.exp(chosen.sum(axis=(1, 2)).astype(np.float64)).reshape(V, V, V)
 
 
+@partial(StoredJit, static_argnames=["guide"])
+def begin(guide: DraftSpeculation, slot: jax.Array, new: Seat) -> tuple[Slots, KVCache]:
+    hidden = jax.ShapeDtypeStruct((SMALL.hidden_size,), jnp.float32)
+    slots = seat(empty_slots(ROWS, SMALL.vocab_size, hidden), slot, new)
+    return slots, empty_cache(guide.config.layers, (ROWS,), W, jnp.float32)
+
+
+@partial(StoredJit, static_argnames=["guide", "phase"])
+def run(
+    guide: DraftSpeculation, phase: str, params: Pair, cache: KVCache, slots: Slots, batch: Batch
+) -> tuple[KVCache, Slots, Any]:
+    return getattr(guide, phase)(params, cache, slots, batch)
+
+
 class Device:
     """Rows of one page each, all seated with seeds of their own, stepped by hand."""
 
     def __init__(self, guide: DraftSpeculation, params: Pair, first_seed: int, temperature: float):
-        self.params, self.first = params, 1
-        self.prefill, self.verify = jax.jit(guide.prefill), jax.jit(guide.verify)
-        hidden = jax.ShapeDtypeStruct((SMALL.hidden_size,), jnp.float32)
-
-        @jax.jit
-        def begin(slot: jax.Array, new: Seat) -> tuple[Slots, KVCache]:
-            slots = seat(empty_slots(ROWS, SMALL.vocab_size, hidden), slot, new)
-            return slots, empty_cache(guide.config.layers, (ROWS,), W, jnp.float32)
-
-        self.begin = begin
+        self.guide, self.params, self.first = guide, params, 1
         self.columns = guide.tree.depth + 1 if guide.tree else 3
         self.seats(first_seed, temperature)
 
@@ -70,7 +78,7 @@ class Device:
         seeds = jnp.arange(ROWS, dtype=jnp.uint32) + jnp.uint32(first_seed)
         ones = jnp.ones(ROWS, jnp.int32)
         new = Seat(ones, ones * (1 + TOKENS), ones * NEVER, replace(knobs, seed=seeds))
-        self.slots, self.cache = self.begin(jnp.arange(ROWS, dtype=jnp.int32), new)
+        self.slots, self.cache = begin(self.guide, jnp.arange(ROWS, dtype=jnp.int32), new)
 
     def batch(self, tokens: np.ndarray, start: np.ndarray, count: np.ndarray) -> Batch:
         table = np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None], (ROWS, BLOCK // W))
@@ -80,19 +88,19 @@ class Device:
         """Three tokens of every row."""
         found, length = np.zeros((ROWS, TOKENS), np.int32), np.ones(ROWS, np.int32)
 
-        def step(program, batch: Batch) -> None:
-            self.cache, self.slots, out = program(self.params, self.cache, self.slots, batch)
+        def step(phase: str, batch: Batch) -> None:
+            self.cache, self.slots, out = run(self.guide, phase, self.params, self.cache, self.slots, batch)
             for column in np.asarray(out.sampled.token).T:
                 rows = np.flatnonzero(column >= 0)
                 found[rows, length[rows] - 1] = column[rows]
                 length[rows] += 1
 
         zeros = np.zeros(ROWS, np.int32)
-        step(self.prefill, self.batch(np.full((ROWS, 1), self.first, np.int32), zeros, zeros + 1))
+        step("prefill", self.batch(np.full((ROWS, 1), self.first, np.int32), zeros, zeros + 1))
         while (length <= TOKENS).any():
             count = np.clip(TOKENS + 1 - length, 0, self.columns)
             open = np.full((ROWS, self.columns), -1, np.int32)
-            step(self.verify, self.batch(open, length - 1, count.astype(np.int32)))
+            step("verify", self.batch(open, length - 1, count.astype(np.int32)))
         return found
 
 

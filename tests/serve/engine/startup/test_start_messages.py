@@ -131,7 +131,7 @@ CANONICAL = Canonical(*SHAPES[:2])
 def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkeypatch, capfd):
     there: set[str] = set()
     monkeypatch.setattr(programs.executable_cache, "key", lambda phases, phase, *_: phase)
-    monkeypatch.setattr(programs.executable_cache, "load", lambda key, device: key if key in there else None)
+    monkeypatch.setattr(programs.executable_cache, "load", lambda key, *_: key if key in there else None)
     monkeypatch.setattr(programs.executable_cache, "compile", lambda key, *_: key)
     monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
     monkeypatch.setattr(progress, "PATIENCE", 600.0)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+from suite import quick
 
 from duetto.serve.host.blob_store import BlobStore, DamagedBlobError
 from duetto.serve.host.streams import warn
@@ -91,9 +92,10 @@ def test_flipped_bits_are_found_before_anything_is_deserialised(folder, monkeypa
         assert file.read_bytes() != flipped(whole, bit)
 
 
-def test_what_was_damaged_is_compiled_anew_and_kept_though_jax_has_it_too(folder):
+def test_what_was_damaged_is_compiled_anew_and_kept_though_jax_has_it_too(folder, monkeypatch):
     """On a CPU what comes from jax's cache cannot be kept again: each start from then on would compile and
     probe."""
+    monkeypatch.setattr(executable_cache, "compiled_from", quick.COMPILED_FROM)
     jaxcache.keep_compiled(folder)
     executable_cache.compile(KEY, program(5))
     file = folder / "duetto" / KEY

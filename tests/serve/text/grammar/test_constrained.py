@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jsonschema
 import numpy as np
 import pytest
 from cases.adapters import write
 from cases.invariance import BASE, bits
 from cases.oracle import Model, next_token
+from cases.programs import StoredJit
+from cases.sampling import admit_jit
 from cases.text.letters import letters
 from tokenizers import AddedToken
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.lora.request import LoRARequest
 from duetto.sampling.params import fold_seed, knobs_row
-from duetto.sampling.state import admit, empty_state, load_masks, words_of
+from duetto.sampling.state import empty_state, load_masks, words_of
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.core.request import Request
 from duetto.serve.runtime.compiled.futures import PendingSample
@@ -81,6 +82,9 @@ def expected(tiny, tokenizer):
     return [continue_plainly(tiny, grammars, *one) for one in zip(prompts(), PARAMS, strict=True)]
 
 
+masks_jit = StoredJit(load_masks)
+
+
 def continue_plainly(
     model: Model, grammars: Grammars, prompt: list[int], params: SamplingParams
 ) -> list[int]:
@@ -88,18 +92,18 @@ def continue_plainly(
     tokens, V = list(prompt), model.config.vocab_size
     constraint = params.structured_outputs and grammars.constraint(params.structured_outputs, len(prompt))
     knobs = knobs_row(params, seed=fold_seed(params.seed), stop_ids=(END,), prompt_len=len(prompt))
-    state, zero = admit(empty_state(1, V), jnp.int32(0), knobs), jnp.zeros(1, jnp.int32)
+    state, zero = admit_jit(empty_state(1, V), np.int32(0), knobs), np.zeros(1, np.int32)
     most = len(prompt) + (params.max_tokens or 16)
     while tokens[-1] != END and len(tokens) < most:
         if constraint:
             constraint.follow(tokens)
             masks = constraint.masks()[:, : words_of(V)]
-            given = zero, jnp.full(1, len(tokens), jnp.int32), jnp.asarray(masks[None])
-            state = replace(state, allowed=load_masks(state.allowed, *given))
+            given = zero, np.full(1, len(tokens), np.int32), masks[None]
+            state = replace(state, allowed=masks_jit(state.allowed, *given))
         padded = np.zeros((1, 256), np.int32)
         padded[0, : len(tokens)] = tokens
-        position = jnp.full(1, len(tokens), jnp.int32)
-        token, state = next_token(model.params, model.config, jnp.asarray(padded), position, state)
+        position = np.full(1, len(tokens), np.int32)
+        token, state = next_token(model.params, model.config, padded, position, state)
         tokens.append(int(token[0]))
     return tokens[len(prompt) :]
 
