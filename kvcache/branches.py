@@ -19,8 +19,7 @@ from ..model.config import NormKind
 from ..model.tree import pytree
 from .kernels.attention import attend_with
 from .kernels.tiles import LayerPages
-from .kernels.turn import turns
-from .paged import turned
+from .paged import turned, turns
 from .pages import (
     BLOCK,
     Batch,
@@ -36,7 +35,7 @@ from .pages import (
     stored,
     with_layer,
 )
-from .quantised import read_back
+from .quantised import decoded, read_back
 
 
 @pytree
@@ -145,7 +144,7 @@ class BranchAttend:
 
     def turns(self, state: Branches, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None) -> bool:
         """True if a kernel norms and turns heads like these, as it does for decode."""
-        return turns(q, (state.cache.k[layer], state.cache.v[layer]), norm)
+        return turns(q, (state.cache.k[layer], state.cache.v[layer]), norm, state.cache.isa)
 
     def turned(
         self, state: Branches, layer: int, new: NewHeads, reading: AttentionParams
@@ -154,9 +153,9 @@ class BranchAttend:
         # pages of one token each, in which the keys and values are left for a moment
         pools = state.cache.k[layer], state.cache.v[layer]
         k, v = (jnp.zeros((pool.shape[0], len(rows), 1, pool.shape[-1]), pool.dtype) for pool in pools)
-        made: Any = turned(new, (k, v), (rows, 0 * rows))
-        q, (k, v) = made
-        return self(state, layer, q, k.transpose(1, 2, 0, 3), v.transpose(1, 2, 0, 3), reading)
+        q, made = turned(new, (k, v), (rows, 0 * rows), state.cache.isa)
+        k, v = (decoded(x, q.dtype).transpose(1, 2, 0, 3) for x in made)
+        return self(state, layer, q, k, v, reading)
 
 
 def branching(
