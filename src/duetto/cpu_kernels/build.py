@@ -31,7 +31,7 @@ VERSION = 4
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": (*AVX512, "-mavx512bf16")}
-KERNELS = ("products.cc", "attention.cc", "norm.cc", "turn.cc")  # compiled for each instruction set
+KERNELS = ("products.cc", "attention.cc", "norm.cc")  # compiled for each instruction set
 HANDLERS = ("products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc", "turn_ffi.cc")  # in the folder `handlers`
 FLAGS = (
     f"-DVERSION={VERSION}", "-std=c++17", "-O3", "-ffp-contract=off", "-g0", "-fPIC", "-Wall", "-Wno-psabi"

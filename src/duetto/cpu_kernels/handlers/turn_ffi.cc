@@ -1,5 +1,5 @@
 // Handlers of rotary embedding and of writes into pages for XLA, one for each instruction set.
-#include "../turn.h"
+#include "../attention.h"
 #include "pool.h"
 #include "xla/ffi/api/ffi.h"
 
