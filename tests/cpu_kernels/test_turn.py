@@ -1,4 +1,4 @@
-"""New heads by duetto's own CPU kernels: turned as numbers of 32 bits and rounded once, and written in place."""
+"""New heads by duetto's own CPU kernels: turned in 32 bits and rounded once, and written in place."""
 
 from functools import partial
 from typing import Any
