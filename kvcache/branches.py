@@ -149,12 +149,13 @@ class BranchAttend:
     def turned(
         self, state: Branches, layer: int, new: NewHeads, reading: AttentionParams
     ) -> tuple[Branches, Float[Array, "B T N U"]]:
-        rows = jnp.arange(len(new.heads), dtype=jnp.int32)[:, None]
+        rows = jnp.arange(len(new.q), dtype=jnp.int32)[:, None]
         # pages of one token each, in which the keys and values are left for a moment
         pools = state.cache.k[layer], state.cache.v[layer]
         k, v = (jnp.zeros((pool.shape[0], len(rows), 1, pool.shape[-1]), pool.dtype) for pool in pools)
-        q, made = turned(new, (k, v), (rows, 0 * rows), state.cache.isa)
-        k, v = (decoded(x, q.dtype).transpose(1, 2, 0, 3) for x in made)
+        made: Any = turned(new, (k, v), (rows, 0 * rows), state.cache.isa)
+        q, (k, v) = made
+        k, v = (decoded(x, q.dtype).transpose(1, 2, 0, 3) for x in (k, v))
         return self(state, layer, q, k, v, reading)
 
 

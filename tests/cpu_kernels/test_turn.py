@@ -1,5 +1,6 @@
 """New heads by duetto's own CPU kernels: turned in 32 bits and rounded once, and written in place."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from cases.paged_attention import random
 
 from duetto.cpu_kernels.library import library
+from duetto.kvcache.branches import branches, branching
 from duetto.kvcache.kernels.cpu_turn import has_turn, turn_and_write
 from duetto.kvcache.paged import Paged
 from duetto.kvcache.pages import Batch, KVCache
@@ -50,8 +52,8 @@ def expected(x: np.ndarray, rotary: Rotation) -> np.ndarray:
 
 
 def made(new: NewHeads, pools: Any, place: Any, isa: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    q, kept = jax.jit(partial(turn_and_write, isa=isa))(new, pools, place)
-    return np.asarray(q), *map(np.asarray, kept)
+    q, (keys, values) = jax.jit(partial(turn_and_write, isa=isa))(new, pools, place)
+    return np.asarray(q), np.asarray(keys), np.asarray(values)
 
 
 @parametrized
@@ -117,6 +119,40 @@ def test_a_step_with_donated_pools_writes_them_in_place(norm: NormKind | None, i
     for own, other in zip(*real, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(changed.v[0], plain.v[0])
+
+
+@parametrized
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_nodes_of_a_tree_have_the_bits_of_decode(dtype: Any, isa: str):
+    """Nodes in a chain, whose keys are not written, beside steps of one token each."""
+    n, start, (new, pools, _) = 3, 14, given(3, 1, 64, 64, dtype)
+    at = jnp.arange(start, start + n, dtype=jnp.int32)
+    turn = Rotation(*jax.jit(lambda at: rotation(at, Rope(), 64)[:2])(at[:, None]))
+    new, table, one = replace(new, rotary=turn), jnp.array([[3, 1]], jnp.int32), jnp.ones(1, jnp.int32)
+    reading = AttentionParams(0.125)
+
+    def batch(start: Any, rows: int) -> Batch:
+        ints = jnp.zeros((rows, 1), jnp.int32), start, jnp.repeat(one, rows), jnp.repeat(table, rows, 0)
+        return Batch(*ints[:3], (ints[3],), jnp.zeros(rows, jnp.int32))
+
+    def decoded(cache: KVCache, new: NewHeads) -> list[Any]:
+        found = []
+        for i in range(n):
+            own = jax.tree.map(lambda x, i=i: x[i : i + 1], new)
+            cache, out = Paged(batch(at[i : i + 1], 1), (None,)).turned(cache, 0, own, reading)
+            found.append(out)
+        return found
+
+    def verified(cache: KVCache, new: NewHeads) -> Any:
+        path = np.minimum(np.arange(n)[None], np.arange(n)[:, None]).astype(np.int32)
+        attend: Any = branching(batch(at, n), (None,), path, np.arange(n, dtype=np.int32))
+        assert attend.turns(branches(cache), 0, new.q, None)
+        return attend.turned(branches(cache), 0, new, reading)[1]
+
+    cache = KVCache(*((jnp.array(pool),) for pool in pools), isa=isa)
+    wanted = jnp.concatenate(jax.jit(decoded)(cache, new))
+    assert np.isfinite(np.float32(wanted)).all()
+    np.testing.assert_array_equal(jax.jit(verified)(cache, new), wanted)
 
 
 def test_what_the_kernel_does_not_take():

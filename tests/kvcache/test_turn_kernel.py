@@ -30,12 +30,13 @@ P, W = 5, 16
 
 def given(c: GroupedQuery, dtype: Any) -> tuple[NewHeads, tuple[Any, Any], tuple[Any, Any]]:
     """Two rows of three tokens, of which one is not written."""
-    heads = (random(n, (2, 3, n, c.head_size), dtype) for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads))
+    heads = (0, c.num_heads), (5, c.num_kv_heads), (6, c.num_kv_heads)
+    q, k, v = (random(seed, (2, 3, n, c.head_size), dtype) for seed, n in heads)
     at = np.array([[0, 1, 2], [700, 701, 702]], np.int32)
     gains: Any = tuple(random(seed, (c.head_size,), dtype) for seed in (1, 2)) if c.qk_norm else (None, None)
     assert c.rope is not None
     turn = jax.jit(lambda at: rotation(at, c.rope, c.turned))(at)
-    new = NewHeads(*heads, turn, gains, c.qk_norm)
+    new = NewHeads(q, k, v, turn, gains, c.qk_norm)
     pools: Any = tuple(random(seed, (c.num_kv_heads, P, W, c.head_size), dtype) for seed in (3, 4))
     page, offset = np.array([[2, 2, 2], [4, 0, P + 3]], np.int32), (at % W).astype(np.int32)
     return new, pools, (page, offset)

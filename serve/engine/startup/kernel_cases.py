@@ -144,8 +144,8 @@ def turning_cases(mixer: GroupedQuery, sizes: Sizes, dtype: Any) -> Iterator[Ker
             jnp.asarray(x, jnp.int32)[:, None] for x in ((5, 0, 999), (2, 0, 9), (W - 1, 0, 1))
         )
         gains = (numbers(1, (H,), dtype), numbers(2, (H,), dtype)) if norm and norm.gain else (None, None)
-        heads = (numbers(seed, (3, 1, n, H), dtype) for seed, n in ((0, N), (5, K), (6, K)))
-        new = NewHeads(*heads, rotation(at, rope, mixer.turned), gains, norm)
+        q, k, v = (numbers(seed, (3, 1, n, H), dtype) for seed, n in ((0, N), (5, K), (6, K)))
+        new = NewHeads(q, k, v, rotation(at, rope, mixer.turned), gains, norm)
         return new, tuple(numbers(seed, (K, 4, W, H), dtype) for seed in (3, 4)), (page, offset)
 
     pool = jax.eval_shape(lambda: empty_pool((K, 4, W, H), kept_as(sizes.kv_cache_dtype, dtype)))
