@@ -19,8 +19,7 @@ from ..model.config import NormKind
 from ..model.tree import pytree
 from .kernels.attention import attend_with
 from .kernels.tiles import LayerPages
-from .kernels.turn import turns
-from .paged import turned
+from .paged import turned, turns
 from .pages import (
     BLOCK,
     Batch,
@@ -36,7 +35,7 @@ from .pages import (
     stored,
     with_layer,
 )
-from .quantised import read_back
+from .quantised import decoded, read_back
 
 
 @pytree
@@ -145,18 +144,19 @@ class BranchAttend:
 
     def turns(self, state: Branches, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None) -> bool:
         """True if a kernel norms and turns heads like these, as it does for decode."""
-        return turns(q, (state.cache.k[layer], state.cache.v[layer]), norm)
+        return turns(q, (state.cache.k[layer], state.cache.v[layer]), norm, state.cache.isa)
 
     def turned(
         self, state: Branches, layer: int, new: NewHeads, reading: AttentionParams
     ) -> tuple[Branches, Float[Array, "B T N U"]]:
-        rows = jnp.arange(len(new.heads), dtype=jnp.int32)[:, None]
+        rows = jnp.arange(len(new.q), dtype=jnp.int32)[:, None]
         # pages of one token each, in which the keys and values are left for a moment
         pools = state.cache.k[layer], state.cache.v[layer]
         k, v = (jnp.zeros((pool.shape[0], len(rows), 1, pool.shape[-1]), pool.dtype) for pool in pools)
-        made: Any = turned(new, (k, v), (rows, 0 * rows))
+        made: Any = turned(new, (k, v), (rows, 0 * rows), state.cache.isa)
         q, (k, v) = made
-        return self(state, layer, q, k.transpose(1, 2, 0, 3), v.transpose(1, 2, 0, 3), reading)
+        k, v = (decoded(x, q.dtype).transpose(1, 2, 0, 3) for x in (k, v))
+        return self(state, layer, q, k, v, reading)
 
 
 def branching(

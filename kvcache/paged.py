@@ -10,9 +10,10 @@ from ..model.attention import AttentionParams, Keys, NewHeads, Values
 from ..model.config import NormKind
 from ..model.recurrent.kinds import STATE
 from ..model.recurrent.states import Recurrence, RecurrentInputs
+from .kernels import cpu_turn
 from .kernels.attention import attend_with, has_kernel
 from .kernels.tiles import LayerPages
-from .kernels.turn import turn_and_write, turns
+from .kernels.turn import has_turn, turn_and_write
 from .pages import (
     Batch,
     KVCache,
@@ -31,16 +32,26 @@ from .pages import (
 from .states import StateRows, taken_on
 
 
-def turned(new: NewHeads, pools: Pools, place: Places) -> tuple[Float[Array, "B T N H"], Pools]:
-    """Queries that are normed and turned, and pools with the keys and values: on an NVIDIA GPU by one
-    kernel."""
+def turned(
+    new: NewHeads, pools: Pools, place: Places, isa: str | None
+) -> tuple[Float[Array, "B T N H"], Pools]:
+    """Queries that are normed and turned, and pools with the keys and values: on an NVIDIA GPU by one kernel,
+    on a CPU by that of an instruction set."""
 
     def plainly(new: NewHeads, pools: Pools) -> tuple[Float[Array, "B T N H"], Pools]:
-        q, k, v = new.parts(pools[0].shape[0])
-        return q, written(pools, place, k, v)
+        q, k = new.turned
+        return q, written(pools, place, k, new.v)
 
+    if isa is not None:
+        kernel = partial(cpu_turn.turn_and_write, place=place, isa=isa)
+        return jax.lax.platform_dependent(new, pools, cpu=kernel, default=plainly)
     kernel = partial(turn_and_write, place=place)
     return jax.lax.platform_dependent(new, pools, cuda=kernel, default=plainly)
+
+
+def turns(q: Float[Array, "B T N H"], pools: Pools, norm: NormKind | None, isa: str | None) -> bool:
+    """True if one of these kernels takes heads like these."""
+    return has_turn(q, pools, norm) if isa is None else cpu_turn.has_turn(q, pools)
 
 
 @dataclass(frozen=True)
@@ -80,13 +91,13 @@ class Paged:
 
     def turns(self, cache: KVCache, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None) -> bool:
         """True if a kernel norms, turns and stores heads like these."""
-        return turns(q, (cache.k[layer], cache.v[layer]), norm)
+        return turns(q, (cache.k[layer], cache.v[layer]), norm, cache.isa)
 
     def turned(
         self, cache: KVCache, layer: int, new: NewHeads, reading: AttentionParams
     ) -> tuple[KVCache, Float[Array, "B T N U"]]:
         table, pools = self._table(reading.window), (cache.k[layer], cache.v[layer])
-        q, (k, v) = turned(new, pools, places_of(pools, self.batch, table))
+        q, (k, v) = turned(new, pools, places_of(pools, self.batch, table), cache.isa)
         own = {"k": with_layer(cache.k, layer, k), "v": with_layer(cache.v, layer, v)}
         return self(replace(cache, **own), layer, q, None, None, reading)
 

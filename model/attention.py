@@ -1,6 +1,6 @@
 """Grouped-query attention: its parameters, the seam to caches, and the reference over contiguous keys."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -69,7 +69,7 @@ class FusedQKV:
         return q, k, v
 
     def heads_of(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T _ H"]]:
-        """Queries, keys and values of x: columns of a matrix, so that XLA drops the split where `NewHeads.of`
+        """Queries, keys and values of x: columns of a matrix, so that XLA drops the split where `NewHeads`
         puts them side by side."""
         (B, T, _), H = x.shape, self.array.shape[2]
         rows = einsum("btd,dnh->btnh", x, self.array).reshape(B * T, -1)
@@ -214,29 +214,36 @@ class Attend(Protocol):
 
 @pytree
 class NewHeads:
-    """A layer's heads of new tokens as their products make them, queries first, then keys and values: queries
-    and keys are to be normed, and turned in halves. gains: of queries' and keys' norms."""
+    """A layer's queries, keys and values of new tokens as their products make them: queries and keys are to
+    be normed, and turned in halves. gains: of queries' and keys' norms."""
 
-    heads: Any  # [B,T,N+2K,H]
+    q: Any  # [B,T,N,H]
+    k: Any  # [B,T,K,H]
+    v: Any  # [B,T,K,H]
     rotary: Rotation
     gains: tuple[Any, Any] = (None, None)  # [H]
     norm: NormKind | None = static(None)
 
-    @classmethod
-    def of(cls, heads: Sequence[Float[Array, "B T _ H"]], *turn: Any) -> "NewHeads":
-        """Heads side by side: of matrices of rows XLA makes one product, and no copy."""
-        (B, T, _, H), rows = heads[0].shape, [x.reshape(-1, prod(x.shape[2:])) for x in heads]
-        return cls(jnp.concatenate(rows, axis=1).reshape(B, T, -1, H), *turn)
+    @property
+    def side_by_side(self) -> Float[Array, "B T heads H"]:
+        """All heads: of matrices of rows XLA makes one product, and no copy."""
+        (B, T, _, H), each = self.q.shape, (self.q, self.k, self.v)
+        rows = [x.reshape(-1, prod(x.shape[2:])) for x in each]
+        return jnp.concatenate(rows, axis=1).reshape(B, T, -1, H)
 
-    def parts(
-        self, K: int
-    ) -> tuple[Float[Array, "B T _ H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-        """Queries and keys, normed and turned, and values of K key heads."""
-        N = self.heads.shape[2] - 2 * K
-        q, k, v = jnp.split(self.heads, (N, N + K), axis=2)
-        if self.norm is not None:
-            q, k = (normalise(x, Norm(w), self.norm) for x, w in zip((q, k), self.gains, strict=True))
-        return rotate(q, self.rotary), rotate(k, self.rotary), v
+    @property
+    def normed(self) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+        """Queries and keys."""
+        if self.norm is None:
+            return self.q, self.k
+        q, k = map(as_norm, self.gains)
+        return normalise(self.q, q, self.norm), normalise(self.k, k, self.norm)
+
+    @property
+    def turned(self) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+        """The same, normed and turned."""
+        q, k = self.normed
+        return rotate(q, self.rotary), rotate(k, self.rotary)
 
 
 @runtime_checkable
@@ -319,10 +326,10 @@ def mix_heads(
     reading = AttentionParams(scale, c.window, c.softcap, w.sinks, chunked=c.chunked)
     q, k, v = new_heads(w, x)
     v = v if c.value_norm is None or v is None else normalise(v, Norm(None), c.value_norm)
-    plain = turns_plainly(c) and not isinstance(w.q_norm, NormWeight)
-    turning = attend if plain and isinstance(attend, TurningAttend) else None
+    turning = attend if turns_plainly(c) and isinstance(attend, TurningAttend) else None
     if turning and k is not None and v is not None and turning.turns(state, i, q, c.qk_norm):
-        new = NewHeads.of((q, k, v), rotary, (w.q_norm, w.k_norm), c.qk_norm)
+        assert rotary is not None
+        new = NewHeads(q, k, v, rotary, (w.q_norm, w.k_norm), c.qk_norm)
         state, out = turning.turned(state, i, new, reading)
     else:
         q, k = grown(heads(q, w.q_norm), rotary), None if k is None else heads(k, w.k_norm)
@@ -362,8 +369,11 @@ def normed(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[
     """Queries or keys as their layer norms them."""
     if c.qk_norm is None:
         return x
-    own = gain if isinstance(gain, NormWeight) else Norm(gain)
-    return normalise(x, own, c.qk_norm, (-2, -1) if c.qk_norm_over == "all heads" else -1)
+    return normalise(x, as_norm(gain), c.qk_norm, (-2, -1) if c.qk_norm_over == "all heads" else -1)
+
+
+def as_norm(gain: Any) -> Norm | NormWeight:
+    return gain if isinstance(gain, NormWeight) else Norm(gain)
 
 
 def grouped(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B T K G H"]:

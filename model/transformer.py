@@ -147,9 +147,23 @@ class Recorder:
 def embed(
     params: Decoder, c: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
-    x = params.embed[tokens]
-    x = scaled(x, c.embedding_scale)
+    x = scaled(rows_of(params.embed, tokens), c.embedding_scale)
     return x if params.positions is None else x + params.positions[positions]
+
+
+def rows_of(matrix: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Rows of an embedding. For a CPU, XLA would widen all of one of 16 bits before a loop of several steps:
+    behind the barrier it waits for the step's tokens."""
+    if not isinstance(matrix, jax.Array) or matrix.dtype.itemsize != 2:
+        return matrix[tokens]
+
+    def late(matrix: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return plainly(*jax.lax.optimization_barrier((matrix, tokens)))
+
+    def plainly(matrix: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return matrix[tokens]
+
+    return jax.lax.platform_dependent(matrix, tokens, cpu=late, default=plainly)
 
 
 @jax.named_scope("rotary")

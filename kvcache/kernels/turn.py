@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
     gains: tuple[Any, Any]
 
 
-def turns(q: Float[Array, "B T N H"], pools: tuple[Any, Any], norm: NormKind | None) -> bool:
+def has_turn(q: Float[Array, "B T N H"], pools: tuple[Any, Any], norm: NormKind | None) -> bool:
     """True if the kernel takes heads like these queries, and writes to these pools, on a single device."""
     return takes(q, pools, norm) and not on_several_devices((q, pools)) and may_use(TURN)
 
@@ -62,14 +62,14 @@ def turn_and_write(
     interpret: bool = False,
 ) -> tuple[Float[Array, "B T N H"], tuple[Any, Any]]:
     """Queries as attention takes them, and the pools with keys and values."""
-    (B, T, heads, H), K = new.heads.shape, pools[0].shape[0]
-    rows, N = B * T, heads - 2 * K
+    (B, T, N, H), heads = new.q.shape, new.side_by_side
+    K, rows = pools[0].shape[0], B * T
     cos, sin = (x.reshape(rows, -1) for x in new.rotary[:2])
     page, offset = (x.reshape(rows) for x in place)
-    given = Tokens(new.heads.reshape(rows, heads, H), cos, sin, page, offset, new.gains)
+    given = Tokens(heads.reshape(rows, -1, H), cos, sin, page, offset, new.gains)
     first = len(jax.tree.leaves(given))
-    shapes = [jax.ShapeDtypeStruct((rows, N, H), new.heads.dtype)]
-    moved = 2 * new.heads.nbytes + 4 * rows * (2 * given.cos.shape[1] + 2)
+    shapes = [jax.ShapeDtypeStruct((rows, N, H), heads.dtype)]
+    moved = 2 * heads.nbytes + 4 * rows * (2 * given.cos.shape[1] + 2)
     with jax.named_scope(f"bytes_accessed:{moved}"):  # the planner reads it
         q, keys, values = pl.pallas_call(
             partial(turn_kernel, norm=new.norm),

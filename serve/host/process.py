@@ -12,11 +12,15 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
+import jax
+
 from .devices import is_started
 
 LONG = 0.05  # seconds of a garbage collection
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT = 1 << 30  # bytes: smaller blocks, and free memory up to this, stay with the process
+MADV_COLLAPSE = 25  # of mman.h
+HUGE_PAGE = 1 << 21
 _INHERITED = [False]
 
 
@@ -44,6 +48,19 @@ def keep_freed() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, KEPT)
         mallopt(M_TRIM_THRESHOLD, KEPT)
+
+
+def use_huge_pages(arrays: Any) -> int:
+    """Move the larger arrays of a tree, which lie in this process's memory, into huge pages, so that reading
+    them takes fewer look-ups of addresses. Return the number of pages; 0 before Linux 6.1."""
+    shards = (s.data for x in jax.tree.leaves(jax.block_until_ready(arrays)) for s in x.addressable_shards)
+    found = [(x.unsafe_buffer_pointer(), x.nbytes) for x in shards if x.nbytes >= HUGE_PAGE // 32]
+    pages = {n for start, size in found for n in range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE))}
+    with suppress(AttributeError, OSError, TypeError):
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        return sum(madvise(n * HUGE_PAGE, HUGE_PAGE, MADV_COLLAPSE) == 0 for n in pages)
+    return 0
 
 
 def give_back() -> None:

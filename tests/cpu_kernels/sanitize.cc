@@ -74,8 +74,33 @@ static void attend_all(const AttentionKernels& kernels) {
         for (bool extras : {false, true}) attend(kernels, H, is_bf16, window, extras);
 }
 
+// Rows of new heads, of which every other one is dropped.
+static void turn(const Turns& kernels, int64_t H, int64_t pairs, bool is_bf16) {
+  constexpr int64_t rows = 5, N = 6, K = 2, P = 3, W = 4;
+  int64_t size = H * (is_bf16 ? 2 : 4);
+  std::vector<char> q(rows * N * size), k(rows * K * size), v(k.size()), out(q.size()), keys(K * P * W * size), values(keys.size());
+  std::vector<float> cos(rows * pairs), sin(rows * pairs);
+  std::vector<int32_t> page{0, P, 2, -1, 1}, offset{0, 0, W - 1, 1, 2};
+  Turn a{q.data(), k.data(), v.data(), cos.data(), sin.data(), page.data(), offset.data(), out.data(), keys.data(),
+         values.data(), rows, N, K, H, P, W, pairs};
+  Threads pool;
+  parallel(pool, rows, rows, [&](int64_t i) { (is_bf16 ? kernels.bf16 : kernels.f32)(a, i, i + 1); });
+}
+
+static void turn_all(const Turns& kernels) {
+  for (bool is_bf16 : {false, true})
+    for (int64_t H : {16, 80, 256})
+      for (int64_t pairs : {int64_t(1), int64_t(5), H / 2}) turn(kernels, H, pairs, is_bf16);
+}
+
+static void all(const char* name, const Products& products, const AttentionKernels& attention, const Turns& turns) {
+  run_all(name, products);
+  attend_all(attention);
+  turn_all(turns);
+}
+
 int main() {
-  if (__builtin_cpu_supports("avx2")) run_all("avx2", avx2::products), attend_all(avx2::attention);
-  if (__builtin_cpu_supports("avx512bw")) run_all("avx512", avx512::products), attend_all(avx512::attention);
-  if (__builtin_cpu_supports("avx512bf16")) run_all("avx512_bf16", avx512_bf16::products), attend_all(avx512_bf16::attention);
+  if (__builtin_cpu_supports("avx2")) all("avx2", avx2::products, avx2::attention, avx2::turns);
+  if (__builtin_cpu_supports("avx512bw")) all("avx512", avx512::products, avx512::attention, avx512::turns);
+  if (__builtin_cpu_supports("avx512bf16")) all("avx512_bf16", avx512_bf16::products, avx512_bf16::attention, avx512_bf16::turns);
 }

@@ -30,12 +30,13 @@ P, W = 5, 16
 
 def given(c: GroupedQuery, dtype: Any) -> tuple[NewHeads, tuple[Any, Any], tuple[Any, Any]]:
     """Two rows of three tokens, of which one is not written."""
-    shape = (2, 3, c.num_heads + 2 * c.num_kv_heads, c.head_size)
+    heads = (0, c.num_heads), (5, c.num_kv_heads), (6, c.num_kv_heads)
+    q, k, v = (random(seed, (2, 3, n, c.head_size), dtype) for seed, n in heads)
     at = np.array([[0, 1, 2], [700, 701, 702]], np.int32)
     gains: Any = tuple(random(seed, (c.head_size,), dtype) for seed in (1, 2)) if c.qk_norm else (None, None)
     assert c.rope is not None
     turn = jax.jit(lambda at: rotation(at, c.rope, c.turned))(at)
-    new = NewHeads(random(0, shape, dtype), turn, gains, c.qk_norm)
+    new = NewHeads(q, k, v, turn, gains, c.qk_norm)
     pools: Any = tuple(random(seed, (c.num_kv_heads, P, W, c.head_size), dtype) for seed in (3, 4))
     page, offset = np.array([[2, 2, 2], [4, 0, P + 3]], np.int32), (at % W).astype(np.int32)
     return new, pools, (page, offset)
@@ -44,11 +45,11 @@ def given(c: GroupedQuery, dtype: Any) -> tuple[NewHeads, tuple[Any, Any], tuple
 @pytest.mark.parametrize("c, dtype", CASES.values(), ids=list(CASES))
 def test_the_kernel_has_the_bits_of_each_by_itself(c: GroupedQuery, dtype: Any):
     new, pools, place = given(c, dtype)
-    assert turns_plainly(c) and takes(new.heads[:, :, : c.num_heads], pools, c.qk_norm)
+    assert turns_plainly(c) and takes(new.q, pools, c.qk_norm)
 
     def apart(new: NewHeads, pools: Any, place: Any) -> Any:
-        q, k, v = new.parts(c.num_kv_heads)
-        return q, written(pools, place, k, v)
+        q, k = new.turned
+        return q, written(pools, place, k, new.v)
 
     found = jax.jit(partial(turn_and_write, interpret=True))(new, pools, place)
     wanted = jax.jit(apart)(new, pools, place)

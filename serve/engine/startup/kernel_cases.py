@@ -144,7 +144,8 @@ def turning_cases(mixer: GroupedQuery, sizes: Sizes, dtype: Any) -> Iterator[Ker
             jnp.asarray(x, jnp.int32)[:, None] for x in ((5, 0, 999), (2, 0, 9), (W - 1, 0, 1))
         )
         gains = (numbers(1, (H,), dtype), numbers(2, (H,), dtype)) if norm and norm.gain else (None, None)
-        new = NewHeads(numbers(0, (3, 1, N + 2 * K, H), dtype), rotation(at, rope, mixer.turned), gains, norm)
+        q, k, v = (numbers(seed, (3, 1, n, H), dtype) for seed, n in ((0, N), (5, K), (6, K)))
+        new = NewHeads(q, k, v, rotation(at, rope, mixer.turned), gains, norm)
         return new, tuple(numbers(seed, (K, 4, W, H), dtype) for seed in (3, 4)), (page, offset)
 
     pool = jax.eval_shape(lambda: empty_pool((K, 4, W, H), kept_as(sizes.kv_cache_dtype, dtype)))
@@ -161,8 +162,8 @@ def turned_at_once(new: NewHeads, pools: tuple[Array, Array], place: tuple[Array
 
 def turned_apart(new: NewHeads, pools: tuple[Array, Array], place: tuple[Array, Array]) -> Array:
     """The same by the reference."""
-    q, k, v = new.parts(pools[0].shape[0])
-    found: Any = written(pools, place, k, v)
+    q, k = new.turned
+    found: Any = written(pools, place, k, new.v)
     return jnp.concatenate([x.reshape(-1) for x in (q, *found)])
 
 

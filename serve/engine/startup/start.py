@@ -20,7 +20,7 @@ from ....model.weights.prepared import prepared
 from ....sampling.custom import processors_of
 from ...host import progress
 from ...host.devices import memory_limit
-from ...host.process import keep_freed
+from ...host.process import keep_freed, use_huge_pages
 from ...host.streams import warn
 from ...kv.offload.opening import OnRealm, check, mover_of
 from ...kv.offload.peer import RemoteKV
@@ -98,6 +98,8 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     params = roomy(params, config, options)
     beside = read_beside(options.speculation, config, params)
     pair, everything = PairConfig(config, beside.config), beside.join(params)
+    if device.platform == "cpu":
+        use_huge_pages(everything)
     check_states(pair, options.speculation, count)
     sizes = choose_sizes(pair, options, everything, memory_limit(device))
     own = processors_of(options.logits_processors, config.vocab_size, sizes.max_model_len)

@@ -27,12 +27,12 @@ HERE = Path(__file__).parent
 LIBRARY = "kernels.so"
 # Of the bits, of the layout of packed weights and of the calls. A change of any needs another: the names of
 # handlers have it, in the library and for XLA.
-VERSION = 3
+VERSION = 4
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": (*AVX512, "-mavx512bf16")}
 KERNELS = ("products.cc", "attention.cc", "norm.cc")  # compiled for each instruction set
-HANDLERS = ("products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc")  # in the folder `handlers`
+HANDLERS = ("products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc", "turn_ffi.cc")  # in the folder `handlers`
 FLAGS = (
     f"-DVERSION={VERSION}", "-std=c++17", "-O3", "-ffp-contract=off", "-g0", "-fPIC", "-Wall", "-Wno-psabi"
 )  # fmt: skip

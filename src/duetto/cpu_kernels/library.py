@@ -14,7 +14,7 @@ import jax
 from ..user_folders import owned
 from .build import HERE, ISAS, VERSION, library_file
 
-HANDLERS = ("product", "attention", "norm")
+HANDLERS = ("product", "attention", "norm", "turn")
 BUILD = "python -m duetto.cpu_kernels.build"
 
 

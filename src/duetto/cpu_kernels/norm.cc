@@ -7,25 +7,6 @@ namespace ISA {
 namespace {
 
 template <class T>
-inline Floats read(const T* p, int64_t n) {  // zeros behind the first n
-  T some[LANES] = {};
-  if (n < LANES) {
-    __builtin_memcpy(some, p, n * sizeof(T));
-    p = some;
-  }
-  if constexpr (sizeof(T) == 2) return widened(p);
-  else return load(p);
-}
-
-template <class T>
-inline void write(T* p, int64_t n, Floats v) {
-  T some[LANES], *to = n < LANES ? some : p;
-  if constexpr (sizeof(T) == 2) store_bf16(to, v);
-  else store(to, v);
-  if (n < LANES) __builtin_memcpy(p, some, n * sizeof(T));
-}
-
-template <class T>
 inline Floats rounded(Floats v) {
   T some[LANES];
   write(some, LANES, v);

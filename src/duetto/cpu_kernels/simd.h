@@ -91,5 +91,24 @@ inline void store_bf16(uint16_t* p, Floats v) {
 }
 #endif
 
+template <class T>
+inline Floats read(const T* p, int64_t n) {  // zeros behind the first n
+  T some[LANES] = {};
+  if (n < LANES) {
+    __builtin_memcpy(some, p, n * sizeof(T));
+    p = some;
+  }
+  if constexpr (sizeof(T) == 2) return widened(p);
+  else return load(p);
+}
+
+template <class T>
+inline void write(T* p, int64_t n, Floats v) {
+  T some[LANES], *to = n < LANES ? some : p;
+  if constexpr (sizeof(T) == 2) store_bf16(to, v);
+  else store(to, v);
+  if (n < LANES) __builtin_memcpy(p, some, n * sizeof(T));
+}
+
 }  // namespace
 }  // namespace ISA

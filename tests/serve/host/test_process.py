@@ -1,6 +1,11 @@
 import gc
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from duetto.serve.host import process
@@ -35,3 +40,26 @@ def test_what_is_there_at_the_start_is_passed_over():
     kept: list[list[int]] = [[]]
     process.freeze_what_lasts()
     assert not any(x is kept[0] for x in gc.get_objects())
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes in huge pages of the mapping with an address."""
+    mapping = r"^([0-9a-f]+)-([0-9a-f]+) .*?^AnonHugePages: +(\d+)"
+    found = re.findall(mapping, Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
+    return next(1024 * int(n) for low, high, n in found if int(low, 16) <= address < int(high, 16))
+
+
+def test_large_arrays_move_into_huge_pages_and_keep_their_numbers():
+    x, small = jnp.arange(1 << 21, dtype=jnp.float32), jnp.zeros(8)
+    found = process.use_huge_pages({"x": x, "small": small, "none": None})
+    if not found:
+        pytest.skip("the system has no huge pages")
+    assert x.nbytes // process.HUGE_PAGE - 1 <= found <= x.nbytes // process.HUGE_PAGE + 1
+    assert huge_bytes(x.unsafe_buffer_pointer() + process.HUGE_PAGE) >= found * process.HUGE_PAGE
+    np.testing.assert_array_equal(x, np.arange(1 << 21, dtype=np.float32))
+    assert process.use_huge_pages([small]) == 0
+
+
+def test_a_system_without_the_call_is_left_as_it_is(monkeypatch):
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: SimpleNamespace())
+    assert process.use_huge_pages([jnp.zeros(1 << 20)]) == 0
