@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,8 +173,9 @@ def test_what_is_lacking_is_named(grammars, monkeypatch):
 
 @pytest.mark.skipif(not MASKBENCH.exists(), reason=f"there is no {MASKBENCH.name} beside the clone")
 def test_schemas_of_maskbench(grammars):
-    """Valid instances are allowed token by token, invalid ones are not; what llguidance cannot do is said."""
-    right, refused, wrong = 0, 0, []
+    """Valid instances are allowed token by token, invalid ones are not; what llguidance cannot do is said.
+    Some have keys that their schemas do not name, which are allowed where the schemas say so."""
+    right, refused, wrong, with_others = 0, 0, [], 0
     for line in MASKBENCH.read_text().splitlines():
         case = json.loads(line)
         try:
@@ -184,8 +186,22 @@ def test_schemas_of_maskbench(grammars):
             refused += 1
             continue
         for constraint, test in zip(checks, case["tests"], strict=True):
-            is_right = accepts(constraint, json.dumps(test["data"], ensure_ascii=False)) == test["valid"]
+            text = json.dumps(test["data"], ensure_ascii=False)
+            is_right = accepts(constraint, text) == test["valid"]
+            if not is_right and test["valid"]:
+                asked = StructuredOutputsParams(json=opened(case["schema"]))
+                is_right = accepts(grammars.constraint(asked, 0), text)
+                with_others += is_right
             right += is_right
             wrong += [] if is_right else [(case["name"], test["valid"])]
-    print(right, refused, wrong)
-    assert refused <= 0.2 * 240 and len(wrong) <= 0.01 * right and all(valid for _, valid in wrong), wrong
+    assert refused <= 0.2 * 240 and with_others <= 9 and not wrong, (refused, with_others, wrong)
+
+
+def opened(schema: Any) -> Any:
+    """A schema whose objects may have keys that it does not name, unless it says otherwise."""
+    if isinstance(schema, list):
+        return [opened(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    parts = {name: opened(part) for name, part in schema.items()}
+    return {"additionalProperties": True} | parts if "properties" in parts else parts
