@@ -233,7 +233,7 @@ class NewHeads:
 
     @property
     def normed(self) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        """Queries and keys."""
+        """Queries and keys, normed."""
         if self.norm is None:
             return self.q, self.k
         q, k = map(as_norm, self.gains)
@@ -241,7 +241,7 @@ class NewHeads:
 
     @property
     def turned(self) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        """The same, normed and turned."""
+        """Queries and keys, normed and turned."""
         q, k = self.normed
         return rotate(q, self.rotary), rotate(k, self.rotary)
 

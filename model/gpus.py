@@ -46,8 +46,8 @@ CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_F
 if jax.__version_info__ >= (0, 12):
     CAPTURED += ",COLLECTIVES_KERNEL"
 OPTIONS = {"xla_gpu_enable_command_buffer": CAPTURED, "xla_gpu_experimental_force_split_k": "1"}
-# cuBLAS splits sums all the same, of products with so few rows that they leave a GPU idle. XLA's own kernels
-# do not: a step of 256 rows of 8B takes 16 % longer with them on an H200.
+# cuBLAS splits sums all the same, of products with few rows, though not with 64 or fewer (on an H200). XLA's
+# own kernels do not: a step of 256 rows of 8B takes 16 % longer with them.
 SPLIT_BY_CUBLAS = range(65, 512)
 WITHOUT_CUBLAS = {"xla_gpu_experimental_autotune_backends": "TRITON,NATIVE_EMITTER,BLOCK_LEVEL_EMITTER"}
 # A GPU that is described without a name is a Hopper.
@@ -81,15 +81,17 @@ class Gpu:
         a file. Where products are cuBLAS's, merging those of one input would copy their weights side by side
         in each step.
 
-        rows: of a step whose products have to be summed as those of any other number of rows.
+        rows: of products whose sums must not depend on their number; 0 if they may.
         """
         given = os.environ.get("XLA_FLAGS", "").strip()
         if given and not given.startswith("-"):
             return {}
-        ours = OPTIONS | (WITHOUT_CUBLAS if rows in SPLIT_BY_CUBLAS else {})
+        own = WITHOUT_CUBLAS if rows in SPLIT_BY_CUBLAS else {}
         if self.capability < TRITON:
-            ours = OPTIONS | {"xla_gpu_dot_merger_threshold_mb": "0"}
-        return {name: value for name, value in ours.items() if not re.search(rf"--{name}\b", given)}
+            own = {"xla_gpu_dot_merger_threshold_mb": "0"}
+        return {
+            name: value for name, value in (OPTIONS | own).items() if not re.search(rf"--{name}\b", given)
+        }
 
 
 class Kernel(NamedTuple):

@@ -152,17 +152,17 @@ def embed(
 
 
 def rows_of(matrix: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Rows of an embedding. For a CPU, XLA would widen all of one of 16 bits before a loop of several steps:
-    behind the barrier it waits for the step's tokens."""
-    if not isinstance(matrix, jax.Array) or matrix.dtype.itemsize != 2:
+    """Rows of an embedding. On a CPU a barrier ties a 16-bit matrix to the step's tokens: XLA would widen all
+    of it before a loop of several steps."""
+
+    def plainly(matrix: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return matrix[tokens]
 
     def late(matrix: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return plainly(*jax.lax.optimization_barrier((matrix, tokens)))
 
-    def plainly(matrix: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return matrix[tokens]
-
+    if not isinstance(matrix, jax.Array) or matrix.dtype.itemsize != 2:
+        return plainly(matrix, tokens)
     return jax.lax.platform_dependent(matrix, tokens, cpu=late, default=plainly)
 
 

@@ -274,7 +274,8 @@ def rows_of_chunk(G: int, H: int, dtype: Any, reading: AttentionParams) -> int:
     """Rows of a tile of queries; a latent layer's many heads are several tiles."""
     if reading.rank is not None:
         return most_rows(reading)
-    most = 2 * MOST_ROWS if pl.next_power_of_2(H) < 128 else MOST_ROWS  # two blocks run at once
+    # with 64 rows of wide heads two blocks share a multiprocessor
+    most = 2 * MOST_ROWS if pl.next_power_of_2(H) < 128 else MOST_ROWS
     return max(SMALL, pl.next_power_of_2(G), 2 * most // dtype.itemsize)
 
 

@@ -23,7 +23,7 @@ from ..gpus import Kernel
 from ..sharding import in_shards, ways
 
 ROWS, BYTES = 64, 64  # of a tile: rows of x, and bytes of a column that a step takes
-COLUMNS = (128, 64)  # the most that divide
+COLUMNS = 64  # of a block
 BLOCKS, PARTS = 264, 8  # most blocks, two a multiprocessor, and most parts of the inner dimension
 ZERO = 8  # the code of zero where there are no others
 NIBBLES = Kernel("int4_product", "triton", "XLA widens weights into memory")
@@ -37,7 +37,7 @@ class FloatBits(NamedTuple):
     large, least: the high byte of the least number whose last bit counts one, and that number.
     one, half: 1 and 0.5.
     place: of a mantissa's first bit.
-    lack: the power of two by which an e2m1 there is too small, since its exponent is biased by one.
+    lack: the factor that corrects the bias of the exponent of an e2m1 there.
     """
 
     kind: str
@@ -54,13 +54,14 @@ FLOATS = {
     "float16": FloatBits("f16x2", 0x64, 1024, 0x3C00, 0x3800, 9, 0x7400),
 }
 # The numbers of four bytes' low or high codes ($0, $1) of a word of codes ($2), words of two factors ($3, $4)
-# and, of int4, what is added to a code as the last bits of a large number ($5, $6). To add -0 keeps signs.
+# and, of int4, what is added to a code as the last bits of a large number ($5, $6). To add -0 keeps signs;
+# sums and products are `fma`, since others of two bfloat16 numbers need compute capability 9.0.
 ASSEMBLY = {
     "int4": """{{
-        .reg .b32 one, none, large, a, b;
-        mov.b32 one, {one}; mov.b32 none, 0x80008000; mov.b32 large, {large};
+        .reg .b32 one, none, a, b;
+        mov.b32 one, {one}; mov.b32 none, 0x80008000;
         shr.u32 a, $2, {shift}; and.b32 a, a, 0x0f0f0f0f;
-        prmt.b32 b, a, large, 0x4342; prmt.b32 a, a, large, 0x4140;
+        prmt.b32 b, a, {large}, 0x4342; prmt.b32 a, a, {large}, 0x4140;
         fma.rn.{kind} a, a, one, $5; fma.rn.{kind} b, b, one, $6;
         fma.rn.{kind} $0, a, $3, none; fma.rn.{kind} $1, b, $4, none;
     }}""",
@@ -87,29 +88,28 @@ class NibbleCodes(NamedTuple):
 
 
 class NibbleTiles(NamedTuple):
-    """Tiling of a product. `columns`: of a block. `parts`: pieces of the inner dimension. `group`: bytes of a
-    column that share a scale."""
+    """Tiling of a product. `parts`: pieces of the inner dimension. `group`: bytes of a column that share a
+    scale."""
 
-    columns: int
     parts: int
     group: int
 
     @property
     def label(self) -> str:
         """The name under which a compiled program shows it."""
-        return f"tiles_{ROWS}x{self.columns}x{2 * BYTES}x{self.parts}"
+        return f"tiles_{ROWS}x{COLUMNS}x{2 * BYTES}x{self.parts}"
 
 
 def cut_of(inner: int, columns: int, groups: int) -> NibbleTiles | None:
     """Tiling for a weight of [inner, columns] numbers with `groups` groups, or None if the kernel cannot
     multiply it."""
-    group, width = inner // 2 // groups, next((n for n in COLUMNS if columns % n == 0), 0)
-    if not width or not group or inner % (2 * BYTES) or (group % BYTES and BYTES % group):
+    group = inner // 2 // groups
+    if columns % COLUMNS or not group or inner % (2 * BYTES) or (group % BYTES and BYTES % group):
         return None
     steps, parts = inner // (2 * BYTES), 1
-    while 2 * parts <= PARTS and steps % (2 * parts) == 0 and 2 * parts * (columns // width) <= BLOCKS:
+    while 2 * parts <= PARTS and steps % (2 * parts) == 0 and 2 * parts * (columns // COLUMNS) <= BLOCKS:
         parts *= 2
-    return NibbleTiles(width, parts, group)
+    return NibbleTiles(parts, group)
 
 
 def grouped(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int) -> bool:
@@ -140,9 +140,9 @@ def partitioned(
     with jax.named_scope(cut.label):
         sums = pl.pallas_call(
             partial(kernel, cut=cut, steps=D // (2 * BYTES * cut.parts), interpret=interpret),
-            grid=(F // cut.columns, M // ROWS, cut.parts),
+            grid=(F // COLUMNS, M // ROWS, cut.parts),
             out_shape=jax.ShapeDtypeStruct((cut.parts, M, F), jnp.float32 if cut.parts > 1 else dtype),
-            compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+            compiler_params=triton.CompilerParams(num_warps=4, num_stages=4),
             interpret=interpret,
             name="multiply_nibbles",
         )(even, odd, codes)
@@ -152,7 +152,7 @@ def partitioned(
 def kernel(
     even: Any, odd: Any, codes: NibbleCodes, out: Any, *, cut: NibbleTiles, steps: int, interpret: bool
 ):
-    columns = pl.ds(pl.program_id(0) * cut.columns, cut.columns)
+    columns = pl.ds(pl.program_id(0) * COLUMNS, COLUMNS)
     rows, part = pl.ds(pl.program_id(1) * ROWS, ROWS), pl.program_id(2)
 
     def step(i: Any, total: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
@@ -166,7 +166,7 @@ def kernel(
             total += jnp.dot(x[rows, inner], w, preferred_element_type=jnp.float32)
         return total
 
-    total = jax.lax.fori_loop(0, steps, step, jnp.zeros((ROWS, cut.columns), jnp.float32))
+    total = jax.lax.fori_loop(0, steps, step, jnp.zeros((ROWS, COLUMNS), jnp.float32))
     out[part, rows, columns] = total.astype(out.dtype)
 
 
@@ -174,7 +174,7 @@ def of_groups(ref: Any, first: Any, columns: Any, cut: NibbleTiles) -> Any:
     """The entries of a step's groups, each as often as the group has bytes in it."""
     n = max(BYTES // cut.group, 1)
     own = ref[pl.ds(first // cut.group, n), columns]
-    return jnp.broadcast_to(own[:, None], (n, BYTES // n, cut.columns)).reshape(BYTES, cut.columns)
+    return jnp.broadcast_to(own[:, None], (n, BYTES // n, COLUMNS)).reshape(BYTES, COLUMNS)
 
 
 def numbers_of(
@@ -192,9 +192,12 @@ def numbers_of(
     in_16_bits = are_powers or scales.dtype == dtype
     scales = scales if scales.dtype == dtype else floats(scales)
     factors = scales.astype(dtype) if in_16_bits else jnp.ones(codes.shape, dtype)
-    least = FLOATS[dtype.name].least
-    added = jnp.full(codes.shape, -least - ZERO, dtype) if zeros is None else -least - zeros.astype(dtype)
-    given = [factors] if scheme == "fp4" else [factors, added]
+    given = [factors]
+    if scheme == "int4":
+        least = FLOATS[dtype.name].least
+        given += [
+            jnp.full(codes.shape, -least - ZERO, dtype) if zeros is None else -least - zeros.astype(dtype)
+        ]
     found = [
         (plainly if interpret else in_pairs)(codes, *given, scheme=scheme, shift=shift) for shift in (0, 4)
     ]
@@ -205,10 +208,10 @@ def in_pairs(codes: UInt8[Array, "inner F"], *given: Any, scheme: str, shift: in
     """Numbers of the codes that begin at a bit, by instructions that make two each."""
     bits = FLOATS[given[0].dtype.name]
     body = ASSEMBLY[scheme].format(
-        kind=bits.kind, shift=shift, large=f"{bits.large * 0x01010101:#010x}", one=twice(bits.one),
+        kind=bits.kind, shift=shift, large=bits.large, one=twice(bits.one),
         lack=twice(bits.lack), size=twice(7 << bits.place), to_size=bits.place - shift, to_sign=12 - shift,
     )  # fmt: skip
-    constraints = ",".join(["=r", "=r", *["r"] * (1 + 2 * len(given))])
+    constraints = ",".join(["=&r", "=&r", *["r"] * (1 + 2 * len(given))])
     out = [jax.ShapeDtypeStruct(codes.shape, given[0].dtype)]
     return triton.elementwise_inline_asm(
         body, args=[codes, *given], constraints=constraints, pack=4, result_shape_dtypes=out

@@ -1,7 +1,7 @@
-"""This process: its heap of Python objects, the memory that it returns to the system, and its forks.
+"""This process: its heap of Python objects, its huge pages, the memory that it returns, and its forks.
 
 By default glibc returns freed blocks above 32 MiB to the system, so that an XLA CPU program with larger
-temporaries faults its pages in anew at each call. On other C libraries nothing is changed.
+temporaries faults its pages in anew at each call. Other C libraries are left as they are.
 """
 
 import ctypes
@@ -9,7 +9,9 @@ import gc
 import os
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 KEPT = 1 << 30  # bytes: smaller blocks, and free memory up to this, stay with the process
 MADV_COLLAPSE = 25  # of mman.h
 HUGE_PAGE = 1 << 21
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _INHERITED = [False]
 
 
@@ -52,15 +55,28 @@ def keep_freed() -> None:
 
 def use_huge_pages(arrays: Any) -> int:
     """Move the larger arrays of a tree, which lie in this process's memory, into huge pages, so that reading
-    them takes fewer look-ups of addresses. Return the number of pages; 0 before Linux 6.1."""
+    them takes fewer look-ups of addresses. Return the number of pages; 0 before Linux 6.1, and where the
+    system's setting is `never`."""
+    if "[never]" in setting_of_huge_pages():
+        return 0
     shards = (s.data for x in jax.tree.leaves(jax.block_until_ready(arrays)) for s in x.addressable_shards)
     found = [(x.unsafe_buffer_pointer(), x.nbytes) for x in shards if x.nbytes >= HUGE_PAGE // 32]
     pages = {n for start, size in found for n in range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE))}
     with suppress(AttributeError, OSError, TypeError):
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        return sum(madvise(n * HUGE_PAGE, HUGE_PAGE, MADV_COLLAPSE) == 0 for n in pages)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            done = pool.map(lambda n: madvise(n * HUGE_PAGE, HUGE_PAGE, MADV_COLLAPSE) == 0, pages)
+            return sum(done)
     return 0
+
+
+def setting_of_huge_pages() -> str:
+    """Return the system's choices, the one in force in brackets; never where there is none."""
+    try:
+        return HUGE_PAGES.read_text()
+    except OSError:
+        return "[never]"
 
 
 def give_back() -> None:

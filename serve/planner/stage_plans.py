@@ -105,7 +105,8 @@ def measured(plan: EnginePlan, arguments: StepArguments, stage: StagePlan) -> St
     shapes = [row.shape for row in stage.rows if row.facts]
     if not shapes:
         return stage
-    programs = Programs(TargetOnly(plan.config), arguments.params, plan.sizes, shapes)
+    phases, reproducible = TargetOnly(plan.config), plan.options.reproducible
+    programs = Programs(phases, arguments.params, plan.sizes, shapes, reproducible=reproducible)
     longest = max((s.tokens for s in shapes if s.phase != "prefill"), default=0)
     found = measure(programs, arguments, min(plan.context, plan.sizes.max_model_len - longest))
     timed = [replace(row, seconds=found.seconds.get(row.shape)) for row in stage.rows]

@@ -83,8 +83,8 @@ def test_a_row_has_the_same_bits_beside_any_number_of_others(interpreted: None):
 
 @pytest.mark.parametrize(
     ("inner", "columns", "groups", "expected"),
-    [(4096, 14336, 128, NibbleTiles(128, 2, 16)), (14336, 4096, 448, NibbleTiles(128, 8, 16)),
-     (4096, 1024, 32, NibbleTiles(128, 8, 64)), (384, 64, 12, NibbleTiles(64, 1, 16)), (4096, 96, 128, None),
+    [(4096, 14336, 128, NibbleTiles(1, 16)), (14336, 4096, 448, NibbleTiles(4, 16)),
+     (4096, 1024, 32, NibbleTiles(8, 64)), (384, 64, 12, NibbleTiles(1, 16)), (4096, 96, 128, None),
      (192, 128, 6, None), (4096, 128, 4096, None)],
 )  # fmt: skip
 def test_cuts_follow_from_the_weight(inner: int, columns: int, groups: int, expected: NibbleTiles | None):

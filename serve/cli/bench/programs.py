@@ -34,7 +34,7 @@ from ...engine.startup.folder import read_folder, read_in_form
 from ...engine.startup.mesh import layout_of, places, spread
 from ...engine.startup.origin import Origin
 from ...host.devices import default_device, time_calls
-from ...host.process import keep_freed
+from ...host.process import keep_freed, use_huge_pages
 from ...host.signals import raise_on_interrupt
 from ...llm.llm import LLM
 from ...options.engine import EngineOptions
@@ -311,6 +311,8 @@ def run(args: argparse.Namespace) -> int:
     if default_device().platform == "cpu":
         keep_freed()  # as an engine does; else each call would fault in its temporaries
     model = load_model(args, options)
+    if default_device().platform == "cpu":
+        use_huge_pages(model.params)
     target = here(measure=True)
     rows = []
     peaks = target.peaks

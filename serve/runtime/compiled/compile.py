@@ -25,6 +25,7 @@ from ....model.weights.prepared import lanes_of
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress
 from ...host.process import release
+from ...host.streams import warn
 from ..steps.phases import Phases, TargetOnly
 from ..steps.step import Seat, Slots, empty_slots, seat
 from . import executable_cache
@@ -187,9 +188,9 @@ class Programs:
     the masks of grammars, and make the empty cache and slots.
 
     Shapes of `first`, by default all, are compiled at once. `missing` ones are compiled later by `add`, from
-    any thread. No program has a kernel that is `refused`. `reproducible` ones are compiled for equal bits.
-    `ready` has the seconds after the start at which each was there, `spent` the seconds of tracing and
-    compiling.
+    any thread. No program has a kernel that is `refused`. With `reproducible`, steps are compiled so that
+    bits do not depend on the number of rows. `ready` has the seconds after the start at which each was
+    there, `spent` the seconds of tracing and compiling.
     """
 
     def __init__(
@@ -275,7 +276,7 @@ class Programs:
 
     @property
     def _join(self) -> Callable[..., Any]:
-        """Maker of one program of the parts of a stored step."""
+        """Join the parts of a stored step to one program."""
         return executable_cache.alone
 
     def _lowered(self, shape: Shape) -> Lowered:
@@ -289,8 +290,18 @@ class Programs:
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
         with self.spent.on(shape):
-            program = executable_cache.compile(self._keys[shape], lowered, self._options(shape))
+            program = self._compiled(shape, lowered)
         self.steps[shape], self.ready[shape] = program, self.age
+
+    def _compiled(self, shape: Shape, lowered: Lowered) -> Any:
+        own, usual = self._options(shape), self._options()
+        try:
+            return executable_cache.compile(self._keys[shape], lowered, own)
+        except jax.errors.JaxRuntimeError as error:
+            if own == usual:
+                raise
+            warn(f"{shape} may have bits of its own: it has no program without cuBLAS: {error}")
+            return executable_cache.compile(self._keys[shape], lowered, usual)
 
     def products(self, shapes: Iterable[Shape]) -> str | None:
         """Return a hash of how an accelerator's matrix products in these shapes were configured, kept with

@@ -57,7 +57,7 @@ PROGRAMS = BlobFormat(b"duetto kept 1\n", ".", re.compile("[^.].*"), durable=Tru
 LIMIT = 7 << 29  # bytes of a folder: the programs of a hundred models and sizes
 GRACE = 600  # seconds after its last use in which no start evicts a file: another start may be reading it
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
-# Raised for a program that cannot be serialised. jax keeps functions with one of custom partitioning.
+# Raised for a program that cannot be serialised: one with custom partitioning holds functions of Python.
 UNSTORABLE = (
     ValueError,
     TypeError,

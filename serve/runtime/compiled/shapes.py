@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
     @property
     def product_rows(self) -> int:
-        """Rows of its matrix products: the steps of a decode follow one another."""
+        """Rows of its matrix products: those of a decode's steps come one after another."""
         return self.rows if self.phase == "decode" else self.area
 
     @property

@@ -138,21 +138,38 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
     assert len(set(found)) == len(found)
 
 
-def test_steps_of_the_contract_are_compiled_and_stored_by_themselves(tiny, monkeypatch):
-    """On a GPU, where their products must not be split."""
-    small, given = jax.jit(lambda: 0).lower(), []
+@pytest.fixture
+def seats(monkeypatch: pytest.MonkeyPatch) -> Sizes:
+    """Sizes of an engine whose programs are none, as on an H200."""
+    small = [SimpleNamespace(compile=dict)] * programs.SMALL
     monkeypatch.setattr(programs, "gpu_of", lambda device: Gpu("NVIDIA H200", (9, 0)))
-    monkeypatch.setattr(programs, "lower", lambda *_: small)
-    monkeypatch.setattr(
-        programs.Programs, "_small", lambda self: [SimpleNamespace(compile=dict)] * programs.SMALL
-    )
+    monkeypatch.setattr(programs, "lower", lambda *_: None)
+    monkeypatch.setattr(programs.Programs, "_small", lambda self: small)
+    return Sizes(max_model_len=64, max_num_seqs=128, pages=(16,), page_size=64)
+
+
+def test_steps_of_the_contract_are_compiled_and_stored_by_themselves(tiny, seats, monkeypatch):
+    """On a GPU, where their products must not be split."""
+    given = []
     monkeypatch.setattr(executable_cache, "compile", lambda *key_and_options: given.append(key_and_options))
     shapes = [Shape("decode", rows, 1) for rows in (64, 128)]
     for reproducible in (False, True):
-        sizes = Sizes(max_model_len=64, max_num_seqs=128, pages=(16,), page_size=64)
-        programs.Programs(TargetOnly(tiny.config), tiny.params, sizes, shapes, reproducible=reproducible)
+        programs.Programs(TargetOnly(tiny.config), tiny.params, seats, shapes, reproducible=reproducible)
     keys = {(key, "TRITON" in str(options)) for key, _, options in given}
     assert len(given) == 4 and len(keys) == 3 and sum(has_triton_alone for _, has_triton_alone in keys) == 1
+
+
+def test_a_step_that_has_no_program_without_cublas_has_one_with_it(tiny, seats, monkeypatch, caplog):
+    def compile(key, lowered, options):
+        if "TRITON" in str(options):
+            raise jax.errors.JaxRuntimeError("NOT_FOUND: no backend")
+        return "with cuBLAS"
+
+    monkeypatch.setattr(executable_cache, "compile", compile)
+    shape = Shape("decode", 128, 1)
+    made = programs.Programs(TargetOnly(tiny.config), tiny.params, seats, [shape], reproducible=True)
+    assert made.steps == {shape: "with cuBLAS"}
+    assert "decode[128,1] may have bits of its own" in caplog.text
 
 
 def test_phases_of_code_that_is_not_hashed_have_no_key(tiny):
