@@ -46,7 +46,7 @@ def generate(llm: LLM, rows: int, prompt: int, output: int, turn: int) -> float:
 
 
 def bench_launches(run: Run) -> Iterator[Row]:
-    """A batch that mostly reads prompts, by ways to launch steps; shares are of the kernels' own time."""
+    """A batch that mostly reads prompts, by ways to launch steps; shares are those of time in kernels."""
     run = replace(run, layers=run.layers or LAUNCHED_LAYERS)
     rows, prompt = run.widths[-1], run.prompt // 8
     for name, options in LAUNCHES.items():

@@ -1,6 +1,5 @@
 """Programs of several devices kept on disk: a second start finds them, on the devices in their order."""
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from cases.weights import random
-from fakes.greedy import greedy_programs
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from suite.fixtures import Model
@@ -18,7 +16,6 @@ from duetto import LLM, SamplingParams
 from duetto.model.layers import einsum
 from duetto.model.sharding import Layout
 from duetto.model.weights.compress import encode
-from duetto.serve.engine.startup import start
 from duetto.serve.engine.startup.mesh import places, put, spread
 from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled import executable_cache
@@ -28,14 +25,7 @@ from duetto.serve.runtime.pipeline.lowering import StageLowering
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 OPTIONS = {"max_num_seqs": 4, "max_prefill_tokens": 32, "max_model_len": 64, "page_size": 16}
 PAIR = Layout(tensor=2)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_programs(programs_shared: None) -> Iterator[None]:
-    """Engines read their programs from the folder: none is shared within the process."""
-    with pytest.MonkeyPatch.context() as patch, greedy_programs():
-        patch.setattr(start, "Programs", programs.Programs)
-        yield
+pytestmark = pytest.mark.usefixtures("own_programs")
 
 
 @pytest.fixture

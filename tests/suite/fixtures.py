@@ -18,6 +18,7 @@ import pytest
 from cases.invariance import BASE, PARAMS, bits, prompts
 from cases.models import RANDOM
 from cases.oracle import Model, continue_plainly
+from fakes.greedy import greedy_programs
 from jaxtyping import config
 
 from duetto import LLM
@@ -123,6 +124,14 @@ def programs_shared() -> Iterator[None]:
         patch.setattr(start, "Programs", quick.SHARED)
         for lower, name in quick.SMALL.items():
             patch.setattr(Programs, lower, quick.small_once(vars(Programs)[lower], name))
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_programs(programs_shared: None) -> Iterator[None]:
+    """Engines read their programs from the folder: none is shared within the process."""
+    with pytest.MonkeyPatch.context() as patch, greedy_programs():
+        patch.setattr(start, "Programs", Programs)
         yield
 
 

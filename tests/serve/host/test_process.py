@@ -60,6 +60,12 @@ def test_large_arrays_move_into_huge_pages_and_keep_their_numbers():
     assert process.use_huge_pages([small]) == 0
 
 
+def test_a_system_that_has_them_off_is_left_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(process, "HUGE_PAGES", tmp_path / "enabled")
+    process.HUGE_PAGES.write_text("always madvise [never]")
+    assert process.use_huge_pages([jnp.zeros(1 << 20)]) == 0
+
+
 def test_a_system_without_the_call_is_left_as_it_is(monkeypatch):
     monkeypatch.setattr(process.ctypes, "CDLL", lambda name: SimpleNamespace())
     assert process.use_huge_pages([jnp.zeros(1 << 20)]) == 0

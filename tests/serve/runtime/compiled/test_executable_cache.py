@@ -11,13 +11,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-from fakes.greedy import greedy_programs
 from jax.experimental.compilation_cache import compilation_cache
 from suite.fixtures import Model
 
 from duetto import LLM, SamplingParams
 from duetto.model.gpus import Gpu
-from duetto.serve.engine.startup import start
 from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
@@ -26,6 +24,7 @@ from duetto.serve.runtime.steps.phases import TargetOnly
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 96}
+pytestmark = pytest.mark.usefixtures("own_programs")
 
 
 class Start(NamedTuple):
@@ -44,14 +43,6 @@ def settings_kept() -> Iterator[None]:
         compilation_cache.reset_cache()
         for name, value in before.items():
             jax.config.update(name, value)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_programs(programs_shared: None) -> Iterator[None]:
-    """Engines read their programs from the folder: none is shared within the process."""
-    with pytest.MonkeyPatch.context() as patch, greedy_programs():
-        patch.setattr(start, "Programs", programs.Programs)
-        yield
 
 
 @pytest.fixture
