@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery, NormKind
-from .layers import Norm, NormWeight, biased, einsum, normalise, rounded, softcapped
+from .layers import Norm, NormWeight, biased, einsum, einsums, normalise, rounded, softcapped
 from .recurrent.states import Recurrence, RecurrentInputs, empty_state
 from .rope import Rotation, rotate
 from .tree import Spec, pytree, static
@@ -347,8 +346,7 @@ def new_heads(
     if isinstance(w.q, FusedQKV):
         q, k, v = w.q.heads_of(x)
     else:
-        made = partial(einsum, "btd,dnh->btnh", x)
-        q, k, v = made(w.q), *(p if p is None else made(p) for p in (w.k, w.v))
+        q, k, v = einsums("btd,dnh->btnh", x, (w.q, w.k, w.v))
     k = k if k is None else biased(k, w.k_bias)
     return biased(q, w.q_bias), k, k if v is None else biased(v, w.v_bias)
 

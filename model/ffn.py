@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .config import Dense
-from .layers import biased, einsum, scaled
+from .layers import biased, einsum, einsums, scaled
 from .tree import Spec, pytree
 
 CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss
@@ -67,9 +67,9 @@ def activate(
 
 
 def feed_forward(w: FFN, c: Dense, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    gate = None if w.gate is None else biased(einsum("...d,df->...f", x, w.gate), w.gate_bias)
-    gate = None if gate is None else scaled(gate, c.gate_scale)
-    up = biased(einsum("...d,df->...f", x, w.up), w.up_bias)
+    gate, up = einsums("...d,df->...f", x, (w.gate, w.up))
+    gate = None if gate is None else scaled(biased(gate, w.gate_bias), c.gate_scale)
+    up = biased(up, w.up_bias)
     out = scaled(biased(einsum("...f,fd->...d", activate(c, gate, up), w.down), w.down_bias), c.scale)
     if w.output_gate is None:
         return out

@@ -1,5 +1,6 @@
 """The small pure functions that every decoder is made of."""
 
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,6 +44,17 @@ class Weight(Protocol):
 
 
 @runtime_checkable
+class JointWeight(Weight, Protocol):
+    """A weight whose products are made in one call with those of others that multiply the same rows."""
+
+    def joint_einsum(
+        self, equation: str, x: Float[Array, "..."], others: Sequence[Any]
+    ) -> list[Float[Array, "..."]]:
+        """The products of x with this weight and with the others."""
+        ...
+
+
+@runtime_checkable
 class RowWeight(Weight, Protocol):
     """A weight that is another one for each row of a batch; `base` is what it would be for all of them."""
 
@@ -82,6 +94,18 @@ def einsum(
     if x.dtype.itemsize == 2 and (dtype != jnp.float32 or is_row(equation, x)):
         return narrow_product(equation, x, w, dtype)
     return product(equation, x, w, dtype)
+
+
+def einsums(
+    equation: str, x: Float[Array, "..."], weights: Sequence[Float[Array, "..."] | Weight | None]
+) -> list[Any]:
+    """The products of x with several weights, of None where the weight is None."""
+    found = [w for w in weights if w is not None]
+    if isinstance(found[0], JointWeight):
+        made = iter(found[0].joint_einsum(equation, x, found[1:]))
+    else:
+        made = iter([einsum(equation, x, w) for w in found])
+    return [None if w is None else next(made) for w in weights]
 
 
 def product(equation: str, x: Float[Array, "..."], w: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:

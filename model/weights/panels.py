@@ -4,8 +4,10 @@ A kernel adds up each number in one order, whatever the number of rows: a row's 
 step. XLA's products on a CPU choose their order by the rows, and pack a weight of 16 bits in each call.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any, TypeVar
 
@@ -82,9 +84,17 @@ class Packed:
         dtype = dtype or x.dtype
         if not self.multiplies(x.dtype, dtype):
             return einsum(equation, x, self.whole, dtype)
-        rows = x.shape[: x.ndim - len(self.inputs)]
-        product = self.by_kernel(x.reshape(*rows, prod(self.inputs)), NO_SIZES, dtype)
-        return product.reshape(*rows, *self.outputs)
+        return products([self], x, NO_SIZES, dtype)[0]
+
+    def joint_einsum(
+        self, equation: str, x: Float[Array, "..."], others: Sequence[Any]
+    ) -> list[Float[Array, "..."]]:
+        """The products of x with this weight and with the others, all by one call of the kernels if it takes
+        them."""
+        weights = [self, *others]
+        if not all(isinstance(w, Packed) and w.multiplies(x.dtype, x.dtype) for w in weights):
+            return [einsum(equation, x, w) for w in weights]
+        return products(weights, x, NO_SIZES, x.dtype)
 
     def ragged(
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
@@ -92,17 +102,25 @@ class Packed:
         """Products of consecutive rows with one expert's weights each; zeros of rows that no expert has."""
         if not self.multiplies(rows.dtype, rows.dtype):
             return ragged_product(rows, self.whole, sizes, owner)
-        return self.by_kernel(rows, sizes, rows.dtype)
+        return products([self], rows, sizes, rows.dtype)[0]
 
     def multiplies(self, *dtypes: Any) -> bool:
         """True if a kernel takes x, and makes products, of these dtypes."""
         x, made = dtypes
         return made in OUTPUTS and (x in OUTPUTS if self.codes else x == self.array.dtype)
 
-    def by_kernel(self, x: Float[Array, "... D"], sizes: Any, dtype: Any) -> Float[Array, "... F"]:
-        shape = jax.ShapeDtypeStruct((*x.shape[:-1], prod(self.outputs)), dtype)
-        product = jax.ffi.ffi_call(self.target, shape, vmap_method="sequential")
-        return product(x, self.array, NO_SCALES if self.scales is None else self.scales, sizes)
+
+def products(
+    weights: Sequence[Packed], x: Float[Array, "..."], sizes: Any, dtype: Any
+) -> list[Float[Array, "..."]]:
+    """Products of x, whose last axes are the inputs of all weights, in one call of the kernels."""
+    first = weights[0]
+    rows = x.shape[: x.ndim - len(first.inputs)]
+    made = [jax.ShapeDtypeStruct((*rows, prod(w.outputs)), dtype) for w in weights]
+    call = jax.ffi.ffi_call(first.target, made, vmap_method="sequential")
+    each = [(w.array, NO_SCALES if w.scales is None else w.scales) for w in weights]
+    found = call(x.reshape(*rows, prod(first.inputs)), sizes, *chain.from_iterable(each))
+    return [y.reshape(*rows, *w.outputs) for y, w in zip(found, weights, strict=True)]
 
 
 def panels_of(matrix: Num[Array, "outputs inputs"]) -> Num[Array, "panels depth ..."]:

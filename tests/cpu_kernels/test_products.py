@@ -11,6 +11,7 @@ from cases.programs import StoredJit
 
 from duetto.cpu_kernels.build import ISAS
 from duetto.cpu_kernels.library import library, target
+from duetto.model.layers import einsums
 from duetto.model.weights.panels import Packed, pack_codes, pack_matrix
 from duetto.model.weights.quant import Quantised, Scheme, quantised
 
@@ -40,6 +41,11 @@ def weight(matrix: Any, isa: str) -> Packed:
 @partial(StoredJit, static_argnames=["dtype"])
 def product(x: jax.Array, w: Packed, dtype: Any = jnp.float32) -> jax.Array:
     return w.einsum("md,df->mf", x, dtype)
+
+
+@StoredJit
+def products(x: jax.Array, weights: list[Any]) -> list[Any]:
+    return einsums("md,df->mf", x, weights)
 
 
 @cache
@@ -75,6 +81,26 @@ def test_a_product_is_right_and_a_row_has_the_same_bits_beside_any_others(isa, s
         np.testing.assert_array_equal(product(x[-rows:], w), whole[-rows:])
     rounded = product(x, w, jnp.bfloat16)
     np.testing.assert_array_equal(rounded, whole.astype(jnp.bfloat16))
+
+
+def test_products_of_several_weights_in_one_call_are_those_of_each(isa):
+    inputs, name = 64, target("product", isa)
+    x = numbers(ROWS[-1], inputs, dtype=jnp.bfloat16)
+    arrays = [weight(numbers(n, inputs, dtype=jnp.bfloat16, seed=n), isa) for n in (640, 40, 1)]
+    weights = [*arrays, *(pack_codes(codes(inputs, 100, s), 1, name) for s in ("int8", "int4"))]
+    traced = jax.make_jaxpr(partial(einsums, "md,df->mf"))(x, weights)
+    assert str(traced).count("ffi_call[") == 1
+    for rows in ROWS:
+        for found, w in zip(products(x[:rows], weights), weights, strict=True):
+            np.testing.assert_array_equal(found, product(x[:rows], w, jnp.bfloat16))
+
+
+def test_weights_of_other_kinds_are_multiplied_apart(isa):
+    x, matrix = (numbers(n, 8, dtype=jnp.bfloat16, seed=n) for n in (3, 40))
+    of_kernel, nothing, of_xla = products(x, [weight(matrix, isa), None, matrix.T])
+    assert nothing is None
+    np.testing.assert_array_equal(of_kernel, product(x, weight(matrix, isa), jnp.bfloat16))
+    np.testing.assert_allclose(wide(of_xla), wide(x) @ wide(matrix).T, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

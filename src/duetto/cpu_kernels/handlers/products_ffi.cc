@@ -20,12 +20,13 @@ struct Part {
   int64_t product, first, last;
 };
 
-static std::vector<Part> parts_of(const std::vector<Product>& products, int64_t panel_bytes, int64_t threads) {
+static std::vector<Part> parts_of(const std::vector<Product>& products, int64_t number_bits, int64_t threads) {
   std::vector<Part> parts;
   for (size_t i = 0; i < products.size(); i++) {
     const Product& p = products[i];
     int64_t panels = p.panels(), sums = p.M * p.K * COLS;
-    int64_t least = std::min(LEAST_BYTES / std::max<int64_t>(panel_bytes, 1), LEAST_SUMS / std::max<int64_t>(sums, 1)) + 1;
+    int64_t bytes = p.K * COLS * (p.form == NUMBERS ? number_bits : p.form == INT8 ? 8 : 4) / 8;  // of a panel
+    int64_t least = std::min(LEAST_BYTES / std::max<int64_t>(bytes, 1), LEAST_SUMS / std::max<int64_t>(sums, 1)) + 1;
     int64_t n = std::clamp<int64_t>(panels / least, 1, PARTS * std::max<int64_t>(threads, 1));
     for (int64_t j = 0; j < n; j++) parts.push_back({int64_t(i), panels * j / n, panels * (j + 1) / n});
   }
@@ -34,9 +35,8 @@ static std::vector<Part> parts_of(const std::vector<Product>& products, int64_t 
 
 // The products of each weight that has rows: sizes[e] consecutive rows have that of number e. Rows behind them all
 // become zeros.
-static std::vector<Product> products_of(const Product& all, const In& sizes, int64_t w_bytes, int64_t scale_bytes,
-                                        int64_t x_bytes) {
-  std::vector<Product> products;
+static void add_ragged(const Product& all, const In& sizes, int64_t x_bytes, int64_t w_bytes, int64_t scale_bytes,
+                       std::vector<Product>& products) {
   int64_t row = 0, y_bytes = all.y_is_bf16 ? 2 : 4;
   for (int64_t e = 0; e < int64_t(sizes.element_count()); e++) {
     Product p = all;
@@ -49,12 +49,12 @@ static std::vector<Product> products_of(const Product& all, const In& sizes, int
     row += p.M;
   }
   std::memset((char*)all.y + row * all.N * y_bytes, 0, (all.M - row) * all.N * y_bytes);
-  return products;
 }
 
-// x [...,K] by packed weights, with scales [panels,groups,COLS] of codes, of no elements otherwise. With sizes [E]
-// both have E before their axes, otherwise sizes has no elements.
-static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, In w, In scales, In sizes, ffi::Result<In> y) {
+// The product of x [...,K] with a packed weight, with scales [panels,groups,COLS] of codes, of no elements otherwise.
+// With sizes [E] both have E before their axes, otherwise sizes has no elements.
+static ffi::Error add_products(const In& x, const In& sizes, const In& w, const In& scales, const In& y,
+                               std::vector<Product>& products) {
   bool is_bf16 = x.element_type() == ffi::DataType::BF16, is_ragged = sizes.element_count() > 0;
   auto packed = w.dimensions(), scaled = scales.dimensions();
   Form form = w.element_type() == ffi::DataType::S8 ? INT8 : w.element_type() == ffi::DataType::U8 ? INT4 : NUMBERS;
@@ -62,32 +62,47 @@ static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, 
   if ((!is_bf16 && x.element_type() != ffi::DataType::F32) || (form == NUMBERS && w.element_type() != x.element_type()) ||
       packed.size() != axes || scaled.size() != (form == NUMBERS ? 3 : size_t(3 + is_ragged)))
     return ffi::Error::InvalidArgument("a product of other arrays than it is compiled for");
-  int64_t K = last_of(x), N = last_of(*y), M = y->element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
+  int64_t K = last_of(x), N = last_of(y), M = y.element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
   int64_t groups = form == NUMBERS ? 1 : scaled[1 + is_ragged], group = K / std::max<int64_t>(groups, 1);
-  Product p{x.untyped_data(), w.untyped_data(), scales.untyped_data(), y->untyped_data(), M, N, K, group,
-            y->element_type() == ffi::DataType::BF16, scales.element_type() == ffi::DataType::BF16, form};
+  Product p{x.untyped_data(), w.untyped_data(), scales.untyped_data(), y.untyped_data(), M, N, K, group,
+            y.element_type() == ffi::DataType::BF16, scales.element_type() == ffi::DataType::BF16, form};
   int64_t depth = form != NUMBERS || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
   if (packed[is_ragged] != p.panels() || packed[is_ragged + 1] != depth || int64_t(x.element_count()) != M * K ||
       (is_ragged && int64_t(sizes.element_count()) != E) || (form == INT8 && groups != 1) || (form == INT4 && group % 2) ||
       (form != NUMBERS && (int64_t(scales.element_count()) != E * scale_count || group * groups != K)))
     return ffi::Error::InvalidArgument("a product of other shapes than it is compiled for");
-  int64_t w_bytes = w.size_bytes() / std::max<int64_t>(E, 1), scale_bytes = scales.size_bytes() / std::max<int64_t>(E, 1);
-  std::vector<Product> products{p};
-  if (is_ragged) products = products_of(p, sizes, w_bytes, scale_bytes, is_bf16 ? 2 : 4);
-  std::vector<Part> parts = parts_of(products, w_bytes / std::max<int64_t>(p.panels(), 1), pool.num_threads());
-  Panels panels = (is_bf16 ? kernels.bf16 : kernels.f32)[form];
-  parallel(pool, parts.size(), parts.size(), [&, panels](int64_t i) {
-    panels(products[parts[i].product], parts[i].first, parts[i].last);
+  if (!is_ragged) products.push_back(p);
+  else add_ragged(p, sizes, is_bf16 ? 2 : 4, w.size_bytes() / std::max<int64_t>(E, 1), scales.size_bytes() / std::max<int64_t>(E, 1), products);
+  return ffi::Error::Success();
+}
+
+// Products of x with several weights, each of which has its scales behind it.
+static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, In sizes, ffi::RemainingArgs weights,
+                          ffi::RemainingRets made) {
+  std::vector<Product> products;
+  for (size_t i = 0; i < made.size(); i++) {
+    auto w = weights.get<In>(2 * i), scales = weights.get<In>(2 * i + 1);
+    auto y = made.get<In>(i);
+    if (!w || !scales || !y) return ffi::Error::InvalidArgument("products of other arrays than they are compiled for");
+    if (ffi::Error error = add_products(x, sizes, *w, *scales, **y, products); error.failure()) return error;
+  }
+  bool is_bf16 = x.element_type() == ffi::DataType::BF16;
+  std::vector<Part> parts = parts_of(products, is_bf16 ? 16 : 32, pool.num_threads());
+  const Panels* panels = is_bf16 ? kernels.bf16 : kernels.f32;
+  parallel(pool, parts.size(), parts.size(), [&](int64_t i) {
+    const Product& p = products[parts[i].product];
+    panels[p.form](p, parts[i].first, parts[i].last);
   });
   return ffi::Error::Success();
 }
 
-#define HANDLER(isa)                                                                                              \
-  static ffi::Error product_##isa(ffi::ThreadPool pool, In x, In w, In scales, In sizes, ffi::Result<In> y) {     \
-    return product(isa::products, pool, x, w, scales, sizes, y);                                                  \
-  }                                                                                                               \
+#define HANDLER(isa)                                                                                               \
+  static ffi::Error product_##isa(ffi::ThreadPool pool, In x, In sizes, ffi::RemainingArgs weights,                \
+                                  ffi::RemainingRets made) {                                                       \
+    return product(isa::products, pool, x, sizes, weights, made);                                                  \
+  }                                                                                                                \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(EXPORTED(product_##isa), product_##isa,                                            \
-                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Ret<In>());
+                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<In>().Arg<In>().RemainingArgs().RemainingRets());
 FOR_EACH_ISA(HANDLER)
 
 // Whether this processor has the instruction sets that the kernels of a name are compiled for.
