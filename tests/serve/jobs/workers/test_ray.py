@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from suite.strict import STRICT
 
 from duetto import LLM
 from duetto.ray import Predictor, ProcessorConfig, RayBackend, build_processor
@@ -24,7 +25,7 @@ from duetto.serve.options.engine import EngineOptions
 
 pytestmark = [pytest.mark.extras, pytest.mark.minutes, pytest.mark.filterwarnings("default")]
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_prefill_tokens": 32, "max_model_len": 128, "decode_steps": 1}
-OWN: dict[str, Any] = {"use_tqdm_on_load": False, **SIZES}
+OWN: dict[str, Any] = {"use_tqdm_on_load": False, "dtype": "float32", **SIZES}
 PROMPTS = ["def read(path):\n", "class Stack:\n", "import os\n", "for name in ", "    return ", "try:\n"]
 LINES, FEW, KILLS = 60, 24, 2
 
@@ -33,8 +34,10 @@ LINES, FEW, KILLS = 60, 24, 2
 def ray() -> Iterator[Any]:
     found = pytest.importorskip("ray", reason="needs duetto[ray]")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_worker_niceness", "0")  # else other work leaves the actors nothing of a machine
-        found.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+        # else other work leaves the actors nothing of a machine
+        for name, value in ({"RAY_worker_niceness": "0"} | STRICT).items():
+            patch.setenv(name, value)
+        found.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
         yield found
         found.shutdown()
 
@@ -75,15 +78,15 @@ def test_a_dataset_is_answered_by_actors(ray):
         },
         lambda row: {"answer": row["generated_text"], "seed": row["seed"]},
     )
-    dataset = import_module("ray.data").from_items(rows, override_num_blocks=4)
-    found = {row["seed"]: row for row in processor(dataset).take_all()}
     predictor = Predictor(config)
     batch = {
         "prompt": [row["text"] for row in rows],
         "sampling_params": [{"seed": i} for i in range(20)],
     }
     expected = predictor(batch)["generated_text"]
-    predictor._llm.close()
+    predictor._llm.close()  # its programs are stored for the actors
+    dataset = import_module("ray.data").from_items(rows, override_num_blocks=4)
+    found = {row["seed"]: row for row in processor(dataset).take_all()}
     assert "the prompt is empty" in found[3]["__inference_error__"]
     assert all(found[i]["answer"] == expected[i] for i in range(20) if i != 3)
 
@@ -122,7 +125,7 @@ def test_a_job_over_actors_that_are_killed_has_the_same_bytes(ray, source):
 def test_the_command_is_killed_and_goes_on(source):
     command = [sys.executable, "-m", "duetto", "batch", str(source), str(source.with_name("ray.jsonl"))]
     flags = ["--max-num-seqs", "4", "--max-prefill-tokens", "32", "--max-model-len", "128", "--quiet"]
-    flags += ["--decode-steps", "1", "--no-progress"]
+    flags += ["--decode-steps", "1", "--no-progress", "--dtype", "float32"]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     journal = source.with_name("ray.jsonl.journal")
     source.write_bytes(b"".join(source.read_bytes().splitlines(True)[:FEW]))

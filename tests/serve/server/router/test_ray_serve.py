@@ -6,16 +6,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from cases.waiting import until
+from suite.strict import STRICT
 
 import duetto
 from duetto import LLM
@@ -30,6 +32,7 @@ ENGINE: dict[str, Any] = {
 RANDOM = {"load_format": "dummy"}
 LIMIT = 600.0
 ASKED = {"max_tokens": 300, "temperature": 0.9, "ignore_eos": True}
+FEWER = ASKED | {"max_tokens": 100}  # of processes that wait for each other at every token
 COUNT = 6
 QUICK = {  # metrics for the autoscaler twice a second, and replicas of no lower priority than this process
     "RAY_worker_niceness": "0",
@@ -86,13 +89,13 @@ def read(path: Path) -> bytes:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in QUICK.items():
+        for name, value in (QUICK | STRICT).items():
             patch.setenv(name, value)
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("PYTHONPATH", str(Path(duetto.__file__).parents[1]), prepend=os.pathsep)
         ray = pytest.importorskip("ray", reason="needs duetto[ray]")
         serve = pytest.importorskip("ray.serve", reason="needs duetto[ray]")
-        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
         port = free_port()
         serve.start(http_options={"port": port})
         yield Cluster(ray, serve, port)
@@ -112,15 +115,15 @@ def alone() -> dict[str, list[str]]:
     return {"demo": answers(), "random": answers(**RANDOM)}
 
 
-def bodies() -> list[dict[str, Any]]:
-    return [ASKED | {"prompt": f"def f{i}(x):\n", "seed": i} for i in range(COUNT)]
+def bodies(asked: Mapping[str, Any] = ASKED) -> list[dict[str, Any]]:
+    return [{**asked, "prompt": f"def f{i}(x):\n", "seed": i} for i in range(COUNT)]
 
 
-def answers(**engine: Any) -> list[str]:
+def answers(asked: Mapping[str, Any] = ASKED, **engine: Any) -> list[str]:
     prompts = [body["prompt"] for body in bodies()]
     with LLM(use_tqdm_on_load=False, **ENGINE, **engine) as llm:
         default = llm.get_default_sampling_params()
-        params = [replace(default, seed=body["seed"], **ASKED) for body in bodies()]
+        params = [replace(default, seed=body["seed"], **asked) for body in bodies()]
         return [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
@@ -129,10 +132,18 @@ def whole(url: str, i: int) -> tuple[str, str]:
     return reply.raise_for_status().json()["choices"][0]["text"], ""
 
 
-def stream(url: str, i: int, came: threading.Semaphore | None = None) -> tuple[str, str]:
+def wholes(url: str) -> list[str]:
+    """All answers, asked for at once."""
+    with ThreadPoolExecutor(COUNT) as pool:
+        return [text for text, _ in pool.map(partial(whole, url), range(COUNT))]
+
+
+def stream(
+    url: str, i: int, came: threading.Semaphore | None = None, asked: Mapping[str, Any] = ASKED
+) -> tuple[str, str]:
     """The text of a stream and the error that it ended with; `came` is released once there is some text."""
     text = error = ""
-    body = bodies()[i] | {"stream": True}
+    body = bodies(asked)[i] | {"stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT) as reply:
         assert reply.status_code == 200
         for line in (line for line in reply.iter_lines() if line.startswith("data: {")):
@@ -146,11 +157,13 @@ def stream(url: str, i: int, came: threading.Semaphore | None = None) -> tuple[s
 
 
 @contextmanager
-def under_way(url: str, calls: Any = (stream,)) -> Iterator[list[tuple[int, Future[tuple[str, str]]]]]:
+def under_way(
+    url: str, calls: Any = (stream,), asked: Mapping[str, Any] = ASKED
+) -> Iterator[list[tuple[int, Future[tuple[str, str]]]]]:
     """Requests of each kind whose streams have begun; at the end all are answered."""
     came = threading.Semaphore(0)
     with ThreadPoolExecutor(2 * COUNT) as pool:
-        requests = [(i, pool.submit(stream, url, i, came)) for i in range(COUNT)]
+        requests = [(i, pool.submit(stream, url, i, came, asked)) for i in range(COUNT)]
         requests += [
             (i, pool.submit(call, url, i)) for call in calls if call is not stream for i in range(COUNT)
         ]
@@ -173,7 +186,7 @@ def test_replicas_follow_the_load_and_all_answers_are_right(fresh, alone):
         asking = [pool.submit(ask, i) for i in range(COUNT)]
         try:
             until(lambda: fresh.running == 2)
-            enough = len(found) + 4 * COUNT
+            enough = len(found) + 2 * COUNT  # each asks once more
             until(lambda: len(found) >= enough or any(one.done() for one in asking))
         finally:
             is_over.set()
@@ -215,7 +228,7 @@ def test_an_update_joins_no_two_models(fresh, alone):
         fresh.run({"num_replicas": 2}, RANDOM)
         found = [(i, one.result(LIMIT)) for i, one in asked]
     assert [(i, one) for i, one in found if one != (old[i], "")] == []
-    assert [whole(fresh.url, i)[0] for i in range(COUNT)] == new
+    assert wholes(fresh.url) == new
     hasty = {"num_replicas": 2, "graceful_shutdown_timeout_s": 0.1, "graceful_shutdown_wait_loop_s": 0.1}
     fresh.run(hasty, RANDOM)
     with under_way(fresh.url, (stream, whole)) as asked:
@@ -224,12 +237,12 @@ def test_an_update_joins_no_two_models(fresh, alone):
     for i, (text, error) in found:
         assert text in (old[i], new[i]) if not error else new[i].startswith(text), (i, text, error)
     print(f"{sum(bool(error) for _, (_, error) in found)} streams ended with an error")
-    assert [whole(fresh.url, i)[0] for i in range(COUNT)] == old
+    assert wholes(fresh.url) == old
 
 
 def test_one_model_over_two_actors_outlives_either(fresh):
     """Their tokens are those of one process with two devices."""
-    program = "import json, test_ray_serve as t; print(json.dumps(t.answers(tensor_parallel_size=2)))"
+    program = "import json, test_ray_serve as t; print(json.dumps(t.answers(t.FEWER, tensor_parallel_size=2)))"
     own = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "JAX_PLATFORMS": "cpu"}
     own["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     command = [sys.executable, "-c", program]
@@ -238,7 +251,7 @@ def test_one_model_over_two_actors_outlives_either(fresh):
     actor = {"ray_actor_options": {"num_cpus": 1}}
     fresh.run(actor, {"nnodes": 2, "tensor_parallel_size": 2}, server_kwargs={"queue_timeout": LIMIT})
     for title in (b"ray::RankActor", b"ServeReplica:demo:engine"):
-        with under_way(fresh.url) as asked:
+        with under_way(fresh.url, asked=FEWER) as asked:
             (victim,) = fresh.processes(title)
             os.kill(victim, signal.SIGKILL)
             found = [(i, one.result(LIMIT)) for i, one in asked]
