@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import jax
 import pytest
-from fakes.greedy import greedy_programs
 
 FLAG = "--xla_force_host_platform_device_count=4"
 
@@ -22,11 +21,4 @@ def own_devices(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *_: found[:count])
         patch.setattr(jax, "device_count", lambda *_: count)
-        yield
-
-
-@pytest.fixture
-def greedy_only() -> Iterator[None]:
-    """Engines of the test serve greedy requests without scores."""
-    with greedy_programs():
         yield

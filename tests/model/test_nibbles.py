@@ -139,6 +139,7 @@ def touched() -> Any:
 
 
 @pytest.mark.extras
+@pytest.mark.usefixtures("greedy_only")
 def test_decode_touches_fewer_bytes_of_quantised_weights(touched: Any):
     whole = touched(None)
     for form, most in {"int8": 0.80, "fp8": 0.80, "int4": 0.66}.items():

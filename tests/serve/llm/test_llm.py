@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, exact, tokens
+from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, SMALLEST, exact, tokens
 
 from duetto import LLM, RequestOutput
 from duetto.model.weights.prepared import has_fused_qkv
@@ -141,9 +141,10 @@ def test_update_params(llm, start, tiny):
     assert llm.report()["compilations"] == compiled
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_fused_projections_of_a_folder_change_no_token_and_take_new_weights(monkeypatch):
     """As on one GPU; without the kernels and the layout of a CPU."""
-    options = {**SIZES, "dtype": "float32", "cpu_kernels": False}
+    options = {**SIZES, "model": SMALLEST, "dtype": "float32", "cpu_kernels": False}
 
     def answers(llm: LLM) -> list[list[int]]:
         return tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False))

@@ -60,6 +60,7 @@ def test_shapes_are_alike_where_every_product_of_a_layer_is():
 
 
 @pytest.mark.extras
+@pytest.mark.usefixtures("greedy_only")
 def test_wide_prefills_for_an_h200_are_alike_and_narrow_decodes_are_not():
     plan = job_for(found_target("h200"), "8b")
     shapes = Shape("prefill", 1, 512), Shape("prefill", 16, 32), Shape("decode", 8, 1), Shape("decode", 64, 1)
@@ -71,6 +72,7 @@ def test_wide_prefills_for_an_h200_are_alike_and_narrow_decodes_are_not():
 
 
 @pytest.mark.extras
+@pytest.mark.usefixtures("greedy_only")
 def test_fixed_products_are_alike_at_every_number_of_rows():
     plan = job_for(found_target("h200"), "8b")
     plan = dataclasses.replace(plan, options=EngineOptions(batch_invariant_matmul=True))

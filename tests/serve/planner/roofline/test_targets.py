@@ -41,26 +41,34 @@ from duetto.serve.runtime.steps.phases import TargetOnly
 pytestmark = pytest.mark.as_served
 
 # Bytes that each program may touch over those it must (weights, live keys and values, and activations once),
-# and MiB of
-# temporaries: what was reached, rounded up. Lower them when it gets better.
+# and MiB of temporaries: what was reached, rounded up. Lower them when it gets better.
 MOST = {
-    ("h200", "0.6b", Shape("prefill", 1, 512)): (1.09, 42),
-    ("h200", "0.6b", Shape("prefill", 16, 32)): (1.27, 60),
-    ("h200", "0.6b", Shape("decode", 1, 1)): (1.02, 4),  # each product is one of two rows
-    ("h200", "0.6b", Shape("decode", 8, 1)): (1.04, 32),
-    ("h200", "0.6b", Shape("decode", 64, 1)): (1.09, 190),
-    ("h200", "0.6b", Shape("decode", 64, 4)): (1.15, 232),
-    ("h200", "8b", Shape("prefill", 1, 512)): (1.10, 48),
-    ("h200", "8b", Shape("decode", 8, 1)): (1.04, 28),
-    ("h200", "8b", Shape("decode", 64, 1)): (1.06, 162),
-    ("v6e:2x4", "0.6b", Shape("prefill", 1, 512)): (0.90, 14),
-    ("v6e:2x4", "0.6b", Shape("prefill", 16, 32)): (1.01, 14),
-    ("v6e:2x4", "0.6b", Shape("decode", 8, 4)): (1.12, 8),
-    ("v6e:2x4", "0.6b", Shape("decode", 64, 1)): (1.12, 9),
-    ("v6e:2x4", "8b", Shape("prefill", 1, 128)): (1.05, 12),
-    ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.05, 11),
+    ("h200", "0.6b", Shape("prefill", 1, 512)): (1.09, 14),
+    ("h200", "0.6b", Shape("prefill", 16, 32)): (1.14, 48),
+    ("h200", "0.6b", Shape("decode", 1, 1)): (1.01, 2),  # each product is one of two rows
+    ("h200", "0.6b", Shape("decode", 8, 1)): (1.03, 24),
+    ("h200", "0.6b", Shape("decode", 64, 1)): (1.08, 38),
+    ("h200", "0.6b", Shape("decode", 64, 4)): (1.08, 188),
+    ("h200", "8b", Shape("prefill", 1, 512)): (1.07, 42),
+    ("h200", "8b", Shape("decode", 8, 1)): (1.01, 4),
+    ("h200", "8b", Shape("decode", 64, 1)): (1.05, 160),
+    ("v6e:2x4", "0.6b", Shape("prefill", 1, 512)): (0.55, 4),
+    ("v6e:2x4", "0.6b", Shape("prefill", 16, 32)): (0.79, 1),
+    ("v6e:2x4", "0.6b", Shape("decode", 8, 4)): (1.02, 3),
+    ("v6e:2x4", "0.6b", Shape("decode", 64, 1)): (1.12, 7),
+    ("v6e:2x4", "8b", Shape("prefill", 1, 128)): (0.96, 1),
+    ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.03, 1),
 }
 
+# Those that draw, which takes a GPU's compiler five times as long: each phase, few rows and many, several steps.
+DRAWN = (
+    ("h200", "0.6b", Shape("prefill", 16, 32)),
+    ("h200", "0.6b", Shape("decode", 8, 1)),
+    ("h200", "0.6b", Shape("decode", 64, 4)),
+    ("h200", "8b", Shape("decode", 64, 1)),
+    ("v6e:2x4", "0.6b", Shape("decode", 8, 4)),
+    ("v6e:2x4", "0.6b", Shape("decode", 64, 1)),
+)
 # Kernels outside of branches: 15 around the two layers, and 11 in each.
 MOST_KERNELS = {("h200", "8b", Shape("decode", 64, 1)): 37}
 
@@ -69,9 +77,9 @@ MOST_KERNELS = {("h200", "8b", Shape("decode", 64, 1)): 37}
 EXPERTS = EngineOptions(enable_expert_parallel=True)
 SHARDS = dataclasses.replace(EXPERTS, data_parallel_size=8)
 STATES = {
-    "4b": ("h200", "qwen3.5-4b", EngineOptions(), 1.15, 310),
-    "80b": ("8xh200", "qwen3-next-80b", EXPERTS, 1.55, 195),
-    "80b in shards": ("8xh200", "qwen3-next-80b", SHARDS, 1.29, 250),
+    "4b": ("h200", "qwen3.5-4b", EngineOptions(), 1.07, 62),
+    "80b": ("8xh200", "qwen3-next-80b", EXPERTS, 1.46, 10),
+    "80b in shards": ("8xh200", "qwen3-next-80b", SHARDS, 1.22, 60),
 }
 # What users may add between several devices.
 COLLECTIVES = {"xla_gpu_enable_command_buffer": f"{CAPTURED},COLLECTIVES"}
@@ -97,7 +105,8 @@ def check_in_place(found: ProgramFacts, plan: EnginePlan, arguments: StepArgumen
 def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape: Shape):
     plan = job_for(found_target(target), model)
     arguments, (ratio, temporaries) = abstract_arguments(plan), MOST[target, model, shape]
-    row = make_row(plan, arguments, shape)
+    with nullcontext() if (target, model, shape) in DRAWN else greedy_programs():
+        row = make_row(plan, arguments, shape)
     assert row.facts is not None and row.excess is not None
     check_in_place(row.facts, plan, arguments)
     assert row.excess <= ratio
@@ -108,6 +117,7 @@ def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape
 
 @pytest.mark.parametrize("target, model, options, ratio, temporaries", STATES.values(), ids=STATES)
 @pytest.mark.extras
+@pytest.mark.usefixtures("greedy_only")
 def test_memories_stay_where_they_lie(
     target: str, model: str, options: EngineOptions, ratio: float, temporaries: int
 ):
@@ -123,6 +133,13 @@ def test_memories_stay_where_they_lie(
     assert thunks is not None and (thunks.buffers, thunks.read_backs) == (1, 0)
     found = facts(program, pools(shape, plan.config.layers, arguments.cache, plan.context))
     check_in_place(found, plan, arguments)
+    print(
+        "MEASURED",
+        target,
+        model,
+        found.bytes / make_row(plan, arguments, shape, compiled=False).work.bytes,
+        found.temporaries / 2**20,
+    )
     assert found.bytes <= ratio * make_row(plan, arguments, shape, compiled=False).work.bytes
     assert found.temporaries <= temporaries * 2**20
     (memory,) = {x.shape for x in jax.tree.leaves(arguments.cache) if x.shape[-2:] == (128, 128)}
@@ -154,8 +171,8 @@ def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str, 
 @pytest.mark.extras
 def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
     """Writes of keys and of the slots' state have indices that are unique: nothing is sorted for them."""
-    plan = job_for(found_target("h200"))
-    with described(plan.target):
+    plan, draws = job_for(found_target("h200")), shape.phase == "decode"
+    with described(plan.target), nullcontext() if draws else greedy_programs():
         lowered = lower(TargetOnly(plan.config), shape, abstract_arguments(plan), plan.sizes)
         usual, strict = (
             lowered.compile(
@@ -183,6 +200,7 @@ def test_a_draw_apart_moves_what_a_whole_step_does():
 
 
 @pytest.mark.extras
+@pytest.mark.usefixtures("greedy_only")
 def test_eight_gpus_share_the_heads():
     plan = job_for(found_target("8xh200"))
     arguments = abstract_arguments(plan)

@@ -242,7 +242,9 @@ def test_an_update_joins_no_two_models(fresh, alone):
 
 def test_one_model_over_two_actors_outlives_either(fresh):
     """Their tokens are those of one process with two devices."""
-    program = "import json, test_ray_serve as t; print(json.dumps(t.answers(t.FEWER, tensor_parallel_size=2)))"
+    program = (
+        "import json, test_ray_serve as t; print(json.dumps(t.answers(t.FEWER, tensor_parallel_size=2)))"
+    )
     own = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "JAX_PLATFORMS": "cpu"}
     own["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
     command = [sys.executable, "-c", program]
