@@ -52,7 +52,7 @@ def between(text: str) -> Counter[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    "target, model, options",  # the first of each target draws
+    "target, model, options",
     [
         ("8xh200", "8b", {}),
         ("8xh200", "8b", {"quantization": "int8"}),
@@ -67,17 +67,16 @@ def between(text: str) -> Counter[tuple[str, str]]:
     ids=str,
 )
 def test_a_step_adds_up_twice_a_layer_and_moves_no_weight(target: str, model: str, options: dict[str, Any]):
-    """In the model's dtype, and once for the embedding. Draws gather logits once, scores too."""
+    """In the model's dtype, and once for the embedding. Draws gather logits once, scores too: of one program
+    of each target."""
     plan = plan_for(target, model, **options)
     arguments, draws = abstract_arguments(plan), model == "8b" and not options
     with nullcontext() if draws else greedy_programs():
         found = between(compile_for(plan, Shape("decode", ROWS, 1), arguments).as_text() or "")
-    print("MEASURED", found)
     D, V, n = plan.config.hidden_size, plan.config.vocab_size, len(plan.target.devices)
     hidden, logits, best = f"bf16[{ROWS},{D}]", f"f32[{ROWS},{V}]", f"s32[{n},2,{ROWS}]"
-    assert found[REDUCED, hidden] == 2 * LAYERS + 1
-    assert found[GATHERED, logits] == 2 and found[GATHERED, best] == 1
-    assert set(found) == {(REDUCED, hidden), (GATHERED, logits), (GATHERED, best)}
+    drawn = {(GATHERED, logits): 2} if draws else {}
+    assert found == {(REDUCED, hidden): 2 * LAYERS + 1, (GATHERED, best): 1} | drawn
 
 
 @pytest.mark.parametrize(
@@ -96,9 +95,9 @@ def test_shards_exchange_tokens_of_experts_and_nothing_else(
     products of codes beside the experts', which are added up as float32."""
     options = {"data_parallel_size": shards, "tensor_parallel_size": tensor, "quantization": quantization}
     plan = plan_for("8xh200", model, enable_expert_parallel=True, **options)
-    with greedy_programs():
+    draws = model == "30b-a3b"
+    with nullcontext() if draws else greedy_programs():
         found = between(compile_for(plan, Shape("decode", ROWS, 1), abstract_arguments(plan)).as_text() or "")
-    print("MEASURED", found)
     mixtures = [kind.ffn for kind in plan.config.layers if isinstance(kind.ffn, Experts)]
     D, V, A, layers = plan.config.hidden_size, plan.config.vocab_size, mixtures[0].active, len(mixtures)
     apart = {
@@ -110,7 +109,7 @@ def test_shards_exchange_tokens_of_experts_and_nothing_else(
     within = {
         (REDUCED, f"bf16[{ROWS},{D}]"): 2 * LAYERS + 1 - codes,
         **({(REDUCED, f"f32[{ROWS},{D}]"): codes} if codes else {}),
-        (GATHERED, f"f32[{ROWS},{V}]"): 2,
+        **({(GATHERED, f"f32[{ROWS},{V}]"): 2} if draws else {}),
         (GATHERED, f"s32[{tensor},2,{ROWS}]"): 1,
     }
     assert found == (apart | within if tensor > 1 else apart)

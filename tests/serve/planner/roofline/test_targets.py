@@ -60,7 +60,8 @@ MOST = {
     ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.03, 1),
 }
 
-# Those that draw, which takes a GPU's compiler five times as long: each phase, few rows and many, several steps.
+# Those that draw, which takes a GPU's compiler five times as long: each phase, few rows and many, and
+# several steps.
 DRAWN = (
     ("h200", "0.6b", Shape("prefill", 16, 32)),
     ("h200", "0.6b", Shape("decode", 8, 1)),

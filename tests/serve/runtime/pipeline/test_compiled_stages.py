@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
-from cases.targets import SIZES, found_target
+from cases.targets import SIZES, WORDS, found_target
 
 from duetto.kvcache.stages import stages
 from duetto.model.pair import PairConfig
@@ -23,7 +23,7 @@ from duetto.serve.runtime.pipeline.lowering import StageLowering
 from duetto.serve.runtime.pipeline.route import route
 from duetto.serve.runtime.steps.phases import TargetOnly
 
-STAGES, WORDS = 3, 32_000  # the first, one between, and the last
+STAGES = 3  # the first, one between, and the last
 
 
 @pytest.mark.extras
