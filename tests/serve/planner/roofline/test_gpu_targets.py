@@ -32,8 +32,8 @@ def heads(size: int) -> GroupedQuery:
 
 
 class Cell(NamedTuple):
-    """A program: its layers, each with the Triton kernels that it has. One of a device's cells draws, which
-    takes as long to compile as layers do."""
+    """A program: its layers, each with the Triton kernels that it has. One cell of each instruction set draws,
+    which takes longer to compile than layers do."""
 
     shape: Shape
     layers: dict[LayerKind, int]
@@ -99,6 +99,9 @@ TPU_CELLS = {
 }
 
 
+DRAWING = {chip.gpu.capability: name for name, chip in CHIPS.items()}.values()
+
+
 def plan_of(name: str, cell: Cell) -> EnginePlan:
     config = ModelConfig(WORDS, 512, tuple(cell.layers), cell.longest)
     pages, kept = (513,) * len(config.windows), cell.kv_cache_dtype
@@ -121,7 +124,7 @@ def compiled_text(plan: EnginePlan, cell: Cell) -> str:
 @pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
 @pytest.mark.parametrize("name", CHIPS)
 def test_every_gpu_compiles_every_kind_of_layer(name: str, cell: Cell):
-    text = compiled_text(plan_of(name, cell), cell)
+    text = compiled_text(plan_of(name, cell), cell._replace(draws=cell.draws and name in DRAWING))
     assert text.count(TRITON) == (0 if name == "t4" else sum(cell.layers.values()))
 
 
@@ -144,7 +147,7 @@ def test_a_tpu_copies_no_pool(name: str, cell: Cell):
 @pytest.mark.parametrize("name", ["2xa100", "2xh200"])
 def test_devices_of_a_mesh_are_the_gpu_that_is_described(name: str):
     """Each has the kernels of its own GPU."""
-    cell = Cell(NARROW, {LayerKind(heads(64), MIXTURE): 5}, draws=True)
+    cell = Cell(NARROW, {LayerKind(heads(64), MIXTURE): 5})
     plan = plan_of(name, cell)
     assert {gpu_of(device) for device in plan.target.devices} == {CHIPS[name[2:]].gpu}
     text = compiled_text(plan, cell)
