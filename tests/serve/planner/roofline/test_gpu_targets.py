@@ -32,8 +32,8 @@ def heads(size: int) -> GroupedQuery:
 
 
 class Cell(NamedTuple):
-    """A program: its layers, each with the Triton kernels that it has. One cell of each instruction set draws,
-    which takes longer to compile than layers do."""
+    """A program: its layers, each with the Triton kernels that it has. One cell of each instruction set
+    draws, which takes longer to compile than layers do."""
 
     shape: Shape
     layers: dict[LayerKind, int]
