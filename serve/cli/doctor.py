@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         **machine(vendor),
         "model": plan.name,
         "dtype": plan.dtype,
-        "cpu_kernels": plan.cpu_kernels or plan.without_kernels or None,
+        "cpu_kernels": "; ".join(filter(None, (plan.cpu_kernels, plan.without_kernels))) or None,
         "max_num_seqs": plan.sizes.max_num_seqs,
         "kernels": {name: asdict(check) for name, check in checks.items()},
         "rates": rates(measured, vendor.peaks),

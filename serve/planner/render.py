@@ -37,8 +37,9 @@ def head(plan: EnginePlan) -> str:
     each = f" (all figures are for one of {n} devices)" if n > 1 else ""
     shards = f"{s.shards} shards, each of " if s.shards > 1 else ""
     kept = "" if s.kv_cache_dtype == "auto" else f" with a cache in {s.kv_cache_dtype}"
-    kernels = f"\nproducts by CPU kernels ({plan.cpu_kernels})" if plan.cpu_kernels else ""
-    kernels = f"\nwithout CPU kernels: {plan.without_kernels}" if plan.without_kernels else kernels
+    named = "; ".join(filter(None, (plan.cpu_kernels, plan.without_kernels)))
+    kernels = f"\nproducts by CPU kernels ({named})" if plan.cpu_kernels else ""
+    kernels = f"\nwithout CPU kernels: {named}" if named and not kernels else kernels
     options = "".join(f"\n{name}={value}" for name, value in options_of(plan.target).items())
     return (
         f"{plan.name} in {plan.dtype}{kept} on {plan.target.name}{each}\n"

@@ -103,4 +103,5 @@ int main() {
   if (__builtin_cpu_supports("avx2")) all("avx2", avx2::products, avx2::attention, avx2::turns);
   if (__builtin_cpu_supports("avx512bw")) all("avx512", avx512::products, avx512::attention, avx512::turns);
   if (__builtin_cpu_supports("avx512bf16")) all("avx512_bf16", avx512_bf16::products, avx512_bf16::attention, avx512_bf16::turns);
+  if (__builtin_cpu_supports("avx512bf16")) all("avx512_amx, emulated", avx512_amx::products, avx512_amx::attention, avx512_amx::turns);
 }

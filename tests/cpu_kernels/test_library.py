@@ -62,7 +62,14 @@ def test_the_cache_has_kernels_for_the_best_instruction_set_of_the_processor(mon
     monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
     assert build.own_isas() == tuple(build.ISAS)  # the system does not say
     wide = "avx512f avx512bw avx512vl avx512dq"
-    for flags, isas in (("sse2 avx2 fma", ("avx2",)), (f"avx2 fma {wide}", ("avx512",)), ("sse2 avx2", ())):
+    narrow = f"avx2 fma {wide} avx512_bf16"
+    for flags, isas in (
+        ("sse2 avx2 fma", ("avx2",)),
+        (f"avx2 fma {wide}", ("avx512",)),
+        (f"{narrow} amx_bf16", ("avx512_bf16",)),
+        (f"{narrow} amx_bf16 amx_tile", ("avx512_bf16", "avx512_amx")),  # and what takes its place
+        ("sse2 avx2", ()),
+    ):
         build.CPUINFO.write_text(f"processor\t: 0\nflags\t\t: fpu {flags}\n")
         assert build.own_isas() == isas
     with pytest.raises(build.BuildError, match="this processor has none of avx2, avx512"):
@@ -150,6 +157,14 @@ def test_a_process_keeps_its_library_if_another_is_built_beside_the_sources(abse
     (tmp_path / build.LIBRARY).write_bytes(b"built later")
     monkeypatch.setattr(build, "HERE", tmp_path)
     assert library.target("product", "avx2") == before
+
+
+@pytest.mark.skipif(not library.library().isas, reason=library.library().refusal or "there are kernels")
+def test_an_instruction_set_whose_products_are_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    best, *others = library.library().isas
+    monkeypatch.setattr(library, "is_right", lambda _, isa: isa != best)
+    found = library.loaded.__wrapped__(build.library_file())
+    assert found.isas == tuple(others) and found.refusal.startswith(f"not {best}: its products are wrong")
 
 
 @pytest.mark.skipif(not library.library().isas, reason=library.library().refusal or "there are kernels")

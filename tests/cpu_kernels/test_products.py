@@ -1,6 +1,9 @@
 """Products by duetto's own CPU kernels: their numbers, and that a row's bits follow from the row alone."""
 
+import ctypes
+import shutil
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,8 +12,9 @@ import numpy as np
 import pytest
 from cases.programs import StoredJit
 
+from duetto.cpu_kernels import build
 from duetto.cpu_kernels.build import ISAS
-from duetto.cpu_kernels.library import library, target
+from duetto.cpu_kernels.library import is_right, library, register, target
 from duetto.model.layers import einsums
 from duetto.model.weights.panels import Packed, pack_codes, pack_matrix
 from duetto.model.weights.quant import Quantised, Scheme, quantised
@@ -21,11 +25,33 @@ OTHERS = [0, 1, 3, 5, 7]  # rows without what is not finite
 ROWS = 1, 2, 3, 6, 7, 8, 13, 32, 100, 250, 512
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """A library whose products are those of avx512_amx on a processor without tiles; no other kernels."""
+    if "avx512_bf16" not in library().isas or shutil.which(build.compiler()[0]) is None:
+        pytest.skip("no compiler of C++, or no processor of what is beside the tiles")
+    folder, isa = tmp_path_factory.mktemp("emulated"), "avx512_amx"
+    tiles = ["-include", str(Path(__file__).parent / "tiles.h")]
+    handler = ["-isystem", str(build.headers()), str(build.HERE / "handlers" / "products_ffi.cc")]
+    objects = {
+        f"{folder}/products.o": build.kernels(folder, tiles, [isa])[f"{folder}/products.cc-{isa}.o"],
+        f"{folder}/handler.o": [f"-DFOR_EACH_ISA(X)=X({isa})", *handler],
+    }
+    path = folder / build.LIBRARY
+    build.run(["-shared", "-s", "-pthread", *build.compiled(objects), "-o", str(path)])
+    found = ctypes.CDLL(str(path))
+    register(found, isa, path, ["product"])
+    return found
+
+
+@pytest.fixture(params=[*ISAS, "emulated"])
+def kernel(request: pytest.FixtureRequest) -> str:
+    """The name of an instruction set's products for XLA."""
+    if request.param == "emulated":
+        return target("product", "avx512_amx", Path(request.getfixturevalue("emulated")._name))
     if request.param not in library().isas:
         pytest.skip(library().refusal or f"this processor has no {request.param}")
-    return request.param
+    return target("product", request.param)
 
 
 # Arrays are numpy's: jax would compile a program for each number of rows that is cut from them.
@@ -33,9 +59,9 @@ def numbers(*shape: int, dtype: Any, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def weight(matrix: Any, isa: str) -> Packed:
+def weight(matrix: Any, kernel: str) -> Packed:
     outputs, inputs = matrix.shape
-    return pack_matrix(jnp.asarray(matrix), (inputs,), (outputs,), target("product", isa))
+    return pack_matrix(jnp.asarray(matrix), (inputs,), (outputs,), kernel)
 
 
 @partial(StoredJit, static_argnames=["dtype"])
@@ -69,10 +95,10 @@ def wide(x: jax.Array) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_product_is_right_and_a_row_has_the_same_bits_beside_any_others(isa, size, dtype):
+def test_a_product_is_right_and_a_row_has_the_same_bits_beside_any_others(kernel, size, dtype):
     inputs, outputs = size
     x, matrix = numbers(ROWS[-1], inputs, dtype=dtype), numbers(outputs, inputs, dtype=dtype, seed=1)
-    w = weight(matrix, isa)
+    w = weight(matrix, kernel)
     whole = np.asarray(product(x, w))
     limit = 1e-5 * np.abs(wide(x)) @ np.abs(wide(matrix)).T
     assert (np.abs(whole - wide(x) @ wide(matrix).T) <= limit).all()
@@ -83,11 +109,11 @@ def test_a_product_is_right_and_a_row_has_the_same_bits_beside_any_others(isa, s
     np.testing.assert_array_equal(rounded, whole.astype(jnp.bfloat16))
 
 
-def test_products_of_several_weights_in_one_call_are_those_of_each(isa):
-    inputs, name = 64, target("product", isa)
+def test_products_of_several_weights_in_one_call_are_those_of_each(kernel):
+    inputs = 64
     x = numbers(ROWS[-1], inputs, dtype=jnp.bfloat16)
-    arrays = [weight(numbers(n, inputs, dtype=jnp.bfloat16, seed=n), isa) for n in (640, 40, 1)]
-    weights = [*arrays, *(pack_codes(codes(inputs, 100, s), 1, name) for s in ("int8", "int4"))]
+    arrays = [weight(numbers(n, inputs, dtype=jnp.bfloat16, seed=n), kernel) for n in (640, 40, 1)]
+    weights = [*arrays, *(pack_codes(codes(inputs, 100, s), 1, kernel) for s in ("int8", "int4"))]
     traced = jax.make_jaxpr(partial(einsums, "md,df->mf"))(x, weights)
     assert str(traced).count("ffi_call[") == 1
     for rows in ROWS:
@@ -95,21 +121,21 @@ def test_products_of_several_weights_in_one_call_are_those_of_each(isa):
             np.testing.assert_array_equal(found, product(x[:rows], w, jnp.bfloat16))
 
 
-def test_weights_of_other_kinds_are_multiplied_apart(isa):
+def test_weights_of_other_kinds_are_multiplied_apart(kernel):
     x, matrix = (numbers(n, 8, dtype=jnp.bfloat16, seed=n) for n in (3, 40))
-    of_kernel, nothing, of_xla = products(x, [weight(matrix, isa), None, matrix.T])
+    of_kernel, nothing, of_xla = products(x, [weight(matrix, kernel), None, matrix.T])
     assert nothing is None
-    np.testing.assert_array_equal(of_kernel, product(x, weight(matrix, isa), jnp.bfloat16))
+    np.testing.assert_array_equal(of_kernel, product(x, weight(matrix, kernel), jnp.bfloat16))
     np.testing.assert_allclose(wide(of_xla), wide(x) @ wide(matrix).T, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_what_is_not_finite_stays_in_its_row(isa, dtype):
+def test_what_is_not_finite_stays_in_its_row(kernel, dtype):
     """The inputs are odd in number: a pair must not reach into the next row."""
     x, matrix = numbers(8, 7, dtype=dtype), numbers(40, 7, dtype=dtype, seed=1)
     broken = x.copy()
     broken[2, 0], broken[4, 3], broken[6, 0] = np.nan, np.inf, -np.inf
-    w = weight(matrix, isa)
+    w = weight(matrix, kernel)
     for out in (jnp.float32, jnp.bfloat16):
         found, plain = (np.asarray(product(x, w, out)) for x in (broken, x))
         np.testing.assert_array_equal(found[OTHERS], plain[OTHERS])
@@ -119,36 +145,36 @@ def test_what_is_not_finite_stays_in_its_row(isa, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_denormals_are_zeros(isa, dtype):
-    w = weight(np.full((3, 2), 0.25, dtype), isa)
+def test_denormals_are_zeros(kernel, dtype):
+    w = weight(np.full((3, 2), 0.25, dtype), kernel)
     x = np.asarray([[1e-39, 0.0], [2e-38, 0.0], [1.0, 1e-39]], dtype)  # the second's product is one
     np.testing.assert_array_equal(product(x, w), [[0.0] * 3, [0.0] * 3, [0.25] * 3])
 
 
-def test_no_rows_have_no_products(isa):
-    w = weight(numbers(40, 7, dtype=jnp.bfloat16), isa)
+def test_no_rows_have_no_products(kernel):
+    w = weight(numbers(40, 7, dtype=jnp.bfloat16), kernel)
     assert product(numbers(0, 7, dtype=jnp.bfloat16), w).shape == (0, 40)
 
 
-def test_x_of_another_dtype_is_multiplied_by_xla(isa):
+def test_x_of_another_dtype_is_multiplied_by_xla(kernel):
     matrix = numbers(40, 8, dtype=jnp.bfloat16)
     x = numbers(3, 8, dtype=jnp.float32, seed=1)
-    found = product(x, weight(matrix, isa))
+    found = product(x, weight(matrix, kernel))
     np.testing.assert_allclose(found, wide(x) @ wide(matrix).T, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(isa, scheme, size, dtype):
+def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(kernel, scheme, size, dtype):
     """Those of int8 as they are, and the sum by its scale; those of int4 by their scales, rounded to x's
     dtype."""
     inputs, outputs = size[0] + size[0] % 2 * (scheme == "int4"), size[1]
     x, w = numbers(ROWS[-1], inputs, dtype=dtype), codes(inputs, outputs, scheme)
-    expected = np.asarray(product(x, weight(np.asarray(widened(w, dtype)).T, isa)))
+    expected = np.asarray(product(x, weight(np.asarray(widened(w, dtype)).T, kernel)))
     if scheme == "int8":
         expected = expected * np.asarray(w.scales)
-    made = pack_codes(w, 1, target("product", isa))
+    made = pack_codes(w, 1, kernel)
     for rows in ROWS:
         np.testing.assert_array_equal(product(x[:rows], made), expected[:rows])
         np.testing.assert_array_equal(product(x[-rows:], made), expected[-rows:])
@@ -157,11 +183,11 @@ def test_codes_are_multiplied_as_the_numbers_that_they_stand_for(isa, scheme, si
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("scheme", "inputs"), [("int8", 7), ("int4", 8)])
-def test_what_is_not_finite_stays_in_its_row_of_codes(isa, scheme, inputs, dtype):
+def test_what_is_not_finite_stays_in_its_row_of_codes(kernel, scheme, inputs, dtype):
     x, w = numbers(8, inputs, dtype=dtype), codes(inputs, 40, scheme)
     broken = x.copy()
     broken[2, 0], broken[4, 3], broken[6, 0] = np.nan, np.inf, 1e38
-    made = pack_codes(w, 1, target("product", isa))
+    made = pack_codes(w, 1, kernel)
     found, plain = (np.asarray(product(x, made)) for x in (broken, x))
     np.testing.assert_array_equal(found[OTHERS], plain[OTHERS])
     assert np.isnan(found[2]).all() and not np.isfinite(found[4]).any()
@@ -169,14 +195,22 @@ def test_what_is_not_finite_stays_in_its_row_of_codes(isa, scheme, inputs, dtype
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_scales_of_a_tensor_and_of_long_groups(isa, dtype):
+def test_scales_of_a_tensor_and_of_long_groups(kernel, dtype):
     """As checkpoints have them: one scale for all outputs, groups of 128, in float16."""
-    x, made = numbers(9, 256, dtype=dtype), target("product", isa)
+    x, made = numbers(9, 256, dtype=dtype), kernel
     one = Quantised(codes(256, 40, "int8").values, np.full((1, 1), 0.5, np.float16))
-    plain = weight(np.asarray(widened(one, dtype)).T, isa)
+    plain = weight(np.asarray(widened(one, dtype)).T, kernel)
     half = np.asarray(product(x, plain)) * np.float32(0.5)
     np.testing.assert_array_equal(product(x, pack_codes(one, 1, made)), half)
     scales = 1 + np.abs(numbers(2, 40, dtype=np.float16))
     long = Quantised(codes(256, 40, "int4").values, scales, None, "int4", -2)
-    plain = weight(np.asarray(widened(long, dtype)).T, isa)
+    plain = weight(np.asarray(widened(long, dtype)).T, kernel)
     np.testing.assert_array_equal(product(x, pack_codes(long, 1, made)), product(x, plain))
+
+
+def test_tiles_that_compute_otherwise_are_found(emulated):
+    assert is_right(emulated, "avx512_amx")
+    flaw = ctypes.c_int.in_dll(emulated, "tiles_are_wrong")
+    flaw.value = 1
+    assert not is_right(emulated, "avx512_amx")
+    flaw.value = 0

@@ -18,7 +18,10 @@ def test_kernels_under_sanitizers(sanitizers: str, tmp_path: Path):
         pytest.skip("no compiler of C++, or no kernels for this machine")
     flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-O1", "-g"]
     program = tmp_path / "sanitize"
-    objects = build.compiled(build.kernels(tmp_path, flags))
+    *plain, amx = build.ISAS
+    tiles = ["-include", str(HERE / "tiles.h")]
+    kernels = build.kernels(tmp_path, flags, plain) | build.kernels(tmp_path, [*flags, *tiles], [amx])
+    objects = build.compiled(kernels)
     own = [str(HERE / "sanitize.cc"), "-I", str(build.HERE), "-o", str(program)]
     build.run([*build.FLAGS, *flags, "-pthread", *objects, *own])
     done = subprocess.run([program], capture_output=True, text=True, check=False, timeout=300)

@@ -44,10 +44,12 @@ def with_kernels(
 def kernels_refusal(
     options: EngineOptions, device: Any, config: ModelConfig, dtype: Any, devices: int = 1
 ) -> str:
-    """Return why an engine on a CPU computes without kernels, for options and arguments of `with_kernels`; ""
-    where it has some, and on accelerators. Builds nothing."""
-    if options.cpu_kernels or device.platform != "cpu":
+    """Return why an engine on a CPU computes without kernels, or without those of the processor's best
+    instruction set, for options and arguments of `with_kernels`; "" on accelerators. Builds nothing."""
+    if device.platform != "cpu":
         return ""
+    if options.cpu_kernels:
+        return library().refusal
     if options.cpu_kernels is None:
         return "cpu_kernels is not set, and parameters that are given are served where they lie"
     if compiles_quickly():
@@ -70,7 +72,7 @@ def left_out(options: EngineOptions, config: ModelConfig, dtype: str, several: b
     if not is_supported():
         return "there are none for this kind of machine"
     if "amx_bf16" in processor():
-        return "XLA multiplies by AMX, which they do not"
+        return "XLA multiplies by AMX, and whether they do so faster was not measured"
     if several:
         return "they are for one device"
     if any(layer.state for layer in layers) or layers_read(layers, kept, computed) < len(layers):
@@ -79,12 +81,13 @@ def left_out(options: EngineOptions, config: ModelConfig, dtype: str, several: b
 
 
 def unusable() -> str:
-    """Build the library if it is not there; return why it cannot be used, "" if it can."""
+    """Build the library if it is not there; return why nothing of it can be used, "" if something can."""
     try:
         build_missing()
     except (RuntimeError, BuildError) as error:
         return str(error)
-    return library().refusal
+    found = library()
+    return "" if found.isas else found.refusal
 
 
 def build_kernels(options: EngineOptions, platform: str) -> None:

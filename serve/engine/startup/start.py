@@ -153,13 +153,15 @@ def settled(
     options: EngineOptions, device: Any, config: ModelConfig, params: Decoder
 ) -> tuple[EngineOptions, str]:
     """Return the options with `cpu_kernels` where it has an effect on prepared parameters, and why an engine
-    on a CPU has none."""
-    if options.cpu_kernels:
-        options, isa = with_kernels_of(options, params), kernels_in(params)
+    on a CPU has none, or not the best."""
+    asked, isa = options.cpu_kernels, kernels_in(params)
+    options = with_kernels_of(options, params) if asked else options
+    without = kernels_refusal(options, device, config, params.embed.dtype, len(devices(params)))
+    if asked:
         none = "cpu_kernels has no effect: none of the weights is one that CPU kernels multiply"
-        progress.say(f"products by CPU kernels ({isa})" if isa else none)
-    count = len(devices(params))
-    return options, kernels_refusal(options, device, config, params.embed.dtype, count)
+        named = "; ".join(filter(None, (isa, without)))
+        progress.say(f"products by CPU kernels ({named})" if isa else none)
+    return options, without
 
 
 def refused_of(kernels: KernelChecks) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 // New tokens' heads: their rotary embedding and the writes into pages, and attention over pages of keys and values.
 #pragma once
-#include "isa.h"
+#include "isa/isa.h"
 
 #define INLINE inline __attribute__((always_inline))  // no copy that an instruction set without it could run
 

@@ -30,7 +30,9 @@ LIBRARY = "kernels.so"
 VERSION = 5
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": (*AVX512, "-mavx512bf16")}
+BF16 = (*AVX512, "-mavx512bf16")
+AMX = (*BF16, "-mamx-tile", "-mamx-bf16")
+ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "avx512_amx": AMX}
 KERNELS = ("products.cc", "attention.cc", "norm.cc")  # compiled for each instruction set
 HANDLERS = ("products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc", "turn_ffi.cc")  # in the folder `handlers`
 FLAGS = (
@@ -38,7 +40,8 @@ FLAGS = (
 )  # fmt: skip
 
 # Names in /proc/cpuinfo where they are not those of the compiler's options.
-CPUINFO, FEATURES = Path("/proc/cpuinfo"), {"avx512bf16": "avx512_bf16"}
+CPUINFO = Path("/proc/cpuinfo")
+FEATURES = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
 LONGEST = 120  # seconds of a compiler's call, which takes a few
 
 
@@ -67,14 +70,15 @@ def headers() -> Path | None:
 
 
 def own_isas() -> tuple[str, ...]:
-    """The best instruction set that this processor has kernels of; all where the system hides which it has.
-    Empty if it has none."""
+    """The best instruction set that this processor has kernels of, with AMX the next one too, which takes its
+    place where it cannot be used; all where the system hides which it has. Empty if it has none."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
     if flags is None:
         return tuple(ISAS)
     needed = {isa: {FEATURES.get(x := o.removeprefix("-m"), x) for o in own} for isa, own in ISAS.items()}
-    return tuple(isa for isa, features in needed.items() if features <= flags)[-1:]
+    own = tuple(isa for isa, features in needed.items() if features <= flags)
+    return own[-2:] if "avx512_amx" in own else own[-1:]
 
 
 @cache

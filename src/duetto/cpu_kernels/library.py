@@ -5,6 +5,7 @@ import ctypes
 import hashlib
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ BUILD = "python -m duetto.cpu_kernels.build"
 @dataclass(frozen=True)
 class KernelLibrary:
     """The loaded library. isas: the instruction sets that this processor has kernels of, the best one first.
-    refusal: why there is none."""
+    refusal: why there is none, or not the best of the processor's."""
 
     isas: tuple[str, ...]
     refusal: str = ""
@@ -36,7 +37,7 @@ class KernelLibrary:
     @property
     def multiplies_bfloat16(self) -> bool:
         """True if the processor multiplies bfloat16 itself, twice as many numbers at once as of float32."""
-        return self.isas[:1] == ("avx512_bf16",)
+        return "avx512_bf16" in self.isas
 
 
 def library(path: Path | None = None) -> KernelLibrary:
@@ -60,14 +61,18 @@ def loaded(path: Path) -> KernelLibrary:
         if not is_whole(path):
             raise OSError(f"{path} is cut off, or no library")
         found = ctypes.CDLL(str(path))
-        isas = tuple(isa for isa in reversed(ISAS) if has(found, isa))
+        own = tuple(isa for isa in reversed(ISAS) if has(found, isa))
+        isas = tuple(isa for isa in own if is_right(found, isa))
         for isa in isas:
             register(found, isa, path)
     except AttributeError as error:
         return KernelLibrary((), f"the library of CPU kernels is of another version: {again} ({error})")
     except (OSError, jax.errors.JaxRuntimeError) as error:  # of another machine, or jaxlib
         return KernelLibrary((), f"the library of CPU kernels cannot be used: {error}; {again}")
-    return KernelLibrary(isas, "" if isas else f"this processor has none of {', '.join(ISAS)}")
+    if not own:
+        return KernelLibrary((), f"this processor has none of {', '.join(ISAS)}")
+    wrong = ", ".join(isa for isa in own if isa not in isas)
+    return KernelLibrary(isas, f"not {wrong}: its products are wrong on this processor" if wrong else "")
 
 
 def is_whole(path: Path) -> bool:
@@ -86,8 +91,13 @@ def has(loaded: ctypes.CDLL, isa: str) -> bool:
     return bool(is_supported) and hasattr(loaded, exported(f"product_{isa}"))
 
 
-def register(loaded: ctypes.CDLL, isa: str, path: Path) -> None:
-    for handler in HANDLERS:
+def is_right(loaded: ctypes.CDLL, isa: str) -> bool:
+    """True if products of small numbers are right: the kernels have not run on every kind of processor."""
+    return bool(getattr(loaded, exported(f"is_right_{isa}"))())
+
+
+def register(loaded: ctypes.CDLL, isa: str, path: Path, handlers: Sequence[str] = HANDLERS) -> None:
+    for handler in handlers:
         capsule = jax.ffi.pycapsule(getattr(loaded, exported(f"{handler}_{isa}")))
         jax.ffi.register_ffi_target(target(handler, isa, path), capsule, platform="cpu")
 

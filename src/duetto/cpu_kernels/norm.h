@@ -1,6 +1,6 @@
 // Norms of rows: each row over the root of its mean square, or over its deviation, times a gain.
 #pragma once
-#include "isa.h"
+#include "isa/isa.h"
 
 struct Norm {
   const void *x, *gain, *bias;  // [rows,D], [groups,D] or null, the same: row r has those of r % groups

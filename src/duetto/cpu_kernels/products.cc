@@ -1,17 +1,17 @@
 // Products of rows with packed weights: tiles of rows by panels of outputs, whose sums stay in registers.
 #include "products.h"
 
-#include "simd.h"
+#include "isa/amx.h"
+#include "isa/simd.h"
 
 namespace ISA {
 namespace {
 
 constexpr int VECTORS = COLS / LANES;            // of a panel
-constexpr int TALL = LANES == 16 ? 12 : 3;       // rows of a tile of one panel: registers hold their sums
 constexpr int SHORT = LANES == 16 ? 6 : 1;       // rows of a tile of two panels, which few rows take
 constexpr int MOST_PANELS = LANES == 16 ? 2 : 1;
 constexpr int64_t BLOCK_BYTES = 512;             // of an x's row in a block: its x and w stay in the L1 cache
-constexpr int64_t ROWS = 240, L2 = 1 << 19;      // rows of a chunk at most, and bytes of its x
+constexpr int64_t L2 = 1 << 19;                  // bytes of a chunk's x
 constexpr int64_t AHEAD = 2048;                  // bytes between weights that are read and those that are fetched
 
 struct Pair {  // of inputs
@@ -25,10 +25,23 @@ inline Pair signed_bytes(const char* w) {
 
 struct NoScale {};
 
+// What holds the sums of a tile of one panel: its rows at most, and those of a chunk.
+struct Vectors {
+  static constexpr bool ARE_TILES = false;
+  static constexpr int TALL = LANES == 16 ? 12 : 3, ROWS = 240;
+};
+#if defined(__AMX_BF16__)
+using OfBf16 = Tiles;
+#else
+using OfBf16 = Vectors;
+#endif
+constexpr int TALL = Vectors::TALL;
+
 // Weights of x's kind: their rows, of PAIR inputs, and the sums' next terms.
 struct Bf16 {
   using Number = uint16_t;
   using Plain = Bf16;
+  using Registers = OfBf16;
   using Scale = NoScale;
   static constexpr int PAIR = 2, BITS = 16;
 #if defined(__AVX512BF16__)
@@ -76,6 +89,7 @@ struct Bf16 {
 struct F32 {
   using Number = float;
   using Plain = F32;
+  using Registers = Vectors;
   using Scale = NoScale;
   using Row = Floats;
   using X = Floats;
@@ -90,6 +104,7 @@ struct F32 {
 struct F32Pairs {
   using Number = float;
   using Plain = F32;
+  using Registers = Vectors;
   using Row = Pair;
   using X = Pair;
   static constexpr int PAIR = 2;
@@ -215,6 +230,26 @@ void tile_of(int64_t rows, const Product& p, const Place& at) {
   if constexpr (R > 1) tile_of<T, PANELS, R - 1>(rows, p, at);
 }
 
+template <class T>
+void tile_in(Vectors&, int64_t rows, const Product& p, const Place& at) {
+  tile_of<T, 1, TALL>(rows, p, at);
+}
+
+#if defined(__AMX_BF16__)
+template <class T>
+void tile_in(Tiles& tiles, int64_t rows, const Product& p, const Place& at) {
+  const uint16_t* x = (const uint16_t*)p.x + at.row * p.K + at.from;
+  tiles.add(rows, x, p.K, at.to - at.from, at.w, at.sums, !at.from);
+  if (at.to < p.K) return;
+  UNROLL(c, VECTORS) {
+    int64_t column = at.panel * COLS + c * LANES;
+    Floats scale = p.form == INT8 ? scales_of(p, at.panel, c, 0) : all(1.0f);
+    for (int64_t r = 0; r < rows && column < p.N; r++)
+      put(p, at.row + r, column, mul(load(at.sums + r * COLS + c * LANES), scale));
+  }
+}
+#endif
+
 // Codes of a panel's inputs [from,to) as numbers of x's kind, packed as such.
 template <class T>
 void widen(const Product& p, int64_t panel, int64_t from, int64_t to, typename T::Number* numbers) {
@@ -229,10 +264,11 @@ void widen(const Product& p, int64_t panel, int64_t from, int64_t to, typename T
 
 // Rows [first,last) of a panel: blocks of inputs, whose part of the panel all tiles read.
 template <class T>
-void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last) {
+void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typename T::Registers& registers) {
   using Number = typename T::Number;
+  constexpr int64_t TALL = T::Registers::TALL;
   constexpr int64_t BLOCK = BLOCK_BYTES / sizeof(Number);
-  alignas(64) float sums[ROWS * COLS];
+  alignas(64) float sums[T::Registers::ROWS * COLS];
   alignas(64) Number numbers[T::BITS < 16 ? (BLOCK + BLOCK / 2 + 1) * COLS : 1];
   int64_t rows = last - first, tiles = (rows + TALL - 1) / TALL, from = 0;
   do {
@@ -247,7 +283,7 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last) {
     for (int64_t i = 0; i < tiles; i++) {
       for (int64_t at = bytes * i / tiles; at < bytes * (i + 1) / tiles; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
       int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;  // tiles of like height
-      tile_of<typename T::Plain, 1, TALL>(end - row, p, {first + row, panel, from, to, w, sums + row * COLS});
+      tile_in<typename T::Plain>(registers, end - row, p, {first + row, panel, from, to, w, sums + row * COLS});
     }
     from = to;
   } while (from < p.K);
@@ -267,11 +303,14 @@ void few_rows(const Product& p, int64_t first, int64_t last) {
 
 template <class T>
 void panels(const Product& p, int64_t first, int64_t last) {
-  if (p.M <= TALL) return few_rows<T>(p, first, last);
+  constexpr int64_t TALL = T::Registers::TALL, ROWS = T::Registers::ROWS;
+  if constexpr (!T::Registers::ARE_TILES)
+    if (p.M <= TALL) return few_rows<T>(p, first, last);
+  typename T::Registers registers;
   int64_t fit = L2 / ((p.K + 1) * int64_t(sizeof(typename T::Number))) / TALL * TALL;
   int64_t most = fit < 4 * TALL ? 4 * TALL : fit < ROWS ? fit : ROWS, chunks = (p.M + most - 1) / most;
   for (int64_t i = 0; i < chunks; i++)
-    for (int64_t panel = first; panel < last; panel++) many_rows<T>(p, panel, p.M * i / chunks, p.M * (i + 1) / chunks);
+    for (int64_t panel = first; panel < last; panel++) many_rows<T>(p, panel, p.M * i / chunks, p.M * (i + 1) / chunks, registers);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Products y[M,N] = x[M,K] w[K,N] over panels of COLS outputs.
 #pragma once
-#include "isa.h"
+#include "isa/isa.h"
 
 // A weight of floats is packed as [panels][K][COLS], one of bfloat16 or of 8-bit codes as
 // [panels][pairs of K][COLS][2], one of 4-bit codes as [panels][pairs of K][COLS], a pair's first code in the low

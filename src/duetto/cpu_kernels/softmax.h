@@ -1,6 +1,6 @@
 // What attention needs of vectors beside products: exponentials, masks, and transposed squares.
 #pragma once
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace ISA {
 namespace {

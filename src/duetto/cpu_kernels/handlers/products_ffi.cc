@@ -1,4 +1,8 @@
 // Handlers of products for XLA, one for each instruction set.
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <vector>
 
@@ -96,13 +100,31 @@ static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, 
   return ffi::Error::Success();
 }
 
+// Whether products of small numbers, which no order of sums rounds, are right.
+static bool is_right(const Products& kernels) {
+  constexpr int64_t M = 19, N = 35, K = 71, PAIRS = 36;  // no multiples of what kernels take at once
+  uint16_t x[M * K], w[2 * PAIRS * COLS * 2] = {};
+  float y[M * N];
+  auto number = [](int64_t i) { return float(i * i % 11 - 5); };
+  auto put = [](float number, uint16_t& to) { std::memcpy(&to, (const char*)&number + 2, 2); };  // as bfloat16
+  for (int64_t i = 0; i < M * K; i++) put(number(i), x[i]);
+  for (int64_t i = 0; i < N * K; i++) put(number(7 * i), w[((i / K / COLS * PAIRS + i % K / 2) * COLS + i / K % COLS) * 2 + i % K % 2]);
+  kernels.bf16[NUMBERS]({x, w, nullptr, y, M, N, K, K, false, false, NUMBERS}, 0, 2);
+  for (int64_t i = 0; i < M * N; i++) {
+    for (int64_t k = 0; k < K; k++) y[i] -= number(i / N * K + k) * number(7 * (i % N * K + k));
+    if (y[i] != 0) return false;
+  }
+  return true;
+}
+
 #define HANDLER(isa)                                                                                               \
   static ffi::Error product_##isa(ffi::ThreadPool pool, In x, In sizes, ffi::RemainingArgs weights,                \
                                   ffi::RemainingRets made) {                                                       \
     return product(isa::products, pool, x, sizes, weights, made);                                                  \
   }                                                                                                                \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(EXPORTED(product_##isa), product_##isa,                                            \
-                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<In>().Arg<In>().RemainingArgs().RemainingRets());
+                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<In>().Arg<In>().RemainingArgs().RemainingRets()); \
+  extern "C" __attribute__((visibility("default"))) int EXPORTED(is_right_##isa)() { return is_right(isa::products); }
 FOR_EACH_ISA(HANDLER)
 
 // Whether this processor has the instruction sets that the kernels of a name are compiled for.
@@ -115,4 +137,11 @@ extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx512)(
 }
 extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx512_bf16)() {
   return EXPORTED(supports_avx512)() && __builtin_cpu_supports("avx512bf16");
+}
+// Linux lets a process use tiles that asks for them. Not all compilers know these features by a name.
+extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx512_amx)() {
+  constexpr unsigned AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  unsigned a, b, c, d = 0;
+  return EXPORTED(supports_avx512_bf16)() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE) &&
+         syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }

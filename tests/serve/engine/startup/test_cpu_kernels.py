@@ -86,6 +86,15 @@ def test_an_engine_starts_without_kernels_that_cannot_be_built_and_says_why(monk
 
 
 @pytest.mark.usefixtures("usable")
+def test_an_engine_says_why_it_leaves_out_the_best_instruction_set(monkeypatch):
+    why = "not avx512_amx: its products are wrong on this processor"
+    monkeypatch.setattr(cpu_kernels, "library", lambda: KernelLibrary(("avx512_bf16",), why))
+    found = with_kernels(UNDECIDED, CPU, CONFIG, "auto")
+    assert found.cpu_kernels and kernels_refusal(found, CPU, CONFIG, "auto") == why
+    assert kernels_refusal(found, GPU, CONFIG, "auto") == ""
+
+
+@pytest.mark.usefixtures("usable")
 def test_what_an_engine_says_of_its_kernels():
     """Why it has none, where the options ask for none too; nothing on accelerators."""
     without = replace(UNDECIDED, cpu_kernels=False)
@@ -96,11 +105,14 @@ def test_what_an_engine_says_of_its_kernels():
 
 
 def test_auto_is_the_checkpoints_dtype_where_kernels_multiply_it(monkeypatch):
-    kernels = {isa: KernelLibrary((isa,)) for isa in ("avx2", "avx512_bf16")}
+    kernels = {
+        isas[0]: KernelLibrary(isas)
+        for isas in (("avx2",), ("avx512_bf16", "avx2"), ("avx512_amx", "avx512_bf16"))
+    }
     found = {}
     for isa, own in kernels.items():
         monkeypatch.setattr(dtype, "library", lambda own=own: own)
         for option in (True, False):
             found[isa, option] = str(dtype.compute_dtype("auto", CPU, CONFIG, None, option))
-    assert found.pop(("avx512_bf16", True)) == "bfloat16"
+    assert found.pop(("avx512_bf16", True)) == found.pop(("avx512_amx", True)) == "bfloat16"
     assert set(found.values()) == {"float32"}

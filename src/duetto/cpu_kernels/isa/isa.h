@@ -9,5 +9,5 @@
 #define EXPORTED_AS(name, version) WITH_VERSION(name, version)
 #define EXPORTED(name) EXPORTED_AS(name, VERSION)
 #ifndef FOR_EACH_ISA
-#define FOR_EACH_ISA(X) X(avx2) X(avx512) X(avx512_bf16)
+#define FOR_EACH_ISA(X) X(avx2) X(avx512) X(avx512_bf16) X(avx512_amx)
 #endif
