@@ -116,7 +116,7 @@ def test_products_of_several_weights_in_one_call_are_those_of_each(kernel):
     weights = [*arrays, *(pack_codes(codes(inputs, 100, s), 1, kernel) for s in ("int8", "int4"))]
     traced = jax.make_jaxpr(partial(einsums, "md,df->mf"))(x, weights)
     assert str(traced).count("ffi_call[") == 1
-    for rows in ROWS:
+    for rows in (1, 7, 100):
         for found, w in zip(products(x[:rows], weights), weights, strict=True):
             np.testing.assert_array_equal(found, product(x[:rows], w, jnp.bfloat16))
 
