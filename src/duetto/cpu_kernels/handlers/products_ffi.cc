@@ -37,8 +37,8 @@ static std::vector<Part> parts_of(const std::vector<Product>& products, int64_t 
   return parts;
 }
 
-// The products of each weight that has rows: sizes[e] consecutive rows have that of number e. Rows behind them all
-// become zeros.
+// Adds the products of each weight that has rows: sizes[e] consecutive rows have that of number e. Rows behind them
+// all become zeros.
 static void add_ragged(const Product& all, const In& sizes, int64_t x_bytes, int64_t w_bytes, int64_t scale_bytes,
                        std::vector<Product>& products) {
   int64_t row = 0, y_bytes = all.y_is_bf16 ? 2 : 4;
@@ -55,8 +55,8 @@ static void add_ragged(const Product& all, const In& sizes, int64_t x_bytes, int
   std::memset((char*)all.y + row * all.N * y_bytes, 0, (all.M - row) * all.N * y_bytes);
 }
 
-// The product of x [...,K] with a packed weight, with scales [panels,groups,COLS] of codes, of no elements otherwise.
-// With sizes [E] both have E before their axes, otherwise sizes has no elements.
+// Adds the product of x [...,K] with a packed weight, with scales [panels,groups,COLS] of codes, of no elements
+// otherwise. With sizes [E] both have E before their axes, otherwise sizes has no elements.
 static ffi::Error add_products(const In& x, const In& sizes, const In& w, const In& scales, const In& y,
                                std::vector<Product>& products) {
   bool is_bf16 = x.element_type() == ffi::DataType::BF16, is_ragged = sizes.element_count() > 0;
