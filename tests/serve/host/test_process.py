@@ -3,6 +3,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,27 +43,40 @@ def test_what_is_there_at_the_start_is_passed_over():
     assert not any(x is kept[0] for x in gc.get_objects())
 
 
-def huge_bytes(address: int) -> int:
-    """Bytes in huge pages of the mapping with an address."""
-    mapping = r"^([0-9a-f]+)-([0-9a-f]+) .*?^AnonHugePages: +(\d+)"
-    found = re.findall(mapping, Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
-    return next(1024 * int(n) for low, high, n in found if int(low, 16) <= address < int(high, 16))
+def test_pages_of_the_large_arrays_are_asked_for_and_the_granted_are_counted(monkeypatch):
+    x, small = jnp.zeros(1 << 21), jnp.zeros(8)
+    asked: list[tuple[int, int, int]] = []
 
+    def grants_the_even(start: int, size: int, advice: int) -> int:
+        asked.append((start, size, advice))
+        return -(start // process.HUGE_PAGE % 2)
 
-def test_large_arrays_move_into_huge_pages_and_keep_their_numbers():
-    x, small = jnp.arange(1 << 21, dtype=jnp.float32), jnp.zeros(8)
-    if not process.use_huge_pages([x]):
-        pytest.skip("the system has no huge pages")
+    monkeypatch.setattr(process, "setting_of_huge_pages", lambda: "always [madvise] never")
+    fake = SimpleNamespace(madvise=MagicMock(side_effect=grants_the_even))
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: fake)
+    granted = process.use_huge_pages({"x": x, "small": small, "none": None})
 
-    def moves() -> bool:
-        found = process.use_huge_pages({"x": x, "small": small, "none": None})
-        assert found <= x.nbytes // process.HUGE_PAGE + 1
-        huge = huge_bytes(x.unsafe_buffer_pointer() + process.HUGE_PAGE)
-        return x.nbytes // process.HUGE_PAGE - 1 <= found <= huge // process.HUGE_PAGE
-
-    assert any(moves() for _ in range(20))  # a system that lacks memory splits pages at any moment
-    np.testing.assert_array_equal(x, np.arange(1 << 21, dtype=np.float32))
+    first = x.unsafe_buffer_pointer() // process.HUGE_PAGE
+    last = (x.unsafe_buffer_pointer() + x.nbytes - 1) // process.HUGE_PAGE
+    pages = [n * process.HUGE_PAGE for n in range(first, last + 1)]
+    assert sorted(asked) == [(start, process.HUGE_PAGE, process.MADV_COLLAPSE) for start in pages]
+    assert granted == sum(n % 2 == 0 for n in range(first, last + 1))
     assert process.use_huge_pages([small]) == 0
+
+
+def test_arrays_keep_their_numbers_in_huge_pages():
+    x = jnp.arange(1 << 21, dtype=jnp.float32)
+    before = huge_bytes()
+    granted = process.use_huge_pages([x])
+    np.testing.assert_array_equal(x, np.arange(1 << 21, dtype=np.float32))
+    if not granted or huge_bytes() <= before:
+        pytest.skip("the system has no huge pages, or none is free now")
+
+
+def huge_bytes() -> int:
+    """Bytes of this process in huge pages."""
+    found = re.findall(r"^AnonHugePages: +(\d+)", Path("/proc/self/smaps").read_text(), re.MULTILINE)
+    return 1024 * sum(map(int, found))
 
 
 def test_a_system_that_has_them_off_is_left_as_it_is(monkeypatch, tmp_path):
