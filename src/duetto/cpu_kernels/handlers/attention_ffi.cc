@@ -130,3 +130,4 @@ static ffi::Error attention(const AttentionKernels& kernels, ffi::ThreadPool& po
                                     .Attr<float>("scale").Attr<float>("softcap").Attr<int64_t>("window")            \
                                     .Attr<bool>("chunked").Ret<In>());
 FOR_EACH_ISA(HANDLER)
+#undef HANDLER

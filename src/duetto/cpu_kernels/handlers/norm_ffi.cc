@@ -6,8 +6,6 @@
 namespace ffi = xla::ffi;
 using In = ffi::AnyBuffer;
 
-constexpr int64_t LEAST_NUMBERS = 1 << 15;  // of a part: fewer take longer to hand over
-
 // x [...,D] with a gain and a bias of groups of D numbers, which have no elements where there is none.
 static ffi::Error norm(const Norms& kernels, ffi::ThreadPool& pool, In x, In gain, In bias, int64_t D, float eps,
                        float offset, bool is_layer, ffi::Result<In> y) {
@@ -35,3 +33,4 @@ static ffi::Error norm(const Norms& kernels, ffi::ThreadPool& pool, In x, In gai
                                     .Attr<int64_t>("D").Attr<float>("eps").Attr<float>("offset")                    \
                                     .Attr<bool>("is_layer").Ret<In>());
 FOR_EACH_ISA(HANDLER)
+#undef HANDLER

@@ -9,7 +9,8 @@
 #include <memory>
 #include <thread>
 
-constexpr int SPINS = 4000;  // some 50 us, before a waiting thread yields its core
+constexpr int SPINS = 4000;                 // some 50 us, before a waiting thread yields its core
+constexpr int64_t LEAST_NUMBERS = 1 << 15;  // of a part: fewer take longer to hand over
 
 // While it lives, denormals count as zero and are written as zero, whatever thread computes.
 class WithoutDenormals {

@@ -126,6 +126,7 @@ static bool is_right(const Products& kernels) {
                                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<In>().Arg<In>().RemainingArgs().RemainingRets()); \
   extern "C" __attribute__((visibility("default"))) int EXPORTED(is_right_##isa)() { return is_right(isa::products); }
 FOR_EACH_ISA(HANDLER)
+#undef HANDLER
 
 // Whether this processor has the instruction sets that the kernels of a name are compiled for.
 extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx2)() {

@@ -7,8 +7,6 @@ namespace ffi = xla::ffi;
 using In = ffi::AnyBuffer;
 using Out = ffi::Result<In>;
 
-constexpr int64_t LEAST_NUMBERS = 1 << 15;  // of a part: fewer take longer to hand over
-
 // q [B,T,N,H], k and v [B,T,K,H], with a rotation [B,T,1,pairs] and places [B,T] in pools [K,P,W,H], which are the
 // results' own arrays.
 static ffi::Error turn(const Turns& kernels, ffi::ThreadPool& pool, In q, In k, In v, In cos, In sin, In page,
@@ -44,3 +42,4 @@ static ffi::Error turn(const Turns& kernels, ffi::ThreadPool& pool, In q, In k, 
                                     .Arg<In>().Arg<In>().Arg<In>().Arg<In>().Arg<In>().Ret<In>().Ret<In>()          \
                                     .Ret<In>());
 FOR_EACH_ISA(HANDLER)
+#undef HANDLER
