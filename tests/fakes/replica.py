@@ -36,16 +36,17 @@ class FakeReplica:
 
     async def close(self) -> None:
         self._server.close()
-        await asyncio.sleep(0.01)  # a connection that was accepted begins in one of the next turns
+        for _ in range(10):  # a connection that was accepted begins in one of the next turns
+            await asyncio.sleep(0)
         for task, writer in self._tasks.items():
             task.cancel()
-            writer.close()
+            writer.transport.abort()  # also where its client does not read
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(w.wait_closed() for w in self._tasks.values()), return_exceptions=True)
 
     def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not self._server.is_serving():
-            return writer.close()
+            return writer.transport.abort()
         self._tasks[asyncio.ensure_future(self._serve(reader, writer))] = writer
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

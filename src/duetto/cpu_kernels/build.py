@@ -141,7 +141,8 @@ def build(
         each = "-DFOR_EACH_ISA(X)=" + " ".join(f"X({isa})" for isa in isas)
         headers_too = [each, "-isystem", str(include)]
         *others, last = [str(HERE / "handlers" / name) for name in HANDLERS]
-        at_once = [part for file in others for part in ("-include", file)]  # XLA's headers take most of the time
+        at_once = [part for file in others for part in ("-include", file)]
+        # one call for all: it spends most of its time on XLA's headers
         handlers = {f"{folder}/handlers.o": [*headers_too, *at_once, last]}
         objects = compiled(kernels(Path(folder), isas=isas) | handlers)
         made = f"{folder}/{LIBRARY}"

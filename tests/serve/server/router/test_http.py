@@ -21,11 +21,13 @@ def answered(begin: bytes, then: bytes, test: Callable[[HttpConnection], Awaitab
     """Test a connection to a server that begins an answer, and then repeats a piece without end."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(begin)
-        while not writer.is_closing():
-            writer.write(then)
-            await asyncio.wait([asyncio.ensure_future(writer.drain())])
-        writer.close()
+        try:
+            writer.write(begin)
+            while not writer.is_closing():
+                writer.write(then)
+                await asyncio.wait([asyncio.ensure_future(writer.drain())])
+        finally:
+            writer.transport.abort()
 
     async def run() -> None:
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
