@@ -17,6 +17,7 @@ from cases.invariance import LENGTHS, PARAMS, bits, prompts
 from cases.oracle import continue_plainly
 from cases.weights import logits
 from scipy.special import log_softmax
+from suite.fixtures import with_few_shapes
 
 from duetto import SamplingParams
 from duetto.lora.request import LoRARequest
@@ -96,7 +97,9 @@ def wanted(requests):
 
 @pytest.fixture(scope="module")
 def llm(serve):
-    with serve(**LORA) as llm:
+    with with_few_shapes():
+        llm = serve(**LORA)
+    with llm:
         yield llm
 
 

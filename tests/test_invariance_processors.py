@@ -21,7 +21,9 @@ pytestmark = [pytest.mark.parametrize("model", ["tiny", "recurrent"], indirect=T
 
 @pytest.fixture(scope="module")
 def llm(serve):
-    with serve(logits_processors=PROCESSORS) as llm:
+    with with_few_shapes():
+        llm = serve(logits_processors=PROCESSORS)
+    with llm:
         yield llm
 
 

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from cases.weights import drawn
+from suite.fixtures import with_few_shapes
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.checkpoints.huggingface import CheckpointError, save
@@ -62,7 +63,9 @@ def compiled(kept: str) -> Iterator[None]:
 
 @cache
 def expected(kv_cache_dtype: str) -> list[list[tuple[int, bytes]]]:
-    with LLM(**SIZES, kv_cache_dtype=kv_cache_dtype) as llm:
+    with with_few_shapes():
+        llm = LLM(**SIZES, kv_cache_dtype=kv_cache_dtype)
+    with llm:
         assert not llm.engine.classes.verify and "speculation" not in llm.report()
         return [
             bits(llm.generate(t, p, use_tqdm=False)[0])
@@ -85,7 +88,9 @@ def test_guesses_of_the_device_change_no_bit(name, kept):
     step."""
     texts, params = zip(*itertools.product(TEXTS, PARAMS), strict=True)
     own = {"speculative_config": GUIDES[name] | {"adaptive": False}, "kv_cache_dtype": kept}
-    with LLM(**SIZES, **own) as llm:
+    with with_few_shapes(verifications=1):
+        llm = LLM(**SIZES, **own)
+    with llm:
         for _ in range(2):
             found = llm.generate(list(texts), list(params), use_tqdm=False)
             assert [bits(o) for o in found] == expected(kept)

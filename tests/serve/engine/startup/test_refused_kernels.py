@@ -44,6 +44,7 @@ def unexpected(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("layers, kernels, variants", WITH_KERNELS.values(), ids=WITH_KERNELS)
+@pytest.mark.usefixtures("few_shapes")
 def test_a_start_that_refuses_every_kernel_gives_the_same_bits(layers, kernels, variants, monkeypatch):
     """On an H200 none of whose kernels passes its check: alone, together, from pages of earlier requests,
     through preemption, in chunks, and with draft tokens."""
