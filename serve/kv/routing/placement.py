@@ -152,16 +152,16 @@ def home(able: Sequence[Replica], prompt: Prompt, found: Replica) -> Replica:
     known = found.memory.hits(prompt.names)
     if known == len(prompt.names):
         return found
-    alike = able
+    alike, limit = able, math.inf
     if known:
         last, idle = prompt.names[known - 1], min(able, key=attrgetter("load"))
         alike = [one for one in able if one.memory.has(last)]
         # Each router sees only its own load: several would make too few copies if they waited for need.
         if found.load - idle.load > found.hits(prompt) / math.sqrt(len(alike)):
-            known, found = 0, idle
+            known, found, limit = 0, idle, found.load  # a copy goes to no busier replica
             alike = [one for one in able if one is idle or not one.memory.has(last)]
     spare = prompt.tokens - found.hits(prompt) if known else SPARE * prompt.tokens
-    page, most = number(prompt.names[known]), found.load + spare
+    page, most = number(prompt.names[known]), min(found.load + spare, limit)
     return max((one for one in alike if one.load <= most), key=lambda one: one.salt * page % PRIME)
 
 

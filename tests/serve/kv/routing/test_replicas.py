@@ -86,7 +86,7 @@ def test_the_best_of_many_has_the_least_cost_or_is_the_home_of_what_none_of_them
     idle = min(one.load for one in open)
     if known and least.load - idle > least.hits(prompt) / sqrt(len(alike)):
         alike = [one for one in open if one not in alike]
-        known, limit = 0, idle + SPARE * prompt.tokens
+        known, limit = 0, min(idle + SPARE * prompt.tokens, least.load)
     else:
         limit = least.load + (prompt.tokens - least.hits(prompt)) * (1 if known else SPARE)
     alike = [one for one in alike if one.load <= limit]
@@ -143,6 +143,16 @@ def test_a_prefix_that_several_replicas_have_gets_another_before_all_wait_for_as
             for one in ranked[:count]:
                 for job in [*one.jobs]:
                     one.leave(job)
+
+
+def test_a_copy_of_a_prefix_goes_to_no_busier_replica():
+    """Whatever the hash of the first page prefers."""
+    prompt, (one, two, idle, *others) = Prompt(NAMES[1:], 64, 7 * 64), [replica(str(i)) for i in range(40)]
+    for known in (one, two):
+        known.memory.sent(NAMES[1:3])
+    loaded([one, two], 100)
+    loaded(others, 110)
+    assert best([one, two, idle, *others], prompt, 9, ()) is idle
 
 
 def test_a_replica_that_has_a_page_without_those_before_it_may_be_the_least_busy():
