@@ -100,6 +100,7 @@ def test_guesses_of_the_device_change_no_bit(name, kept):
     assert report["speculation"]["tokens_per_pass"] > 1.3
 
 
+@pytest.mark.usefixtures("few_shapes")
 def test_a_model_that_drafts_for_itself_is_always_right():
     config = {"method": "draft_model", "model": str(SMALLEST), "num_speculative_tokens": 3, "adaptive": False}
     with LLM(SMALLEST, **SIZES, speculative_config=config) as llm:
@@ -141,6 +142,7 @@ def test_a_guide_that_does_not_fit_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("steady_steps")
+@pytest.mark.usefixtures("few_shapes")
 def test_the_controller_learns_step_times_and_what_is_accepted():
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM(**SIZES, speculative_config=config) as llm:
