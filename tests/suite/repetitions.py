@@ -112,7 +112,7 @@ ROWS = {
     "serve/text/grammar/test_flood.py": r"test_(a_flood|the_longest)",
     "serve/engine/startup/test_own_params.py": r"test_the_(training|example)",
     "test_notebooks.py": r"test_notebook_runs\[0[1234]|test_notebook_runs_with",
-    "test_vllm_scripts.py": (r".*\[(spec_decode_|quantization|logprobs|prefix_caching|neutral_options)"),
+    "test_vllm_scripts.py": r".*\[(spec_decode_|quantization|logprobs|prefix_caching|neutral_options)",
     "test_benchmarks.py": r"test_prefixes",
     "test_gpu_benchmark.py": r"test_(every_part|a_part|the_script)",
     # pages beyond the first answer, which start engines as users do

@@ -89,7 +89,7 @@ def test_guesses_of_the_device_change_no_bit(name, kept):
     step."""
     texts, params = zip(*itertools.product(TEXTS, PARAMS), strict=True)
     own = {"speculative_config": GUIDES[name] | {"adaptive": False}, "kv_cache_dtype": kept}
-    with nullcontext() if "tree" in name else with_few_shapes():  # a tree has not the bits of the few
+    with nullcontext() if "tree" in name else with_few_shapes():  # whose decode no tree equals
         llm = LLM(**SIZES, **own)
     with llm:
         for _ in range(2):
