@@ -90,18 +90,26 @@ struct Heads {
       v[p - at] = a.own_v + place;
     }
   }
+};
 
-  void prefetch(int64_t size) const {
-    for (int j = 0; j < BLOCK; j++)
-      for (int64_t i = 0; i < size; i += 64) {
-        _mm_prefetch(k[j] + i, _MM_HINT_T0);
-        _mm_prefetch(v[j] + i, _MM_HINT_T0);
-      }
+// Fetches the heads of the block that comes next, line by line beside the work on this one: many at once wait for one
+// another.
+struct Ahead {
+  Heads heads;
+  int64_t bytes, from = 0;
+  int key = 0;
+
+  INLINE void fetch(int lines) {
+    for (; lines && key < BLOCK; lines--) {
+      _mm_prefetch(heads.k[key] + from, _MM_HINT_T1);
+      _mm_prefetch(heads.v[key] + from, _MM_HINT_T1);
+      if ((from += 64) >= bytes) key++, from = 0;
+    }
   }
 };
 
 template <class T, bool PAIRS>
-void pack_keys(const Heads& heads, int64_t H, uint32_t* to) {  // [words][BLOCK]
+void pack_keys(const Heads& heads, int64_t H, Ahead& ahead, uint32_t* to) {  // [words][BLOCK]
   using W = Words<T, PAIRS>;
   int64_t n = H / W::EACH;
   for (int64_t w = 0; w < n; w += LANES)
@@ -110,14 +118,16 @@ void pack_keys(const Heads& heads, int64_t H, uint32_t* to) {  // [words][BLOCK]
       UNROLL(i, LANES) x[i] = W::at(heads.k[j + i], w, n);
       transpose(x);
       UNROLL(i, LANES) store((float*)to + (w + i) * BLOCK + j, x[i]);
+      ahead.fetch(LANES * LANES / 64);
     }
 }
 
 template <class T, bool PAIRS>
-void pack_values(const Heads& heads, int64_t H, uint32_t* to) {  // [BLOCK][H], or [pairs of keys][H]
+void pack_values(const Heads& heads, int64_t H, Ahead& ahead, uint32_t* to) {  // [BLOCK][H], or [pairs of keys][H]
   using W = Words<T, PAIRS>;
   for (int j = 0; j < BLOCK; j += W::EACH)
     for (int64_t h = 0; h < H; h += LANES) {
+      if (h % 64 == 0) ahead.fetch(1);
       const uint16_t *even = (const uint16_t*)heads.v[j] + h, *odd = (const uint16_t*)heads.v[j + W::EACH - 1] + h;
       if constexpr (PAIRS) store((float*)to + j / 2 * H + h, interleaved(even, odd));
       else store((float*)to + j * H + h, W::at(heads.v[j], h, H));
@@ -125,11 +135,12 @@ void pack_values(const Heads& heads, int64_t H, uint32_t* to) {  // [BLOCK][H], 
 }
 
 template <class W, int R>
-void multiply_keys(const uint32_t* q, const uint32_t* k, int64_t n, float* scores) {
+void multiply_keys(const uint32_t* q, const uint32_t* k, int64_t n, Ahead& ahead, float* scores) {
   for (int at = 0; at < BLOCK; at += COLUMNS * LANES) {
     Floats sum[R][COLUMNS];
     UNROLL(r, R) UNROLL(c, COLUMNS) sum[r][c] = zeros();
     for (int64_t w = 0; w < n; w++) {
+      ahead.fetch(1);
       Floats b[COLUMNS];
       UNROLL(c, COLUMNS) b[c] = load((const float*)k + w * BLOCK + at + c * LANES);
       UNROLL(r, R) {
@@ -142,10 +153,11 @@ void multiply_keys(const uint32_t* q, const uint32_t* k, int64_t n, float* score
 }
 
 template <class W, int R, int C>
-void add_values(const float* weights, const uint32_t* v, const float* fade, int64_t H, float* sums) {
+void add_values(const float* weights, const uint32_t* v, const float* fade, int64_t H, Ahead& ahead, float* sums) {
   Floats sum[R][C];
   UNROLL(r, R) UNROLL(c, C) sum[r][c] = mul(load(sums + r * H + c * LANES), all(fade[r]));
   for (int j = 0; j < BLOCK / W::EACH; j++) {
+    ahead.fetch(1);
     Floats b[C];
     UNROLL(c, C) b[c] = load((const float*)v + j * H + c * LANES);
     UNROLL(r, R) {
@@ -194,10 +206,11 @@ struct Seen {
 
 // A group's queries and a block of keys that are packed.
 template <class W>
-void add_block(const Attention& a, const Tile& t, int64_t at, int64_t r, int n, const Workspace& work, Running to) {
+void add_block(const Attention& a, const Tile& t, int64_t at, int64_t r, int n, const Workspace& work, Ahead& ahead,
+               Running to) {
   alignas(64) float scores[GROUP * BLOCK], fade[GROUP];
   int64_t size = a.H / W::EACH;
-  with_constant(n, [&](auto R) { multiply_keys<W, R.value>(work.q + r * size, work.k, size, scores); });
+  with_constant(n, [&](auto R) { multiply_keys<W, R.value>(work.q + r * size, work.k, size, ahead, scores); });
   for (int i = 0; i < n; i++) {
     Seen seen(a, t, r + i, at);
     fade[i] = weigh<W::EACH == 2>(a, seen.first, seen.end, scores + i * BLOCK, to.top[r + i], to.total[r + i]);
@@ -207,12 +220,12 @@ void add_block(const Attention& a, const Tile& t, int64_t at, int64_t r, int n, 
     const uint32_t* v = work.v + h;
     float* sums = to.sums + r * a.H + h;
     with_constant(n, [&](auto R) {
-      if (left >= COLUMNS) return add_values<W, R.value, COLUMNS>(scores, v, fade, a.H, sums);
+      if (left >= COLUMNS) return add_values<W, R.value, COLUMNS>(scores, v, fade, a.H, ahead, sums);
       if constexpr (COLUMNS > 2)
-        if (left == 3) return add_values<W, R.value, 3>(scores, v, fade, a.H, sums);
+        if (left == 3) return add_values<W, R.value, 3>(scores, v, fade, a.H, ahead, sums);
       if constexpr (COLUMNS > 2)
-        if (left == 2) return add_values<W, R.value, 2>(scores, v, fade, a.H, sums);
-      add_values<W, R.value, 1>(scores, v, fade, a.H, sums);
+        if (left == 2) return add_values<W, R.value, 2>(scores, v, fade, a.H, ahead, sums);
+      add_values<W, R.value, 1>(scores, v, fade, a.H, ahead, sums);
     });
   }
 }
@@ -235,29 +248,31 @@ void clear(const Tile& t, int64_t H, Running s) {
 }
 
 template <class T, bool PAIRS>
-void part_of(const Attention& a, const Tile& t, int64_t part, Workspace& work, Running to) {
+void part_of(const Attention& a, const Tile& t, int64_t part, const Tile* next, Workspace& work, Running to) {
   using W = Words<T, PAIRS>;
   pack_queries<T, PAIRS>(a, t, work.q);
   clear(t, a.H, to);
   int64_t from = part * PART > t.low ? part * PART : t.low, end = (part + 1) * PART < t.end ? (part + 1) * PART : t.end;
   for (int64_t at = from / BLOCK * BLOCK; at < end; at += BLOCK) {
     Heads heads(a, t, at);
-    if (at + BLOCK < t.end) Heads(a, t, at + BLOCK).prefetch(a.bytes());
-    pack_keys<T, PAIRS>(heads, a.H, work.k);
-    pack_values<T, PAIRS>(heads, a.H, work.v);
+    bool is_last = at + BLOCK >= t.end && next;
+    Ahead ahead{is_last ? Heads(a, *next, next->low / BLOCK * BLOCK) : Heads(a, t, at + BLOCK), a.bytes()};
+    pack_keys<T, PAIRS>(heads, a.H, ahead, work.k);
+    pack_values<T, PAIRS>(heads, a.H, ahead, work.v);
     int64_t groups = (t.rows + GROUP - 1) / GROUP;
     for (int64_t g = 0; g < groups; g++) {  // of like size
       int64_t r = t.rows * g / groups;
       int n = int(t.rows * (g + 1) / groups - r);
       // later queries begin later and end later
-      if (Seen(a, t, r, at).first < BLOCK && Seen(a, t, r + n - 1, at).end > 0) add_block<W>(a, t, at, r, n, work, to);
+      if (Seen(a, t, r, at).first < BLOCK && Seen(a, t, r + n - 1, at).end > 0)
+        add_block<W>(a, t, at, r, n, work, ahead, to);
     }
   }
 }
 
-void part(const Attention& a, const Tile& t, int64_t part, Workspace& work, Running to) {
-  if (!a.is_bf16) part_of<float, false>(a, t, part, work, to);
-  else part_of<uint16_t, HAS_PAIRS>(a, t, part, work, to);
+void part(const Attention& a, const Tile& t, int64_t part, const Tile* next, Workspace& work, Running to) {
+  if (!a.is_bf16) part_of<float, false>(a, t, part, next, work, to);
+  else part_of<uint16_t, HAS_PAIRS>(a, t, part, next, work, to);
 }
 
 void begin(const Attention& a, const Tile& t, Running s) {

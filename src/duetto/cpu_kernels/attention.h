@@ -56,12 +56,13 @@ struct Workspace {
   alignas(64) float running[2][MOST_ROWS * (MOST_SIZE + 2)];
 };
 
-// `begin` sets a softmax to nothing, or the sinks; `part` computes that of a part's keys alone; `add` adds it to
-// that of the keys before; `finish` writes the quotients. A query's sums run over its own keys in order, whichever
-// queries share its tile: keys that it does not see change no bit of them.
+// `begin` sets a softmax to nothing, or the sinks; `part` computes that of a part's keys alone, and fetches what comes
+// next, of the tile or of the `next` one, which may be null; `add` adds it to that of the keys before; `finish` writes
+// the quotients. A query's sums run over its own keys in order, whichever queries share its tile: keys that it does not
+// see change no bit of them.
 struct AttentionKernels {
   void (*begin)(const Attention&, const Tile&, Running);
-  void (*part)(const Attention&, const Tile&, int64_t part, Workspace&, Running);
+  void (*part)(const Attention&, const Tile&, int64_t part, const Tile* next, Workspace&, Running);
   void (*add)(const Attention&, const Tile&, Running, const Running part);
   void (*finish)(const Attention&, const Tile&, const Running);
 };

@@ -12,7 +12,7 @@ constexpr int SHORT = LANES == 16 ? 6 : 1;       // rows of a tile of two panels
 constexpr int MOST_PANELS = LANES == 16 ? 2 : 1;
 constexpr int64_t BLOCK_BYTES = 512;             // of an x's row in a block: its x and w stay in the L1 cache
 constexpr int64_t L2 = 1 << 19;                  // bytes of a chunk's x
-constexpr int64_t AHEAD = 2048;                  // bytes between weights that are read and those that are fetched
+constexpr int64_t AHEAD = 4096;                  // bytes between weights that are read and those that are fetched
 
 struct Pair {  // of inputs
   Floats low, high;
@@ -202,7 +202,7 @@ void tile(const Product& p, const Place& at) {
       const char* w = at.w + (k - at.from) * COLS * T::BITS / 8;
       UNROLL(c, C) {
         const char* vector = w + (c / VECTORS) * panel + (c % VECTORS) * VECTOR_BYTES<T>;
-        if constexpr (R <= SHORT) _mm_prefetch(vector + AHEAD, _MM_HINT_T0);
+        _mm_prefetch(vector + AHEAD, _MM_HINT_T0);
         rows[c] = T::row(vector, scales[c]);
       }
       UNROLL(r, R) {

@@ -47,11 +47,12 @@ static void by_tiles(const AttentionKernels& kernels, ffi::ThreadPool& pool, con
                      const std::vector<Tile>& tiles, int64_t threads) {
   parallel(pool, tiles.size(), threads, [&](int64_t i) {
     const Tile& t = tiles[i];
+    const Tile* next = i + threads < int64_t(tiles.size()) ? &tiles[i + threads] : nullptr;
     Workspace& own = workspace();
     Running all(own.running[0], t.rows), part(own.running[1], t.rows);
     kernels.begin(a, t, all);
     for (int64_t p = 0; p < t.parts(); p++) {
-      kernels.part(a, t, t.first_part() + p, own, part);
+      kernels.part(a, t, t.first_part() + p, next, own, part);
       kernels.add(a, t, all, part);
     }
     kernels.finish(a, t, all);
@@ -70,7 +71,7 @@ static void by_parts(const AttentionKernels& kernels, ffi::ThreadPool& pool, con
   std::unique_ptr<float[]> found(new float[size]);
   parallel(pool, parts.size(), threads, [&](int64_t i) {
     const Tile& t = tiles[parts[i].tile];
-    kernels.part(a, t, parts[i].number, workspace(), Running(found.get() + parts[i].at, t.rows));
+    kernels.part(a, t, parts[i].number, nullptr, workspace(), Running(found.get() + parts[i].at, t.rows));
   });
   WithoutDenormals here;
   for (size_t i = 0, p = 0; i < tiles.size(); i++) {
