@@ -11,7 +11,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from duetto.model.weights.compress import CompressionPlan, Method, compress, pro
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "checkpoints" / "demo"
 WINDOW, ROWS = 256, 8
-CASES = ("int8", "fp8", "int4", "0.9", "0.75", "0.5", "0.25", "ffn int4", "ffn 0.5")
+CASES = ("int8", "fp8", "int4", "0.9", "0.75", "0.5", "0.25", "ffn int4", "ffn 0.5", "head int8", "head int4")
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,13 @@ def measure(config: ModelConfig, whole: Decoder, params: Decoder, text: np.ndarr
 
 
 def plan(case: str) -> CompressionPlan:
-    """A case's plan: a scheme or a share for all projections, or "ffn" and one for the feed-forward layers
-    alone."""
+    """A case's plan: a scheme or a share for all projections, "ffn" and one for the feed-forward layers, or
+    "head" and one for all projections beside an output matrix in int8."""
     *part, how = case.split()
     method: Method = how if how.isidentifier() else float(how)  # type: ignore[assignment]
-    return CompressionPlan((("layers.*.ffn.*", method),)) if part == ["ffn"] else projections(method)
+    if part == ["ffn"]:
+        return CompressionPlan((("layers.*.ffn.*", method),))
+    return CompressionPlan((("head", "int8"), ("layers.*", method))) if part else projections(method)
 
 
 def row(name: str, found: Quality, whole: Quality) -> str:
@@ -116,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="CASE", help=f"among {', '.join(CASES)}")
     options = parser.parse_args(arguments)
     config, params = load(DEMO, jnp.float32)
+    params = replace(params, head=params.embed if params.head is None else params.head)
     text = held_out(options.tokens)
     whole = measure(config, params, params, text)
     print(

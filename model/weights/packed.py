@@ -10,20 +10,21 @@ import jax
 from ...cpu_kernels import library
 from ..transformer import Decoder
 from ..tree import holds, unwrapped
-from .compress import CONTRACTED, replaced
+from .compress import CONTRACTED, encode, replaced
 from .kernel_norm import with_kernel_norms, without_kernel_norms
 from .nibbles import grouped
-from .panels import OUTPUTS, Packed, pack_codes, pack_experts, pack_matrix
-from .quant import Quantised
+from .panels import OUTPUTS, Packed, applied, pack_codes, pack_experts, pack_matrix
+from .quant import Quantised, Scheme
 from .transposed import NAMES, Transposed, is_matrix_on_cpu, transpose
 
 T = TypeVar("T")
 EXPERTS = ("gate", "up", "down")  # below ".experts."
 
 
-def packed(params: T, isa: str, donate: bool = False) -> T:
+def packed(params: T, isa: str, donate: bool = False, tied_head: Scheme | None = None) -> T:
     """A tree of parameters, or of ShapeDtypeStructs, with a CPU's projections, experts and output matrix as
-    `Packed`, for an instruction set; an output matrix that is the embedding too is a copy.
+    `Packed`, for an instruction set; an output matrix that is the embedding too is a copy, in the scheme
+    `tied_head` or in its dtype.
 
     Left as they are: latents' projections, other records, weights of other dtypes and schemes, and those that
     lie on several devices. If a weight is packed, kernels compute norms too (`with_kernel_norms`). With
@@ -41,7 +42,7 @@ def packed(params: T, isa: str, donate: bool = False) -> T:
 
     found = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_record)
     if isinstance(found, Decoder) and found.head is None and can_be_packed("head", found.embed):
-        found = replace(found, head=pack_head(found.embed, target, is_tied=True))
+        found = replace(found, head=pack_tied(found.embed, target, tied_head))
     if not is_packed(found):
         return params
     return with_kernel_norms(found, library.target("norm", isa))  # type: ignore[return-value]
@@ -52,16 +53,24 @@ def pack(name: str, weight: Any, target: str, is_expert: bool = False) -> Packed
     if is_expert:
         return pack_experts(weight, target)
     if name == "head":
-        return pack_head(weight, target, is_tied=False)
+        return pack_head(weight, target)
     if isinstance(weight, Quantised):
         return pack_codes(weight, len(CONTRACTED[name]), target)
     ready = weight if isinstance(weight, Transposed) else transpose(weight, len(CONTRACTED[name]))
     return pack_matrix(ready.array, ready.inputs, ready.outputs, target)
 
 
-def pack_head(matrix: Any, target: str, is_tied: bool) -> Packed:
+def pack_head(matrix: Any, target: str) -> Packed:
     outputs, inputs = matrix.shape
-    return pack_matrix(matrix, (inputs,), (outputs,), target, is_head=True, is_tied=is_tied)
+    return pack_matrix(matrix, (inputs,), (outputs,), target, is_head=True)
+
+
+def pack_tied(embed: Any, target: str, scheme: Scheme | None) -> Packed:
+    """A copy of the embedding as output matrix."""
+    if scheme is None:
+        return replace(pack_head(embed, target), is_tied=True)
+    codes = applied(lambda x: encode(x.T, (-2,), scheme), embed)
+    return replace(pack_codes(codes, 1, target), is_tied=True)
 
 
 def can_be_packed(name: str, weight: Any, is_expert: bool = False) -> bool:
@@ -104,8 +113,9 @@ def unpacked(params: T) -> T:
 
 def packed_as(served: Any, params: T) -> T:
     """Parameters packed as those of a running engine are."""
-    isa = kernels_in(served)
-    return params if isa is None else packed(params, isa)
+    isa, head = kernels_in(served), getattr(served, "head", None)
+    codes = head.codes if isinstance(head, Packed) and head.is_tied else None
+    return params if isa is None else packed(params, isa, tied_head=codes and codes.scheme)
 
 
 def kernels_in(params: Any) -> str | None:

@@ -47,7 +47,7 @@ class Packed:
 
     Experts' weights have one axis more, before all others. scales: [panels, groups of inputs, COLUMNS], of
     codes, whose form is `codes`. target: the kernel's name for XLA. is_head: the weight was an output matrix
-    [outputs, inputs]; is_tied: a copy of the embedding.
+    [outputs, inputs]; is_tied: it is a copy of the embedding as output matrix.
     """
 
     array: Any
@@ -194,11 +194,10 @@ def pack_matrix(
     outputs: tuple[int, ...],
     target: str,
     is_head: bool = False,
-    is_tied: bool = False,
 ) -> Packed:
     """A matrix [outputs, inputs]."""
     panels = applied(to_panels, matrix)
-    return Packed(panels, None, inputs, outputs, target, is_head=is_head, is_tied=is_tied)
+    return Packed(panels, None, inputs, outputs, target, is_head=is_head)
 
 
 def pack_codes(weight: Quantised, inputs: int, target: str) -> Packed:

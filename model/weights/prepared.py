@@ -23,17 +23,19 @@ from ..tree import holds, pytree, static, unwrapped
 from .compress import replaced
 from .fixed import fixed, is_fixed, unfixed
 from .packed import packed, packed_as, unpacked
+from .quant import Scheme
 from .transposed import is_transposed, like, transposed, untransposed
 
 T = TypeVar("T")
 LANES = 128
 
 
-def laid_out(params: T, cpu_kernels: bool, donate: bool = False) -> T:
+def laid_out(params: T, cpu_kernels: bool, donate: bool = False, tied_head: Scheme | None = None) -> T:
     """Parameters, or ShapeDtypeStructs, as products of their device read them; with `donate` each weight is
-    deleted when its copy is ready. Raises ValueError where a CPU is to have kernels that are not there."""
+    deleted when its copy is ready. `tied_head` as in `packed`. Raises ValueError where a CPU is to have
+    kernels that are not there."""
     if cpu_kernels and is_on_cpu(params):
-        params = packed(params, library().isa, donate)
+        params = packed(params, library().isa, donate, tied_head)
     return transposed(params, donate)
 
 
@@ -42,9 +44,11 @@ def is_on_cpu(params: Any) -> bool:
     return any(device.platform == "cpu" for where in shardings if where for device in where.device_set)
 
 
-def prepared(params: T, batch_invariant_matmul: bool, cpu_kernels: bool = False) -> T:
-    """Parameters, or ShapeDtypeStructs, as their device multiplies them."""
-    params = in_lanes(parted(laid_out(params, cpu_kernels)))
+def prepared(
+    params: T, batch_invariant_matmul: bool, cpu_kernels: bool = False, tied_head: Scheme | None = None
+) -> T:
+    """Parameters, or ShapeDtypeStructs, as their device multiplies them; `tied_head` as in `packed`."""
+    params = in_lanes(parted(laid_out(params, cpu_kernels, tied_head=tied_head)))
     return fixed(params) if batch_invariant_matmul else params
 
 

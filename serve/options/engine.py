@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ...fields import knob
 from ...refusals import require
@@ -275,6 +275,12 @@ class EngineOptions:
         """True if projections to queries, keys and values may be one array: none has adapters or tiles of its
         own, and no second engine has them on other devices."""
         return not (self.enable_lora or self.batch_invariant_matmul or self.kv_role == "both")
+
+    @property
+    def tied_head(self) -> Literal["int8"] | None:
+        """Scheme of the copy of an embedding that CPU kernels multiply as output matrix; None leaves its
+        dtype. Codes of a checkpoint's own ask for none."""
+        return "int8" if self.quantization in ("int8", "int4") else None
 
     @property
     def stations(self) -> int:

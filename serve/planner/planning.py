@@ -105,7 +105,9 @@ def plan_job(
     target = on_devices(target, layout_of(options).size)
     params = abstract_params(config, chosen, target, weights, layout_on(options, target))
     if options.cpu_kernels:
-        options = with_kernels_of(options, prepared(params, options.batch_invariant_matmul, True))
+        options = with_kernels_of(
+            options, prepared(params, options.batch_invariant_matmul, True, options.tied_head)
+        )
     without = kernels_refusal(options, device_of(target), config, chosen, len(target.devices))
     sizes = choose_sizes(PairConfig(config), options, params, target.memory)
     config = config.within(sizes.max_model_len)
@@ -142,7 +144,8 @@ def abstract_arguments(plan: EnginePlan) -> StepArguments:
         params = abstract_params(plan.config, plan.dtype, plan.target, weights, layout)
     check_experts(params)
     params = fuse_qkv(params) if plan.options.fuses_qkv else params
-    params = prepared(params, plan.options.batch_invariant_matmul, bool(plan.options.cpu_kernels))
+    own = plan.options
+    params = prepared(params, own.batch_invariant_matmul, bool(own.cpu_kernels), own.tied_head)
     params = roomy(params, plan.config, plan.options)
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
 

@@ -139,3 +139,19 @@ def test_packed_weights_keep_the_form_that_they_were_read_in(form: Any):
     params = drawn(decoder_spec(MIXED), jnp.bfloat16)
     read = laid_out(in_form(params, form, jnp.bfloat16), cpu_kernels=True)
     assert in_form(read, form, jnp.bfloat16) is read
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_tied_output_matrix_may_be_copied_in_codes(dtype: Any):
+    """Its logits are those of the codes; weights served later get codes too, and the way back has none."""
+    params = drawn(decoder_spec(replace(MIXED, tied_embeddings=True)), dtype)
+    assert params.head is None
+    served = packed(params, ISA, tied_head="int8")
+    head = served.head
+    assert isinstance(head, Packed) and head.array.dtype == jnp.int8 and head.is_tied
+    x = random(5, 64).astype(dtype)
+    found = jax.jit(lambda x, w: einsum("...d,vd->...v", x, w, jnp.float32))(x, head)
+    exact = x.astype(jnp.float32) @ quantised(params.embed.T, (-2,), "int8").widened(jnp.float32)
+    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
+    assert jax.tree.structure(prepared_as(served, params)) == jax.tree.structure(served)
+    assert unprepared(served).head is None

@@ -70,7 +70,7 @@ def load_folder(
 def read_in_form(params: Decoder, options: EngineOptions) -> Decoder:
     """Parameters that were read for an engine, as their device multiplies them. Those that are copied are
     deleted."""
-    params = laid_out(params, bool(options.cpu_kernels), donate=True)
+    params = laid_out(params, bool(options.cpu_kernels), donate=True, tied_head=options.tied_head)
     return fuse_qkv(params, donate=True) if options.fuses_qkv else params
 
 

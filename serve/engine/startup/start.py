@@ -89,7 +89,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     params = spread(config, params, layout_of(options))
     params = in_form(params, options.quantization, params.embed.dtype)
     check_experts(params)
-    params = prepared(params, options.batch_invariant_matmul, bool(options.cpu_kernels))
+    params = prepared(params, options.batch_invariant_matmul, bool(options.cpu_kernels), options.tied_head)
     options, without = settled(options, device, config, params)
     if device.platform == "cpu":
         keep_freed()
