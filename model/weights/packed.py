@@ -2,10 +2,13 @@
 way back."""
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from ...cpu_kernels import library
 from ..transformer import Decoder
@@ -19,6 +22,7 @@ from .transposed import NAMES, Transposed, is_matrix_on_cpu, transpose
 
 T = TypeVar("T")
 EXPERTS = ("gate", "up", "down")  # below ".experts."
+SOME = 8192  # rows of an embedding that are quantised at once: their floats take memory
 
 
 def packed(params: T, isa: str, donate: bool = False, tied_head: Scheme | None = None) -> T:
@@ -69,8 +73,13 @@ def pack_tied(embed: Any, target: str, scheme: Scheme | None) -> Packed:
     """A copy of the embedding as output matrix."""
     if scheme is None:
         return replace(pack_head(embed, target), is_tied=True)
-    codes = applied(lambda x: encode(x.T, (-2,), scheme), embed)
-    return replace(pack_codes(codes, 1, target), is_tied=True)
+    return replace(pack_codes(applied(partial(as_codes, scheme=scheme), embed), 1, target), is_tied=True)
+
+
+def as_codes(embed: Float[Array, "V D"], scheme: Scheme) -> Quantised:
+    """The embedding as a weight [D,V] in codes."""
+    parts = [encode(embed[i : i + SOME].T, (-2,), scheme) for i in range(0, len(embed), SOME)]
+    return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *parts)
 
 
 def can_be_packed(name: str, weight: Any, is_expert: bool = False) -> bool:
@@ -115,7 +124,8 @@ def packed_as(served: Any, params: T) -> T:
     """Parameters packed as those of a running engine are."""
     isa, head = kernels_in(served), getattr(served, "head", None)
     codes = head.codes if isinstance(head, Packed) and head.is_tied else None
-    return params if isa is None else packed(params, isa, tied_head=codes and codes.scheme)
+    scheme = None if codes is None else codes.scheme
+    return params if isa is None else packed(params, isa, tied_head=scheme)
 
 
 def kernels_in(params: Any) -> str | None:

@@ -47,7 +47,8 @@ class Packed:
 
     Experts' weights have one axis more, before all others. scales: [panels, groups of inputs, COLUMNS], of
     codes, whose form is `codes`. target: the kernel's name for XLA. is_head: the weight was an output matrix
-    [outputs, inputs]; is_tied: it is a copy of the embedding as output matrix.
+    [outputs, inputs]; is_tied: it is a copy of the embedding; in codes it is one
+    [inputs, outputs].
     """
 
     array: Any

@@ -144,8 +144,8 @@ def abstract_arguments(plan: EnginePlan) -> StepArguments:
         params = abstract_params(plan.config, plan.dtype, plan.target, weights, layout)
     check_experts(params)
     params = fuse_qkv(params) if plan.options.fuses_qkv else params
-    own = plan.options
-    params = prepared(params, own.batch_invariant_matmul, bool(own.cpu_kernels), own.tied_head)
+    options = plan.options
+    params = prepared(params, options.batch_invariant_matmul, bool(options.cpu_kernels), options.tied_head)
     params = roomy(params, plan.config, plan.options)
     return arguments_like(PairConfig(plan.config), params, plan.sizes)
 

@@ -253,10 +253,10 @@ void part_of(const Attention& a, const Tile& t, int64_t part, const Tile* next, 
   pack_queries<T, PAIRS>(a, t, work.q);
   clear(t, a.H, to);
   int64_t from = part * PART > t.low ? part * PART : t.low, end = (part + 1) * PART < t.end ? (part + 1) * PART : t.end;
+  Heads heads(a, t, from / BLOCK * BLOCK);
   for (int64_t at = from / BLOCK * BLOCK; at < end; at += BLOCK) {
-    Heads heads(a, t, at);
-    bool is_last = at + BLOCK >= t.end && next;
-    Ahead ahead{is_last ? Heads(a, *next, next->low / BLOCK * BLOCK) : Heads(a, t, at + BLOCK), a.bytes()};
+    bool goes_to_next = at + BLOCK >= t.end && next;
+    Ahead ahead{goes_to_next ? Heads(a, *next, next->low / BLOCK * BLOCK) : Heads(a, t, at + BLOCK), a.bytes()};
     pack_keys<T, PAIRS>(heads, a.H, ahead, work.k);
     pack_values<T, PAIRS>(heads, a.H, ahead, work.v);
     int64_t groups = (t.rows + GROUP - 1) / GROUP;
@@ -267,6 +267,7 @@ void part_of(const Attention& a, const Tile& t, int64_t part, const Tile* next, 
       if (Seen(a, t, r, at).first < BLOCK && Seen(a, t, r + n - 1, at).end > 0)
         add_block<W>(a, t, at, r, n, work, ahead, to);
     }
+    heads = ahead.heads;
   }
 }
 

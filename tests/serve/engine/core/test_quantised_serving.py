@@ -21,6 +21,7 @@ from fakes.greedy import greedy_programs
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
 from duetto.checkpoints.huggingface import load, save
+from duetto.cpu_kernels.library import library
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec, nbytes, paths
@@ -117,6 +118,23 @@ def test_parameters_at_hand_are_quantised_and_stay_the_callers(few_shapes, param
     with LLM.from_params(CONFIG, given, cpu_kernels=False, **SMALL) as llm:
         assert llm.params is given and tokens(llm) == first
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+@pytest.mark.skipif(not library().isas, reason=library().refusal or "there are kernels")
+@pytest.mark.parametrize("form", [None, "int8", "int4", "fp8"])
+def test_cpu_kernels_multiply_a_tied_output_matrix_in_the_form_that_is_asked_for(form: str | None):
+    """Of weights that are served later too; the engine's own parameters have no copy of the embedding."""
+    config = replace(CONFIG, tied_embeddings=True)
+    given = drawn(decoder_spec(config))
+    with LLM.from_params(config, given, quantization=form, cpu_kernels=True, **SMALL) as llm:
+        head, first = llm.engine.params.head, tokens(llm)
+        assert head.is_tied and head.array.dtype == (jnp.int8 if form in ("int8", "int4") else jnp.float32)
+        llm.update_params(jax.tree.map(jnp.negative, given))
+        assert tokens(llm) != first
+        llm.update_params(given)
+        assert tokens(llm) == first and llm.params.head is None
+        llm.update_params(llm.params)
+        assert tokens(llm) == first
 
 
 def test_pages_of_another_precision_have_other_names(params):
