@@ -99,7 +99,9 @@ def plan(case: str) -> CompressionPlan:
     method: Method = how if how.isidentifier() else float(how)  # type: ignore[assignment]
     if part == ["ffn"]:
         return CompressionPlan((("layers.*.ffn.*", method),))
-    return CompressionPlan((("head", "int8"), ("layers.*", method))) if part else projections(method)
+    if part == ["head"]:
+        return CompressionPlan((("head", "int8"), ("layers.*", method)))
+    return projections(method)
 
 
 def row(name: str, found: Quality, whole: Quality) -> str:

@@ -22,7 +22,7 @@ from .transposed import NAMES, Transposed, is_matrix_on_cpu, transpose
 
 T = TypeVar("T")
 EXPERTS = ("gate", "up", "down")  # below ".experts."
-SOME = 8192  # rows of an embedding that are quantised at once: their floats take memory
+ROWS_AT_ONCE = 8192  # of an embedding, when it is quantised: their floats take memory
 
 
 def packed(params: T, isa: str, donate: bool = False, tied_head: Scheme | None = None) -> T:
@@ -78,7 +78,7 @@ def pack_tied(embed: Any, target: str, scheme: Scheme | None) -> Packed:
 
 def as_codes(embed: Float[Array, "V D"], scheme: Scheme) -> Quantised:
     """The embedding as a weight [D,V] in codes."""
-    parts = [encode(embed[i : i + SOME].T, (-2,), scheme) for i in range(0, len(embed), SOME)]
+    parts = [encode(embed[i : i + ROWS_AT_ONCE].T, (-2,), scheme) for i in range(0, len(embed), ROWS_AT_ONCE)]
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *parts)
 
 

@@ -105,9 +105,7 @@ def plan_job(
     target = on_devices(target, layout_of(options).size)
     params = abstract_params(config, chosen, target, weights, layout_on(options, target))
     if options.cpu_kernels:
-        options = with_kernels_of(
-            options, prepared(params, options.batch_invariant_matmul, True, options.tied_head)
-        )
+        options = with_kernels_of(options, prepared(params, options.batch_invariant_matmul, True))
     without = kernels_refusal(options, device_of(target), config, chosen, len(target.devices))
     sizes = choose_sizes(PairConfig(config), options, params, target.memory)
     config = config.within(sizes.max_model_len)

@@ -253,8 +253,9 @@ void part_of(const Attention& a, const Tile& t, int64_t part, const Tile* next, 
   pack_queries<T, PAIRS>(a, t, work.q);
   clear(t, a.H, to);
   int64_t from = part * PART > t.low ? part * PART : t.low, end = (part + 1) * PART < t.end ? (part + 1) * PART : t.end;
-  Heads heads(a, t, from / BLOCK * BLOCK);
-  for (int64_t at = from / BLOCK * BLOCK; at < end; at += BLOCK) {
+  int64_t at = from / BLOCK * BLOCK;
+  Heads heads(a, t, at);
+  for (; at < end; at += BLOCK) {
     bool goes_to_next = at + BLOCK >= t.end && next;
     Ahead ahead{goes_to_next ? Heads(a, *next, next->low / BLOCK * BLOCK) : Heads(a, t, at + BLOCK), a.bytes()};
     pack_keys<T, PAIRS>(heads, a.H, ahead, work.k);
