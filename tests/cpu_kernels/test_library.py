@@ -61,6 +61,11 @@ def test_an_engine_builds_kernels_into_the_cache_once(monkeypatch, tmp_path):
 def test_the_cache_has_kernels_for_the_best_instruction_set_of_the_processor(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
     assert build.own_isas() == tuple(build.ISAS)  # the system does not say
+    monkeypatch.setattr(build, "ISAS", build.ARM)
+    for flags, isas in (("fp asimd", ("neon",)), ("fp asimd bf16", ("neon_bf16",)), ("fp", ())):
+        build.CPUINFO.write_text(f"processor\t: 0\nFeatures\t: {flags}\n")
+        assert build.own_isas() == isas
+    monkeypatch.setattr(build, "ISAS", build.X86)
     wide = "avx512f avx512bw avx512vl avx512dq"
     narrow = f"avx2 fma {wide} avx512_bf16"
     for flags, isas in (

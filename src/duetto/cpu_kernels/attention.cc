@@ -7,32 +7,10 @@
 namespace ISA {
 namespace {
 
-constexpr int COLUMNS = LANES == 16 ? 4 : 2;  // vectors of one product
-constexpr int GROUP = 6;                      // queries of one: their sums and a row of keys fill the registers
+constexpr int COLUMNS = REGISTERS / 8;       // vectors of one product
+constexpr int GROUP = 6;                     // queries of one: their sums and a row of keys fill the registers
 
 alignas(64) const uint32_t NOTHING[MOST_SIZE] = {};  // in place of heads that no query sees
-
-#if defined(__AVX512BF16__)
-constexpr bool HAS_PAIRS = true;  // two products of bfloat16 in one instruction
-inline Floats multiplied_pairs(Floats a, Floats b, Floats sum) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-}
-inline Floats words(const char* p, int64_t n) {  // the first n ones, zeros behind them
-  return _mm512_castsi512_ps(_mm512_maskz_loadu_epi32(n >= 16 ? 0xffff : (1 << n) - 1, p));
-}
-inline Floats interleaved(const uint16_t* even, const uint16_t* odd) {
-  Bits low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)even));
-  Bits high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)odd));
-  return _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
-}
-inline void store_pairs(float* p, Floats even, Floats odd) { _mm512_storeu_si512(p, (Bits)_mm512_cvtne2ps_pbh(odd, even)); }
-#else
-constexpr bool HAS_PAIRS = false;
-inline Floats multiplied_pairs(Floats, Floats, Floats sum) { return sum; }
-inline Floats interleaved(const uint16_t*, const uint16_t*) { return zeros(); }
-inline void store_pairs(float*, Floats, Floats) {}
-inline Floats words(const char*, int64_t) { return zeros(); }
-#endif
 
 // Numbers of type T become words: two of them where PAIRS, else a float.
 template <class T, bool PAIRS>
@@ -40,12 +18,12 @@ struct Words {
   static constexpr int EACH = PAIRS ? 2 : 1;
 
   static Floats at(const char* head, int64_t word, int64_t n) {
-    if constexpr (PAIRS) return words(head + word * 4, n - word);
+    if constexpr (PAIRS) return as_floats(first_words(head + word * 4, n - word));
     else if constexpr (sizeof(T) == 2) return widened((const uint16_t*)head + word);
     else return load((const float*)head + word);
   }
   static Floats multiplied(Floats a, Floats b, Floats sum) {
-    if constexpr (PAIRS) return multiplied_pairs(a, b, sum);
+    if constexpr (PAIRS) return add_products(as_bits(a), as_bits(b), sum);
     else return fma(a, b, sum);
   }
 };
@@ -101,8 +79,8 @@ struct Ahead {
 
   INLINE void fetch(int lines) {
     for (; lines && key < BLOCK; lines--) {
-      _mm_prefetch(heads.k[key] + from, _MM_HINT_T1);
-      _mm_prefetch(heads.v[key] + from, _MM_HINT_T1);
+      ISA::fetch(heads.k[key] + from);
+      ISA::fetch(heads.v[key] + from);
       if ((from += 64) >= bytes) key++, from = 0;
     }
   }
@@ -118,7 +96,7 @@ void pack_keys(const Heads& heads, int64_t H, Ahead& ahead, uint32_t* to) {  // 
       UNROLL(i, LANES) x[i] = W::at(heads.k[j + i], w, n);
       transpose(x);
       UNROLL(i, LANES) store((float*)to + (w + i) * BLOCK + j, x[i]);
-      ahead.fetch(LANES * LANES / 64);
+      ahead.fetch((j + LANES) * LANES / BLOCK - j * LANES / BLOCK);
     }
 }
 
@@ -129,7 +107,7 @@ void pack_values(const Heads& heads, int64_t H, Ahead& ahead, uint32_t* to) {  /
     for (int64_t h = 0; h < H; h += LANES) {
       if (h % 64 == 0) ahead.fetch(1);
       const uint16_t *even = (const uint16_t*)heads.v[j] + h, *odd = (const uint16_t*)heads.v[j + W::EACH - 1] + h;
-      if constexpr (PAIRS) store((float*)to + j / 2 * H + h, interleaved(even, odd));
+      if constexpr (PAIRS) store_bits(to + j / 2 * H + h, paired(even, odd));
       else store((float*)to + j * H + h, W::at(heads.v[j], h, H));
     }
 }
@@ -185,7 +163,7 @@ float weigh(const Attention& a, int first, int end, float* scores, float& top, f
     x[i] = where(lanes(first - i * LANES, end - i * LANES), exp_of(sub(x[i], all(now))), zeros());
     sum = add(sum, x[i]);
   }
-  if constexpr (PAIRS) UNROLL(i, N / 2) store_pairs(scores + i * LANES, x[2 * i], x[2 * i + 1]);
+  if constexpr (PAIRS) UNROLL(i, N / 2) store_bits(scores + i * LANES, in_order(x[2 * i], x[2 * i + 1]));
   else UNROLL(i, N) store(scores + i * LANES, x[i]);
   float fade = first_of(exp_of(all(top - now)));
   total = total * fade + sum_of(sum);

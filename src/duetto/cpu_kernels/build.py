@@ -32,16 +32,23 @@ AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 BF16 = (*AVX512, "-mavx512bf16")
 AMX = (*BF16, "-mamx-tile", "-mamx-bf16")
-ISAS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "avx512_amx": AMX}
+X86 = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "avx512_amx": AMX}
+ARM = {"neon": ("-march=armv8-a",), "neon_bf16": ("-march=armv8.2-a+bf16",)}
+MACHINES = {"x86_64": X86, "aarch64": ARM}
+ISAS: Mapping[str, tuple[str, ...]] = MACHINES.get(platform.machine(), {})  # the best one last
 KERNELS = ("products.cc", "attention.cc", "norm.cc")  # compiled for each instruction set
-HANDLERS = ("products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc", "turn_ffi.cc")  # in the folder `handlers`
+# In the folder `handlers`.
+HANDLERS = ("supports.cc", "products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc", "turn_ffi.cc")
 FLAGS = (
     f"-DVERSION={VERSION}", "-std=c++17", "-O3", "-ffp-contract=off", "-g0", "-fPIC", "-Wall", "-Wno-psabi"
 )  # fmt: skip
 
 # Names in /proc/cpuinfo where they are not those of the compiler's options.
 CPUINFO = Path("/proc/cpuinfo")
-FEATURES = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
+FEATURES = {
+    "avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16",
+    "arch=armv8-a": "asimd", "arch=armv8.2-a+bf16": "bf16",
+}  # fmt: skip
 LONGEST = 120  # seconds of a compiler's call, which takes a few
 
 
@@ -59,7 +66,7 @@ def compiler() -> list[str]:
 
 def is_supported() -> bool:
     """True if there are kernels for this kind of machine."""
-    return sys.platform == "linux" and platform.machine() == "x86_64"
+    return sys.platform == "linux" and platform.machine() in MACHINES
 
 
 def headers() -> Path | None:
@@ -73,7 +80,7 @@ def own_isas() -> tuple[str, ...]:
     """The best instruction set that this processor has kernels of, with AMX the next one too, which takes its
     place where it cannot be used; all where the system hides which it has. Empty if it has none."""
     lines = CPUINFO.read_text().splitlines() if CPUINFO.exists() else []
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), None)
+    flags = next((set(line.split()) for line in lines if line.startswith(("flags", "Features"))), None)
     if flags is None:
         return tuple(ISAS)
     needed = {isa: {FEATURES.get(x := o.removeprefix("-m"), x) for o in own} for isa, own in ISAS.items()}
@@ -157,7 +164,7 @@ def kernels(
     """Return the compiler's arguments for each source and each instruction set, by the object file."""
     hidden = "-fvisibility=hidden"
     return {
-        f"{folder}/{name}-{isa}.o": [*ISAS[isa], *flags, f"-DISA={isa}", hidden, str(HERE / name)]
+        f"{folder}/{name}-{isa}.o": [*(X86 | ARM)[isa], *flags, f"-DISA={isa}", hidden, str(HERE / name)]
         for name, isa in product(KERNELS, isas)
     }
 

@@ -37,7 +37,7 @@ class KernelLibrary:
     @property
     def multiplies_bfloat16(self) -> bool:
         """True if the processor multiplies bfloat16 itself, twice as many numbers at once as of float32."""
-        return "avx512_bf16" in self.isas
+        return any(isa.endswith("_bf16") for isa in self.isas)
 
 
 def library(path: Path | None = None) -> KernelLibrary:

@@ -38,7 +38,7 @@ void rows_of(const Norm& a, int64_t first, int64_t last) {
     T* y = (T*)a.y + r * a.D;
     int64_t group = r % a.groups * a.D;
     float mean = a.is_layer ? mean_of<false>(x, a.D, 0) : 0;
-    float root = _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean_of<true>(x, a.D, mean) + a.eps)));
+    float root = root_of(mean_of<true>(x, a.D, mean) + a.eps);
     for (int64_t i = 0; i < a.D; i += LANES) {
       int64_t n = a.D - i;
       Floats v = mul(sub(read(x + i, n), all(mean)), all(1 / root));

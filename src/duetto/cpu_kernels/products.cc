@@ -8,8 +8,9 @@ namespace ISA {
 namespace {
 
 constexpr int VECTORS = COLS / LANES;            // of a panel
-constexpr int SHORT = LANES == 16 ? 6 : 1;       // rows of a tile of two panels, which few rows take
-constexpr int MOST_PANELS = LANES == 16 ? 2 : 1;
+constexpr int SHORT = VECTORS == 2 ? 6 : 1;      // rows of a tile of two panels, which few rows take
+constexpr int MOST_PANELS = VECTORS == 2 ? 2 : 1;
+constexpr bool X_IN_REGISTERS = LANES == 4;      // no instruction of NEON adds a product of what it reads
 constexpr int64_t BLOCK_BYTES = 512;             // of an x's row in a block: its x and w stay in the L1 cache
 constexpr int64_t L2 = 1 << 19;                  // bytes of a chunk's x
 constexpr int64_t AHEAD = 4096;                  // bytes between weights that are read and those that are fetched
@@ -28,7 +29,7 @@ struct NoScale {};
 // What holds the sums of a tile of one panel: its rows at most, and those of a chunk.
 struct Vectors {
   static constexpr bool ARE_TILES = false;
-  static constexpr int TALL = LANES == 16 ? 12 : 3, ROWS = 240;
+  static constexpr int TALL = REGISTERS * 3 / 4 / VECTORS, ROWS = 240;
 };
 #if defined(__AMX_BF16__)
 using OfBf16 = Tiles;
@@ -44,22 +45,15 @@ struct Bf16 {
   using Registers = OfBf16;
   using Scale = NoScale;
   static constexpr int PAIR = 2, BITS = 16;
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
   using Row = Bits;
-  using X = __m512bh;
+  using X = Bits;
   static Row row(const char* w, Scale) { return load_bits(w); }
-  static Row of_bytes(const char* w) {
-    auto floats = [](const char* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); };
-    return (Row)_mm512_cvtne2ps_pbh(floats(w + 16), floats(w));
-  }
-  static Row of(Pair w) {
-    Bits low = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    Bits places = _mm512_or_si512(low, _mm512_slli_epi32(_mm512_add_epi32(low, _mm512_set1_epi32(16)), 16));
-    return _mm512_permutexvar_epi16(places, (Bits)_mm512_cvtne2ps_pbh(w.high, w.low));
-  }
+  static Row of_bytes(const char* w) { return bytes_in_order(w); }
+  static Row of(Pair w) { return paired(w.low, w.high); }
   static void keep(Number* to, int vector, Row w) { store_bits(to + vector * LANES * 2, w); }
-  static X pair(uint32_t x) { return (X)_mm512_set1_epi32(x); }
-  static Floats add(X x, Row w, Floats sum) { return _mm512_dpbf16_ps(sum, x, (__m512bh)w); }
+  static X pair(uint32_t x) { return all_pairs(x); }
+  static Floats add(X x, Row w, Floats sum) { return add_products(x, w, sum); }
 #else
   using Row = Pair;
   using X = Pair;
@@ -198,16 +192,26 @@ void tile(const Product& p, const Place& at) {
     typename T::Scale scales[C];
     if constexpr (T::BITS == 4) UNROLL(c, C) scales[c] = scales_of(p, at.panel + c / VECTORS, c % VECTORS, group);
     auto step = [&](auto inputs_of) __attribute__((always_inline)) {
-      typename T::Row rows[C];
       const char* w = at.w + (k - at.from) * COLS * T::BITS / 8;
-      UNROLL(c, C) {
+      auto row = [&](int c) __attribute__((always_inline)) {
         const char* vector = w + (c / VECTORS) * panel + (c % VECTORS) * VECTOR_BYTES<T>;
-        _mm_prefetch(vector + AHEAD, _MM_HINT_T0);
-        rows[c] = T::row(vector, scales[c]);
-      }
-      UNROLL(r, R) {
-        auto inputs = inputs_of(x + r * p.K + k);
-        UNROLL(c, C) sums[r][c] = T::add(inputs, rows[c], sums[r][c]);
+        if (c % (64 / (LANES * 4)) == 0) fetch_near(vector + AHEAD);
+        return T::row(vector, scales[c]);
+      };
+      if constexpr (X_IN_REGISTERS) {
+        typename T::X inputs[R];
+        UNROLL(r, R) inputs[r] = inputs_of(x + r * p.K + k);
+        UNROLL(c, C) {
+          typename T::Row one = row(c);
+          UNROLL(r, R) sums[r][c] = T::add(inputs[r], one, sums[r][c]);
+        }
+      } else {
+        typename T::Row rows[C];
+        UNROLL(c, C) rows[c] = row(c);
+        UNROLL(r, R) {
+          auto inputs = inputs_of(x + r * p.K + k);
+          UNROLL(c, C) sums[r][c] = T::add(inputs, rows[c], sums[r][c]);
+        }
       }
     };
     for (; k + T::PAIR <= end; k += T::PAIR) step(T::inputs);
@@ -281,7 +285,7 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typ
     const char* next = (const char*)p.w + panel * panel_bytes<T>(p.K) + to * COLS * T::BITS / 8;  // or the next panel
     int64_t bytes = (to - from) * COLS * T::BITS / 8;
     for (int64_t i = 0; i < tiles; i++) {
-      for (int64_t at = bytes * i / tiles; at < bytes * (i + 1) / tiles; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+      for (int64_t at = bytes * i / tiles; at < bytes * (i + 1) / tiles; at += 64) fetch(next + at);
       int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;  // tiles of like height
       tile_in<typename T::Plain>(registers, end - row, p, {first + row, panel, from, to, w, sums + row * COLS});
     }

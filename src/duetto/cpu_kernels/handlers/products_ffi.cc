@@ -1,8 +1,4 @@
 // Handlers of products for XLA, one for each instruction set.
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstring>
 #include <vector>
 
@@ -127,22 +123,3 @@ static bool is_right(const Products& kernels) {
   extern "C" __attribute__((visibility("default"))) int EXPORTED(is_right_##isa)() { return is_right(isa::products); }
 FOR_EACH_ISA(HANDLER)
 #undef HANDLER
-
-// Whether this processor has the instruction sets that the kernels of a name are compiled for.
-extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx2)() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx512)() {
-  return EXPORTED(supports_avx2)() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
-extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx512_bf16)() {
-  return EXPORTED(supports_avx512)() && __builtin_cpu_supports("avx512bf16");
-}
-// Linux lets a process use tiles that asks for them. Not all compilers know these features by a name.
-extern "C" __attribute__((visibility("default"))) int EXPORTED(supports_avx512_amx)() {
-  constexpr unsigned AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
-  unsigned a, b, c, d = 0;
-  return EXPORTED(supports_avx512_bf16)() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE) &&
-         syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
-}

@@ -7,7 +7,7 @@ import jax
 import pytest
 from cases.models import RANDOM
 
-from duetto.cpu_kernels.build import BuildError
+from duetto.cpu_kernels.build import ARM, X86, BuildError
 from duetto.cpu_kernels.library import KernelLibrary
 from duetto.model.config import ModelConfig
 from duetto.serve.engine.startup import cpu_kernels, dtype
@@ -25,6 +25,7 @@ CONFIG = PRESETS["135m"]  # with heads of a size that kernels read
 def usable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor with kernels, whose library is built, in a process that compiles as users' do."""
     monkeypatch.setattr(cpu_kernels, "is_supported", lambda: True)
+    monkeypatch.setattr(cpu_kernels, "ISAS", X86)
     monkeypatch.setattr(cpu_kernels, "processor", lambda: "flags: avx2 avx512_bf16")
     monkeypatch.setattr(cpu_kernels, "build_missing", lambda: None)
     monkeypatch.setattr(cpu_kernels, "library", lambda: KernelLibrary(("avx512_bf16",)))
@@ -56,7 +57,12 @@ def test_kernels_are_left_out_where_some_keys_are_left_to_xla(model: ModelConfig
 
 
 @pytest.mark.usefixtures("usable")
-def test_kernels_are_left_out_where_xla_has_better_ones(monkeypatch, capfd):
+def test_kernels_are_left_out_where_they_were_not_compared_with_xla(monkeypatch, capfd):
+    monkeypatch.setattr(cpu_kernels, "ISAS", ARM)
+    assert with_kernels(UNDECIDED, CPU, CONFIG, "auto").cpu_kernels is False
+    assert with_kernels(replace(UNDECIDED, cpu_kernels=True), CPU, CONFIG, "auto").cpu_kernels is True
+    assert "without CPU kernels: whether they are faster than XLA's products on ARM" in capfd.readouterr().err
+    monkeypatch.setattr(cpu_kernels, "ISAS", X86)
     monkeypatch.setattr(cpu_kernels, "processor", lambda: "flags: avx2 avx512_bf16 amx_tile amx_bf16")
     assert with_kernels(UNDECIDED, CPU, CONFIG, "auto").cpu_kernels is False
     assert "without CPU kernels: XLA multiplies by AMX" in capfd.readouterr().err

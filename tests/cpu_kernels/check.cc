@@ -1,0 +1,229 @@
+// Compares what kernels compute with plain loops, on arrays without a byte to spare and on threads: for processors that
+// are emulated, and for a compiler's sanitizers. FOR_EACH_ISA names the kernels.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "handlers/pool.h"
+#include "norm.h"
+#include "products.h"
+
+// Threads as XLA's pool has them, which end with the pool.
+struct Threads {
+  std::vector<std::thread> running;
+  int num_threads() const { return 4; }
+  void Schedule(std::function<void()> work) { running.emplace_back(std::move(work)); }
+  ~Threads() {
+    for (auto& thread : running) thread.join();
+  }
+};
+
+// Floats, or bfloat16, of a kernel's call.
+struct Numbers {
+  bool is_bf16;
+  std::vector<char> bytes;
+
+  Numbers(int64_t count, bool is_bf16) : is_bf16(is_bf16), bytes(count * (is_bf16 ? 2 : 4)) {}
+  int64_t size() const { return int64_t(bytes.size()) / (is_bf16 ? 2 : 4); }
+  float operator[](int64_t i) const {
+    float v = 0;
+    if (is_bf16) std::memcpy((char*)&v + 2, &bytes[2 * i], 2);
+    else std::memcpy(&v, &bytes[4 * i], 4);
+    return v;
+  }
+  void put(int64_t i, float v) {
+    if (is_bf16) std::memcpy(&bytes[2 * i], (char*)&v + 2, 2);
+    else std::memcpy(&bytes[4 * i], &v, 4);
+  }
+};
+
+static int64_t seed = 1;
+static float small() { return float((seed = seed * 48271 % 2147483647) % 17 - 8); }  // a whole number: sums are exact
+static Numbers some(int64_t count, bool is_bf16, float factor = 1) {
+  Numbers made(count, is_bf16);
+  for (int64_t i = 0; i < count; i++) made.put(i, small() * factor);
+  return made;
+}
+
+static void expect(const char* what, float found, double wanted, double off) {
+  if (std::fabs(found - wanted) <= off) return;
+  std::fprintf(stderr, "%s: %g in place of %g\n", what, found, wanted);
+  std::exit(1);
+}
+
+// A product whose sums no order rounds, of a weight in a form; codes have scales of 0.5.
+static void multiply(const Products& kernels, bool is_bf16, Form form, int64_t M, int64_t N, int64_t K, bool y_is_bf16) {
+  int64_t panels = (N + COLS - 1) / COLS, pairs = (K + 1) / 2, group = form == INT4 && K % 4 == 0 ? K / 2 : K;
+  bool has_pairs = is_bf16 || form != NUMBERS;
+  Numbers x = some(M * K, is_bf16), y(M * N, y_is_bf16), scales(form == NUMBERS ? 0 : panels * (K / group) * COLS, is_bf16);
+  for (int64_t i = 0; i < scales.size(); i++) scales.put(i, 0.5);
+  Numbers numbers(form == NUMBERS ? panels * COLS * (has_pairs ? 2 * pairs : K) : 0, is_bf16);
+  std::vector<char> codes(form == NUMBERS ? 0 : panels * COLS * pairs * (form == INT8 ? 2 : 1));
+  std::vector<float> matrix(N * K);
+  for (int64_t n = 0; n < N; n++)
+    for (int64_t k = 0; k < K; k++) {
+      float v = matrix[n * K + k] = form == INT4 ? std::fmin(small(), 7) : small();
+      int64_t panel = n / COLS * (has_pairs ? pairs : K), column = n % COLS;
+      int64_t at = has_pairs ? ((panel + k / 2) * COLS + column) * 2 + k % 2 : (panel + k) * COLS + column;
+      if (form == NUMBERS) numbers.put(at, v);
+      else if (form == INT8) codes[at] = char(int(v));
+      else codes[at / 2] |= char((int(v) + 8) << (k % 2 * 4));
+    }
+  const char* w = form == NUMBERS ? numbers.bytes.data() : codes.data();
+  Product p{x.bytes.data(), w, scales.bytes.data(), y.bytes.data(), M, N, K, group, y_is_bf16, is_bf16, form};
+  Panels f = (is_bf16 ? kernels.bf16 : kernels.f32)[form];
+  auto check = [&] {
+    for (int64_t i = 0; i < M * N; i++) {
+      double sum = 0;
+      for (int64_t k = 0; k < K; k++) sum += x[i / N * K + k] * matrix[i % N * K + k];
+      sum *= form == NUMBERS ? 1 : 0.5;
+      expect("product", y[i], sum, y_is_bf16 ? std::fabs(sum) / 256 : 0);
+      y.put(i, NAN);
+    }
+  };
+  {
+    Threads pool;
+    parallel(pool, panels, panels, [&](int64_t i) { f(p, i, i + 1); });
+  }
+  check();
+  f(p, 0, panels);
+  check();
+}
+
+static void multiply_all(const Products& kernels) {
+  for (int64_t M : {0, 1, 2, 7, 13, 32, 250})
+    for (int64_t N : {1, 33, 100})
+      for (int64_t K : {1, 7, 64, 385, 1025, 1028})
+        for (Form form : {NUMBERS, INT8, INT4})
+          for (bool is_bf16 : {false, true})
+            if ((form != INT4 || K % 2 == 0) && M * N * K < 80000) multiply(kernels, is_bf16, form, M, N, K, !is_bf16);
+}
+
+// Two rows over pages, of which the second's tokens are a chunk, with what a layer may ask for.
+static void attend(const AttentionKernels& kernels, int64_t H, bool is_bf16, int64_t window, bool extras) {
+  constexpr int64_t B = 2, T = 24, K = 2, G = 3, W = 16, M = 24, path = 4;
+  Numbers q = some(B * T * K * G * H, is_bf16, 0.0625), k = some(K * B * M * W * H, is_bf16, 0.125), v = some(k.size(), is_bf16);
+  Numbers own_k = some(B * path * K * H, is_bf16, 0.125), own_v = some(own_k.size(), is_bf16), out(q.size(), is_bf16);
+  std::vector<int32_t> table(B * M), start{300, 350}, count{1, T}, root{299, 380};
+  for (size_t i = 0; i < table.size(); i++) table[i] = int32_t(table.size() - 1 - i);
+  std::vector<float> sinks{0, 1, -1, 0, 2, 0};
+  Attention a{q.bytes.data(), k.bytes.data(), v.bytes.data(), table.data(), start.data(), count.data(),
+              extras ? sinks.data() : nullptr, own_k.bytes.data(), own_v.bytes.data(), extras ? root.data() : nullptr,
+              out.bytes.data(), B, T, K, G, H, B * M, W, M, path, 0.25f, extras ? 5.0f : 0.0f, window, false, is_bf16};
+  std::vector<Tile> tiles;
+  for (int64_t i = 0; i < B * K; i++)
+    for (int64_t row = i / K, rows = count[row] * G, first = 0; first < rows; first += MOST_ROWS)
+      tiles.push_back({row, i % K, first, std::min<int64_t>(MOST_ROWS, rows - first), a.low(start[row] + first / G),
+                       start[row] + count[row]});
+  {
+    Threads pool;
+    parallel(pool, tiles.size(), tiles.size(), [&](int64_t i) {
+      const Tile& t = tiles[i];
+      std::unique_ptr<Workspace> own(new Workspace);
+      Running all(own->running[0], t.rows), part(own->running[1], t.rows);
+      kernels.begin(a, t, all);
+      for (int64_t p = 0; p < t.parts(); p++) {
+        kernels.part(a, t, t.first_part() + p, i + 1 < int64_t(tiles.size()) ? &t + 1 : nullptr, *own, part);
+        kernels.add(a, t, all, part);
+      }
+      kernels.finish(a, t, all);
+    });
+  }
+  for (int64_t b = 0; b < B; b++)
+    for (int64_t i = 0; i < count[b] * K * G; i++) {
+      int64_t head = i / G % K, position = start[b] + i / (K * G), query = (b * T * K * G + i) * H;
+      std::vector<double> sums(H);
+      double total = extras ? std::exp(sinks[i % (K * G)]) : 0;
+      for (int64_t s = a.low(position); s <= position; s++) {
+        bool is_own = extras && s >= root[b];
+        int64_t own = ((b * path + std::min<int64_t>(s - root[b], path - 1)) * K + head) * H;
+        int64_t at = is_own ? own : ((head * B * M + table[b * M + s / W]) * W + s % W) * H;
+        const Numbers &keys = is_own ? own_k : k, &values = is_own ? own_v : v;
+        double score = 0;
+        for (int64_t h = 0; h < H; h++) score += q[query + h] * keys[at + h];
+        score *= 0.25;
+        if (extras) score = 5 * std::tanh(score / 5);
+        total += std::exp(score);
+        for (int64_t h = 0; h < H; h++) sums[h] += std::exp(score) * values[at + h];
+      }
+      for (int64_t h = 0; h < H; h++) expect("attention", out[query + h], sums[h] / total, is_bf16 ? 0.06 : 1e-4);
+    }
+}
+
+static void attend_all(const AttentionKernels& kernels) {
+  for (int64_t H : {16, 80, 256})
+    for (int64_t window : {0, 40})
+      for (bool is_bf16 : {false, true})
+        for (bool extras : {false, true}) attend(kernels, H, is_bf16, window, extras);
+}
+
+// Rows of new heads, of which every other one is dropped.
+static void turn(const Turns& kernels, int64_t H, int64_t pairs, bool is_bf16) {
+  constexpr int64_t rows = 5, N = 6, K = 2, P = 3, W = 4;
+  Numbers q = some(rows * N * H, is_bf16), k = some(rows * K * H, is_bf16), v = some(k.size(), is_bf16), out(q.size(), is_bf16);
+  Numbers keys(K * P * W * H, is_bf16), values(keys.size(), is_bf16), cos = some(rows * pairs, false, 0.125), sin = some(rows * pairs, false, 0.125);
+  std::vector<int32_t> page{0, P, 2, -1, 1}, offset{0, 0, W - 1, 1, 2};
+  Turn a{q.bytes.data(), k.bytes.data(), v.bytes.data(), (const float*)cos.bytes.data(), (const float*)sin.bytes.data(),
+         page.data(), offset.data(), out.bytes.data(), keys.bytes.data(), values.bytes.data(), rows, N, K, H, P, W, pairs};
+  {
+    Threads pool;
+    parallel(pool, rows, rows, [&](int64_t i) { (is_bf16 ? kernels.bf16 : kernels.f32)(a, i, i + 1); });
+  }
+  auto turned = [&](const Numbers& x, int64_t head, int64_t r, int64_t h) {
+    if (h >= 2 * pairs) return double(x[head + h]);
+    int64_t i = h % pairs, other = head + (h < pairs ? h + pairs : h - pairs);
+    return x[head + h] * double(cos[r * pairs + i]) + (h < pairs ? -1 : 1) * x[other] * double(sin[r * pairs + i]);
+  };
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < (N + K) * H; i++) {
+      int64_t head = i / H, h = i % H, key = head - N, at = ((key * P + page[r]) * W + offset[r]) * H + h;
+      if (key < 0) expect("turn", out[(r * N + head) * H + h], turned(q, (r * N + head) * H, r, h), is_bf16 ? 0.1 : 1e-5);
+      else if (page[r] >= 0 && page[r] < P) {
+        expect("key", keys[at], turned(k, (r * K + key) * H, r, h), is_bf16 ? 0.1 : 1e-5);
+        expect("value", values[at], v[(r * K + key) * H + h], 0);
+      }
+    }
+}
+
+static void turn_all(const Turns& kernels) {
+  for (bool is_bf16 : {false, true})
+    for (int64_t H : {16, 80, 256})
+      for (int64_t pairs : {int64_t(1), int64_t(5), H / 2}) turn(kernels, H, pairs, is_bf16);
+}
+
+static void normalise(const Norms& kernels, int64_t D, bool is_bf16, bool is_layer) {
+  constexpr int64_t rows = 6, groups = 2;
+  Numbers x = some(rows * D, is_bf16), gain = some(groups * D, is_bf16), bias = some(groups * D, is_bf16), y(x.size(), is_bf16);
+  Norm a{x.bytes.data(), gain.bytes.data(), is_layer ? bias.bytes.data() : nullptr, y.bytes.data(), rows, D, groups, 1e-5f,
+         is_layer ? 0.0f : 1.0f, is_layer};
+  (is_bf16 ? kernels.bf16 : kernels.f32)(a, 0, rows);
+  for (int64_t r = 0; r < rows; r++) {
+    double mean = 0, squares = 0;
+    for (int64_t i = 0; i < D && is_layer; i++) mean += x[r * D + i] / double(D);
+    for (int64_t i = 0; i < D; i++) squares += (x[r * D + i] - mean) * (x[r * D + i] - mean) / D;
+    for (int64_t i = 0; i < D; i++) {
+      double g = gain[r % groups * D + i] + a.offset, b = is_layer ? bias[r % groups * D + i] : 0;
+      expect("norm", y[r * D + i], (x[r * D + i] - mean) / std::sqrt(squares + 1e-5) * g + b, is_bf16 ? 0.3 : 1e-4);
+    }
+  }
+}
+
+static void normalise_all(const Norms& kernels) {
+  for (int64_t D : {1, 5, 37, 576})
+    for (bool is_bf16 : {false, true})
+      for (bool is_layer : {false, true}) normalise(kernels, D, is_bf16, is_layer);
+}
+
+int main() {
+#define RUN(isa)                   \
+  multiply_all(isa::products);     \
+  attend_all(isa::attention);      \
+  turn_all(isa::turns);            \
+  normalise_all(isa::norms);       \
+  std::printf("%s\n", #isa);
+  FOR_EACH_ISA(RUN)
+}

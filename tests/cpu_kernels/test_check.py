@@ -1,0 +1,51 @@
+"""The kernels beside plain loops: under the compiler's sanitizers of memory, undefined behaviour and threads,
+and those of another machine in an emulator."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from duetto.cpu_kernels import build
+
+HERE = Path(__file__).parent
+TILES = ["-include", str(HERE / "tiles.h")]  # of an AMX that is emulated
+
+
+def program(folder: Path, isas: Sequence[str], flags: Sequence[str]) -> Path:
+    """The program that checks the kernels of some instruction sets."""
+    kernels: dict[str, list[str]] = {}
+    for isa in isas:
+        kernels |= build.kernels(folder, [*flags, *TILES] if isa == "avx512_amx" else flags, [isa])
+    made, each = folder / "check", " ".join(f"X({isa})" for isa in isas)
+    own = [f"-DFOR_EACH_ISA(X)={each}", str(HERE / "check.cc"), "-I", str(build.HERE), "-o", str(made)]
+    build.run([*build.FLAGS, *flags, "-pthread", *build.compiled(kernels), *own])
+    return made
+
+
+def check(command: Sequence[str | Path], isas: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0 and done.stdout.split() == list(isas), done.stderr
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_kernels_under_sanitizers(sanitizers: str, tmp_path: Path):
+    isas = build.own_isas() if build.is_supported() else ()
+    if not isas or shutil.which(build.compiler()[0]) is None:
+        pytest.skip("no compiler of C++, or no kernels for this machine")
+    if isas == ("avx512_bf16",) and sanitizers != "thread":  # a thread's tiles are its own
+        isas += ("avx512_amx",)
+    flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-O1", "-g"]
+    check([program(tmp_path, isas, flags)], isas)
+
+
+@pytest.mark.extras
+def test_kernels_of_arm_in_an_emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    compiler, emulator = "aarch64-linux-gnu-g++", "qemu-aarch64"
+    if shutil.which(compiler) is None or shutil.which(emulator) is None:
+        pytest.skip(f"no {compiler}, or no {emulator}")
+    monkeypatch.setenv("CXX", compiler)
+    check([emulator, "-cpu", "max", program(tmp_path, list(build.ARM), ["-static"])], list(build.ARM))
