@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ...options.checks import round_up
-from ...runtime.compiled.shapes import Shape, row_tokens, smallest
+from ...runtime.compiled.shapes import Shape, row_tokens, shape_of_one, smallest
 from ...runtime.equal_bits.classes import ShapeClasses
 from .request import Request
 
@@ -64,16 +64,15 @@ class Costs:
         self.row = row_tokens(classes.prefill, prompts=2)
         most = max(s.rows for s in classes.prefill if s.tokens >= self.row)
         self._shared = [smallest(classes.prefill, n, self.row) for n in range(1, most + 1)]
-        self._alone = [s for s in classes.prefill if s.rows == 1]
 
     def prefill(self, tokens: Sequence[int]) -> tuple[list[float], list[float]] | None:
         """Return `together` and `best` of prompts with `tokens[i]` tokens to compute; None if prompts cannot
         share a prefill, or if none has run."""
-        each = {s: self._of(s, self.classes.prefill) for s in {*self._shared, *self._alone}}
-        shared, lone = [each[s] for s in self._shared], {s: each[s] for s in self._alone}
+        each = {s: self._of(s, self.classes.prefill) for s in self.classes.prefill}
+        shared = [each[s] for s in self._shared]
         if len(shared) == 1 or shared[0] is None:
             return None
-        alone = [lone[smallest(self._alone, 1, min(n, self._alone[-1].tokens))] or 0.0 for n in tokens]
+        alone = [each[shape_of_one(self.classes.prefill, n)] or 0.0 for n in tokens]
         rows = [-(-n // self.row) for n in tokens]
         full = min((t or 0.0) / n for n, t in enumerate(shared, 1))
         best = [min(one, n * full) for one, n in zip(alone, rows, strict=True)]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
-from ...runtime.compiled.shapes import Shape, Sizes, holds, row_tokens, smallest
+from ...runtime.compiled.shapes import Shape, Sizes, holds, row_tokens, shape_of_one, smallest
 from ...runtime.equal_bits.classes import ShapeClasses
 from .plan import ScheduledTokens, SchedulerOutput
 
@@ -11,9 +11,13 @@ from .plan import ScheduledTokens, SchedulerOutput
 def prompt_rows(
     shapes: tuple[Shape, ...], chunks: list[ScheduledTokens], sizes: Sizes | None = None
 ) -> list[ScheduledTokens]:
-    """Cut chunks of prompts into rows: long rows for a chunk that is alone in its shard, short ones for
-    several."""
-    tokens = row_tokens(shapes, max(map(len, by_shards(chunks, sizes))))
+    """Cut chunks of prompts into rows: short ones for several in a shard, those of `shape_of_one` for a chunk
+    that is alone."""
+    if not chunks:
+        return []
+    is_alone = max(map(len, by_shards(chunks, sizes))) == 1
+    longest = max(chunk.count for chunk in chunks)
+    tokens = shape_of_one(shapes, longest).tokens if is_alone else row_tokens(shapes, prompts=2)
     return [row for chunk in chunks for row in rows_of(chunk, tokens)]
 
 

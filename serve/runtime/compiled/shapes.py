@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
 from ....kvcache.kernels.cpu_attention import layers_read
@@ -22,7 +23,7 @@ WIDE_DECODE, WIDE_PREFILL = 64, 512
 # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 ROW_TOKENS = 32
 # the same with CPU kernels, which read the keys of rows that go on with one another once
-SHORT_ROW_TOKENS = 4
+SHORT_ROW_TOKENS = 2
 SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
 WIDEST = 4  # tokens of a verification for each slot
 
@@ -206,7 +207,7 @@ def shared_areas(edges: list[int], platform: str, row: int) -> list[int]:
     if row == ROW_TOKENS:
         return [edge for edge in edges if edge >= SMALLEST_CHUNK]
     areas = [edge for edge in edges if edge >= ROW_TOKENS]
-    return sorted({*areas, *(3 * area // 2 for area in areas[:-1] if area >= SMALLEST_CHUNK)})
+    return sorted({*areas, *(3 * area // 2 for area in areas[:-1])})
 
 
 def can_share(layers: Iterable[LayerKind]) -> bool:
@@ -219,6 +220,16 @@ def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
     can share a call."""
     several = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
     return max(several or [s.tokens for s in shapes])
+
+
+@cache
+def shape_of_one(shapes: tuple[Shape, ...], tokens: int) -> Shape:
+    """Return the prefill, of these shapes, of a prompt of `tokens` tokens that is alone: one row, unless
+    short rows pad it less."""
+    one, row = [s for s in shapes if s.rows == 1], row_tokens(shapes, prompts=2)
+    long = smallest(one, 1, min(tokens, max(s.tokens for s in one)))
+    short = [s for s in shapes if s.tokens == row and tokens <= s.area < long.area]
+    return min(short, key=lambda s: s.area, default=long)
 
 
 def least_row(shapes: Iterable[Shape]) -> int:

@@ -2,10 +2,30 @@
 
 from typing import Any, cast
 
-from duetto.serve.engine.core.rows import calls, groups_of
+from duetto.serve.engine.core.plan import ScheduledTokens
+from duetto.serve.engine.core.rows import calls, groups_of, prompt_rows
 from duetto.serve.runtime.compiled.shapes import Shape
 
 SHAPES = (Shape("prefill", 1, 64), Shape("prefill", 4, 16), Shape("prefill", 16, 2))
+
+
+def test_a_prompt_alone_takes_short_rows_where_they_pad_it_less():
+    shapes = (
+        Shape("prefill", 1, 32),
+        Shape("prefill", 1, 64),
+        Shape("prefill", 24, 2),
+        Shape("prefill", 32, 2),
+    )
+
+    def cut(*tokens: int) -> list[tuple[Shape, list[int]]]:
+        chunks = [ScheduledTokens(cast("Any", None), 8, n) for n in tokens]
+        found = calls(shapes, prompt_rows(shapes, chunks))
+        return [(shape, [row.start for row in rows.values()]) for shape, rows in found]
+
+    assert cut() == []
+    assert cut(30) == [(shapes[0], [8])] and cut(60) == [(shapes[1], [8])]
+    assert cut(43) == [(shapes[2], [*range(8, 51, 2)])]
+    assert cut(5, 2) == [(shapes[2], [8, 10, 12, 8])]
 
 
 class Row:

@@ -77,7 +77,7 @@ def test_prompts_share_prefills_in_the_rows_of_an_engine_with_cpu_kernels():
         own = simulation(config=config, cpu_kernels=cpu_kernels).engine.classes.prefill
         return {shape.tokens for shape in own if shape.rows > 1}
 
-    assert [rows(cpu_kernels) for cpu_kernels in (False, True)] == [{32}, {4}]
+    assert [rows(cpu_kernels) for cpu_kernels in (False, True)] == [{32}, {2}]
 
 
 def test_the_hosts_work_hides_behind_the_device_until_it_takes_longer():

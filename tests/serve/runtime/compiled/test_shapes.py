@@ -17,7 +17,14 @@ from duetto.serve.options.checks import round_up
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import abstract_params
 from duetto.serve.planner.roofline.targets import here
-from duetto.serve.runtime.compiled.shapes import Canonical, Sizes, shared_row, table, with_kernels_of
+from duetto.serve.runtime.compiled.shapes import (
+    Canonical,
+    Sizes,
+    shape_of_one,
+    shared_row,
+    table,
+    with_kernels_of,
+)
 from duetto.serve.runtime.compiled.sizing import choose_sizes, group_pages
 
 GIB = 1 << 30
@@ -76,7 +83,12 @@ def test_prompts_share_prefills_in_short_rows_where_kernels_of_a_cpu_read_all_ke
     assert row(options, "int8") == row(replace(options, cpu_kernels=False), "auto") == 32
     found = table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "auto"))
     prefills = [(s.rows, s.tokens) for s in found if s.phase == "prefill"]
-    assert prefills == [(1, 16), (1, 32), (1, 64), (1, 128), (8, 4), (16, 4), (24, 4), (32, 4)]
+    alone = [(1, 16), (1, 32), (1, 64), (1, 128)]
+    assert prefills == [*alone, (16, 2), (24, 2), (32, 2), (48, 2), (64, 2)]
+    lengths = 10, 30, 33, 48, 49, 96, 97, 128, 500  # of a prompt that is alone: rows where they pad it least
+    kept = [(1, 16), (1, 32), (24, 2), (24, 2), (1, 64), (48, 2), (1, 128), (1, 128), (1, 128)]
+    one = [shape_of_one(tuple(s for s in found if s.phase == "prefill"), n) for n in lengths]
+    assert [(s.rows, s.tokens) for s in one] == kept
     found = table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "int8"))
     prefills = [(s.rows, s.tokens) for s in found if s.phase == "prefill"]
     assert prefills == [(1, 16), (1, 32), (1, 64), (1, 128), (2, 32), (4, 32)]
