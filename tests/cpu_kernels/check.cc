@@ -94,7 +94,39 @@ static void multiply(const Products& kernels, bool is_bf16, Form form, int64_t M
   check();
 }
 
+// Rows of a product have the same bits beside any others, also where sums are rounded.
+static void multiply_alone(const Products& kernels, bool is_bf16, Form form) {
+  constexpr int64_t M = 13, N = 40, K = 90, panels = 2;
+  Numbers x = some(M * K, is_bf16, 0.37f), w = some(panels * COLS * K, is_bf16, 0.61f), scales = some(panels * COLS, false, 0.3f);
+  for (Numbers* numbers : {&x, &w})
+    for (int64_t i = 0; i < numbers->size(); i++) numbers->put(i, (*numbers)[i] * (1 + float(i % 127) / 128));
+  Numbers y(M * N, false), one(N, false);
+  Panels f = (is_bf16 ? kernels.bf16 : kernels.f32)[form];
+  f({x.bytes.data(), w.bytes.data(), scales.bytes.data(), y.bytes.data(), M, N, K, K, false, false, form}, 0, panels);
+  for (int64_t r = 0; r < M; r++) {
+    f({&x.bytes[r * K * (is_bf16 ? 2 : 4)], w.bytes.data(), scales.bytes.data(), one.bytes.data(), 1, N, K, K, false, false, form}, 0, panels);
+    if (std::memcmp(&y.bytes[r * N * 4], one.bytes.data(), N * 4)) expect("bits of a row alone", 0, r + 1, 0);
+  }
+}
+
+// How a float is rounded to bfloat16, and that NaN stays NaN and denormals count as zero.
+static void round_all(const Products& kernels) {
+  const uint32_t given[] = {0x3f808000, 0x3f818000, 0x3f808001, 0x7f800001, 0x00400000, 0xbf808000};
+  const uint16_t wanted[] = {0x3f80, 0x3f82, 0x3f81, 0x7fc0, 0, 0xbf80};
+  constexpr int64_t N = 6;
+  float x = 1, w[COLS] = {};
+  uint16_t y[N];
+  std::memcpy(w, given, sizeof given);
+  Threads pool;
+  parallel(pool, 1, 1, [&](int64_t) { kernels.f32[NUMBERS]({&x, w, nullptr, y, 1, N, 1, 1, true, false, NUMBERS}, 0, 1); });
+  for (int64_t i = 0; i < N; i++)
+    if (y[i] != wanted[i]) expect("rounding", y[i], wanted[i], 0);
+}
+
 static void multiply_all(const Products& kernels) {
+  round_all(kernels);
+  for (bool is_bf16 : {false, true})
+    for (Form form : {NUMBERS, INT8, INT4}) multiply_alone(kernels, is_bf16, form);
   for (int64_t M : {0, 1, 2, 7, 13, 32, 250})
     for (int64_t N : {1, 33, 100})
       for (int64_t K : {1, 7, 64, 385, 1025, 1028})

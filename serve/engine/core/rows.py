@@ -11,8 +11,8 @@ from .plan import ScheduledTokens, SchedulerOutput
 def prompt_rows(
     shapes: tuple[Shape, ...], chunks: list[ScheduledTokens], sizes: Sizes | None = None
 ) -> list[ScheduledTokens]:
-    """Cut chunks of prompts into rows: short ones for several in a shard, those of `shape_of_one` for a chunk
-    that is alone."""
+    """Cut chunks of prompts into rows: short ones for several in a shard; where each shard has one, those of
+    the shape that the longest chunk takes alone."""
     if not chunks:
         return []
     is_alone = max(map(len, by_shards(chunks, sizes))) == 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
-from ...runtime.compiled.shapes import Shape, smallest
+from ...runtime.compiled.shapes import Shape, shape_of_one, smallest
 from ..roofline.bubbles import cycle
 from ..workloads.tally import SLO
 from ..workloads.workload import Workload
@@ -121,13 +121,13 @@ def call_shape(shapes: Iterable[Shape], phase: str, rows: int, tokens: int) -> S
 def prefill_seconds(own: Candidate, load: Workload, share: float) -> PrefillTimes:
     """Return the seconds of a prompt's prefill in chunks, in the slowest stage, without the tokens that
     prompts share."""
-    lone = [s for s in own.shapes if s.phase == "prefill" and s.rows == 1]
+    prefills = tuple(s for s in own.shapes if s.phase == "prefill")
     lacking = 1 - found_share(own, load)
     prompts = sorted(max(1, round(e.prompt * lacking)) for e in load.entries)
     some = prompts[:: max(1, len(prompts) // SAMPLE)]
-    total = sum(prompt_seconds(own, lone, tokens) for tokens in some)
+    total = sum(prompt_seconds(own, prefills, tokens) for tokens in some)
     last = prompts[min(int(share * len(prompts)), len(prompts) - 1)]
-    return PrefillTimes(total / len(some) / own.fitted.layout.data, prompt_seconds(own, lone, last))
+    return PrefillTimes(total / len(some) / own.fitted.layout.data, prompt_seconds(own, prefills, last))
 
 
 def found_share(own: Candidate, load: Workload) -> float:
@@ -135,11 +135,11 @@ def found_share(own: Candidate, load: Workload) -> float:
     return load.shared if own.options.enable_prefix_caching else 0.0
 
 
-def prompt_seconds(own: Candidate, lone: list[Shape], tokens: int) -> float:
-    most, done, total = min(max(s.tokens for s in lone), own.options.prefill_tokens), 0, 0.0
+def prompt_seconds(own: Candidate, prefills: tuple[Shape, ...], tokens: int) -> float:
+    most, done, total = min(max(s.tokens for s in prefills), own.options.prefill_tokens), 0, 0.0
     while done < tokens:
         count = min(most, tokens - done)
-        shape = smallest(lone, 1, count)
+        shape = shape_of_one(prefills, count)
         total += max(own.times(StepCall(shape, 1, count, done)))
         done += count
     return total

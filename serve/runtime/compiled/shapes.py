@@ -224,12 +224,11 @@ def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
 
 @cache
 def shape_of_one(shapes: tuple[Shape, ...], tokens: int) -> Shape:
-    """Return the prefill, of these shapes, of a prompt of `tokens` tokens that is alone: one row, unless
-    short rows pad it less."""
-    one, row = [s for s in shapes if s.rows == 1], row_tokens(shapes, prompts=2)
-    long = smallest(one, 1, min(tokens, max(s.tokens for s in one)))
-    short = [s for s in shapes if s.tokens == row and tokens <= s.area < long.area]
-    return min(short, key=lambda s: s.area, default=long)
+    """Return the prefill, of these shapes, of a prompt of `tokens` tokens that is alone: the one with the
+    fewest padded tokens, of a single row or of short rows; of the longest row if none holds all of it."""
+    holding = [s for s in shapes if s.area >= tokens and (s.rows == 1 or s.tokens == SHORT_ROW_TOKENS)]
+    longest = max(shapes, key=lambda s: s.tokens)
+    return min(holding, key=lambda s: (s.area, s.rows), default=longest)
 
 
 def least_row(shapes: Iterable[Shape]) -> int:

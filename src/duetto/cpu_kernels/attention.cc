@@ -79,8 +79,8 @@ struct Ahead {
 
   INLINE void fetch(int lines) {
     for (; lines && key < BLOCK; lines--) {
-      ISA::fetch(heads.k[key] + from);
-      ISA::fetch(heads.v[key] + from);
+      fetch_far(heads.k[key] + from);
+      fetch_far(heads.v[key] + from);
       if ((from += 64) >= bytes) key++, from = 0;
     }
   }

@@ -8,9 +8,9 @@ namespace ISA {
 namespace {
 
 constexpr int VECTORS = COLS / LANES;            // of a panel
-constexpr int SHORT = VECTORS == 2 ? 6 : 1;      // rows of a tile of two panels, which few rows take
-constexpr int MOST_PANELS = VECTORS == 2 ? 2 : 1;
-constexpr bool X_IN_REGISTERS = LANES == 4;      // no instruction of NEON adds a product of what it reads
+constexpr int SUMS = REGISTERS * 3 / 4;          // registers of a tile's sums
+constexpr int SHORT = SUMS / (2 * VECTORS);      // rows of a tile of two panels, which few rows take
+constexpr int MOST_PANELS = SHORT > 1 ? 2 : 1;
 constexpr int64_t BLOCK_BYTES = 512;             // of an x's row in a block: its x and w stay in the L1 cache
 constexpr int64_t L2 = 1 << 19;                  // bytes of a chunk's x
 constexpr int64_t AHEAD = 4096;                  // bytes between weights that are read and those that are fetched
@@ -29,7 +29,7 @@ struct NoScale {};
 // What holds the sums of a tile of one panel: its rows at most, and those of a chunk.
 struct Vectors {
   static constexpr bool ARE_TILES = false;
-  static constexpr int TALL = REGISTERS * 3 / 4 / VECTORS, ROWS = 240;
+  static constexpr int TALL = SUMS / VECTORS, ROWS = 240;
 };
 #if defined(__AMX_BF16__)
 using OfBf16 = Tiles;
@@ -195,22 +195,22 @@ void tile(const Product& p, const Place& at) {
       const char* w = at.w + (k - at.from) * COLS * T::BITS / 8;
       auto row = [&](int c) __attribute__((always_inline)) {
         const char* vector = w + (c / VECTORS) * panel + (c % VECTORS) * VECTOR_BYTES<T>;
-        if (c % (64 / (LANES * 4)) == 0) fetch_near(vector + AHEAD);
+        if (c % VECTORS * VECTOR_BYTES<T> % 64 == 0) fetch_near(vector + AHEAD);  // each line once
         return T::row(vector, scales[c]);
       };
-      if constexpr (X_IN_REGISTERS) {
-        typename T::X inputs[R];
-        UNROLL(r, R) inputs[r] = inputs_of(x + r * p.K + k);
-        UNROLL(c, C) {
-          typename T::Row one = row(c);
-          UNROLL(r, R) sums[r][c] = T::add(inputs[r], one, sums[r][c]);
-        }
-      } else {
+      if constexpr (ADDS_FROM_MEMORY) {
         typename T::Row rows[C];
         UNROLL(c, C) rows[c] = row(c);
         UNROLL(r, R) {
           auto inputs = inputs_of(x + r * p.K + k);
           UNROLL(c, C) sums[r][c] = T::add(inputs, rows[c], sums[r][c]);
+        }
+      } else {
+        typename T::X inputs[R];
+        UNROLL(r, R) inputs[r] = inputs_of(x + r * p.K + k);
+        UNROLL(c, C) {
+          typename T::Row one = row(c);
+          UNROLL(r, R) sums[r][c] = T::add(inputs[r], one, sums[r][c]);
         }
       }
     };
@@ -285,7 +285,7 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typ
     const char* next = (const char*)p.w + panel * panel_bytes<T>(p.K) + to * COLS * T::BITS / 8;  // or the next panel
     int64_t bytes = (to - from) * COLS * T::BITS / 8;
     for (int64_t i = 0; i < tiles; i++) {
-      for (int64_t at = bytes * i / tiles; at < bytes * (i + 1) / tiles; at += 64) fetch(next + at);
+      for (int64_t at = bytes * i / tiles; at < bytes * (i + 1) / tiles; at += 64) fetch_far(next + at);
       int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;  // tiles of like height
       tile_in<typename T::Plain>(registers, end - row, p, {first + row, panel, from, to, w, sums + row * COLS});
     }

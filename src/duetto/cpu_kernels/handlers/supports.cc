@@ -1,14 +1,10 @@
 // Whether this processor has the instruction sets that the kernels of a name are compiled for.
 #include "../isa/isa.h"
 
-#if defined(__linux__)
 #include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
-#if defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -18,28 +14,16 @@
 #if defined(__aarch64__)
 SUPPORTS(neon) { return 1; }
 SUPPORTS(neon_bf16) {
-#if defined(__linux__)
   constexpr unsigned long BF16 = 1 << 14;  // of AT_HWCAP2
   return (getauxval(AT_HWCAP2) & BF16) != 0;
-#elif defined(__APPLE__)
-  int has = 0;
-  size_t size = sizeof has;
-  return !sysctlbyname("hw.optional.arm.FEAT_BF16", &has, &size, nullptr, 0) && has;
-#else
-  return 0;
-#endif
 }
 #else
-SUPPORTS(avx2) {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
+SUPPORTS(avx2) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 SUPPORTS(avx512) {
   return EXPORTED(supports_avx2)() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
-SUPPORTS(avx512_bf16) {
-  return EXPORTED(supports_avx512)() && __builtin_cpu_supports("avx512bf16");
-}
+SUPPORTS(avx512_bf16) { return EXPORTED(supports_avx512)() && __builtin_cpu_supports("avx512bf16"); }
 // Linux lets a process use tiles that asks for them. Not all compilers know these features by a name.
 SUPPORTS(avx512_amx) {
   constexpr unsigned AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;

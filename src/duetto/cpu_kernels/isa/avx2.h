@@ -8,6 +8,7 @@ namespace ISA {
 namespace {
 
 constexpr int LANES = 8, REGISTERS = 16;
+constexpr bool ADDS_FROM_MEMORY = true;  // an operand of a multiply-add may lie there
 using Floats = __m256;
 using Bits = __m256i;
 inline Floats zeros() { return _mm256_setzero_ps(); }

@@ -8,6 +8,7 @@ namespace ISA {
 namespace {
 
 constexpr int LANES = 16, REGISTERS = 32;
+constexpr bool ADDS_FROM_MEMORY = true;  // an operand of a multiply-add may lie there
 using Floats = __m512;
 using Bits = __m512i;
 inline Floats zeros() { return _mm512_setzero_ps(); }

@@ -8,6 +8,7 @@ namespace ISA {
 namespace {
 
 constexpr int LANES = 4, REGISTERS = 32;
+constexpr bool ADDS_FROM_MEMORY = false;  // an operand of a multiply-add may lie there
 using Floats = float32x4_t;
 using Bits = uint32x4_t;
 inline Floats zeros() { return vdupq_n_f32(0); }
@@ -54,7 +55,8 @@ inline Floats where(Mask m, Floats a, Floats b) { return vbslq_f32(m, a, b); }
 inline Floats larger(Floats a, Floats b) { return where(below(b, a), a, b); }  // b where one is NaN
 inline Floats nearest(Floats x) { return vrndnq_f32(x); }
 inline Floats times_power(Floats y, Floats n) {
-  return mul(y, as_floats(vreinterpretq_u32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(n), vdupq_n_s32(127)), 23))));
+  Bits biased = vaddq_u32(vreinterpretq_u32_s32(vcvtnq_s32_f32(n)), vdupq_n_u32(127));
+  return mul(y, as_floats(vshlq_n_u32(biased, 23)));
 }
 inline Floats magnitude(Floats x) { return vabsq_f32(x); }
 inline Floats with_sign(Floats x, Floats of) { return as_floats(vorrq_u32(as_bits(x), vandq_u32(as_bits(of), as_bits(all(-0.0f))))); }

@@ -21,7 +21,7 @@ inline Bits first_words(const char*, int64_t) { return as_bits(zeros()); }
 #endif
 
 inline void fetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }  // into the first cache
-inline void fetch(const void* p) { __builtin_prefetch(p, 0, 2); }       // into the second
+inline void fetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }   // into the second
 
 template <class T>
 inline Floats read(const T* p, int64_t n) {  // zeros behind the first n
