@@ -36,7 +36,7 @@ X86 = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "avx512_amx": AMX}
 ARM = {"neon": ("-march=armv8-a",), "neon_bf16": ("-march=armv8.2-a+bf16",)}
 ALL = X86 | ARM
 MACHINES = {"x86_64": X86, "aarch64": ARM}
-ISAS: Mapping[str, tuple[str, ...]] = MACHINES.get(platform.machine(), {})  # the best one last
+ISAS: dict[str, tuple[str, ...]] = MACHINES.get(platform.machine(), {})  # the best one last
 KERNELS = ("products.cc", "attention.cc", "norm.cc")  # compiled for each instruction set
 # In the folder `handlers`.
 HANDLERS = ("supports.cc", "products_ffi.cc", "attention_ffi.cc", "norm_ffi.cc", "turn_ffi.cc")
