@@ -195,7 +195,8 @@ void tile(const Product& p, const Place& at) {
       const char* w = at.w + (k - at.from) * COLS * T::BITS / 8;
       auto row = [&](int c) __attribute__((always_inline)) {
         const char* vector = w + (c / VECTORS) * panel + (c % VECTORS) * VECTOR_BYTES<T>;
-        if (c % VECTORS * VECTOR_BYTES<T> % 64 == 0) fetch_near(vector + AHEAD);  // each line once
+        // once for each line of floats; to fetch a line of codes once only was slower
+        if (c % (64 / sizeof(Floats)) == 0) fetch_near(vector + AHEAD);
         return T::row(vector, scales[c]);
       };
       if constexpr (ADDS_FROM_MEMORY) {
