@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....cpu_kernels.build import ISAS, BuildError, build_cached, is_supported, library_file
+from ....cpu_kernels.build import ARM, ISAS, BuildError, build_cached, is_supported, library_file
 from ....cpu_kernels.library import library
 from ....kvcache.kernels.cpu_attention import layers_read
 from ....kvcache.quantised import kept_as
@@ -71,7 +71,7 @@ def left_out(options: EngineOptions, config: ModelConfig, dtype: str, several: b
     kept, layers = kept_as(options.kv_cache_dtype, computed), config.layers
     if not is_supported():
         return "there are none for this kind of machine"
-    if "neon" in ISAS:
+    if ISAS == ARM:
         return "whether they are faster than XLA's products on ARM was not measured"
     if "amx_bf16" in processor():
         return "XLA multiplies by AMX, and whether they do so faster was not measured"

@@ -22,7 +22,8 @@ SMALLEST_WIDTH = 8
 WIDE_DECODE, WIDE_PREFILL = 64, 512
 # tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
 ROW_TOKENS = 32
-# the same with CPU kernels, which read the keys of rows that go on with one another once
+# the same with CPU kernels, which read the keys of rows that go on with one another once; rows of one token
+# take a third longer
 SHORT_ROW_TOKENS = 2
 SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
 WIDEST = 4  # tokens of a verification for each slot

@@ -34,7 +34,7 @@ BF16 = (*AVX512, "-mavx512bf16")
 AMX = (*BF16, "-mamx-tile", "-mamx-bf16")
 X86 = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "avx512_amx": AMX}
 ARM = {"neon": ("-march=armv8-a",), "neon_bf16": ("-march=armv8.2-a+bf16",)}
-ALL = X86 | ARM
+ALL_ISAS = X86 | ARM
 MACHINES = {"x86_64": X86, "aarch64": ARM}
 ISAS: dict[str, tuple[str, ...]] = MACHINES.get(platform.machine(), {})  # the best one last
 KERNELS = ("products.cc", "attention.cc", "norm.cc")  # compiled for each instruction set
@@ -165,7 +165,7 @@ def kernels(
     """Return the compiler's arguments for each source and each instruction set, by the object file."""
     hidden = "-fvisibility=hidden"
     return {
-        f"{folder}/{name}-{isa}.o": [*ALL[isa], *flags, f"-DISA={isa}", hidden, str(HERE / name)]
+        f"{folder}/{name}-{isa}.o": [*ALL_ISAS[isa], *flags, f"-DISA={isa}", hidden, str(HERE / name)]
         for name, isa in product(KERNELS, isas)
     }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from ..user_folders import owned
-from .build import ALL, HERE, ISAS, VERSION, library_file
+from .build import ALL_ISAS, HERE, ISAS, VERSION, library_file
 
 HANDLERS = ("product", "attention", "norm", "turn")
 BUILD = "python -m duetto.cpu_kernels.build"
@@ -116,7 +116,7 @@ def target(handler: str, isa: str, path: Path | None = None) -> str:
 def isa_of(target: str) -> str:
     """The instruction set of a target."""
     name = target.rpartition("_")[0]
-    return next(isa for isa in ALL if name.endswith(f"_{isa}_{VERSION}"))
+    return next(isa for isa in ALL_ISAS if name.endswith(f"_{isa}_{VERSION}"))
 
 
 @cache

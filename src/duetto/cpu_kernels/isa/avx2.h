@@ -11,6 +11,7 @@ constexpr int LANES = 8, REGISTERS = 16;
 constexpr bool ADDS_FROM_MEMORY = true;  // an operand of a multiply-add may lie there
 using Floats = __m256;
 using Bits = __m256i;
+using Mask = __m256;
 inline Floats zeros() { return _mm256_setzero_ps(); }
 inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Floats v) { _mm256_storeu_ps(p, v); }
@@ -50,7 +51,6 @@ inline void store_bf16(uint16_t* p, Floats v) {
 }
 inline Bits as_bits(Floats v) { return _mm256_castps_si256(v); }
 inline Floats as_floats(Bits v) { return _mm256_castsi256_ps(v); }
-using Mask = __m256;
 inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats quotient(Floats a, Floats b) { return _mm256_div_ps(a, b); }

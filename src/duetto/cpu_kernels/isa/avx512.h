@@ -11,6 +11,7 @@ constexpr int LANES = 16, REGISTERS = 32;
 constexpr bool ADDS_FROM_MEMORY = true;  // an operand of a multiply-add may lie there
 using Floats = __m512;
 using Bits = __m512i;
+using Mask = __mmask16;
 inline Floats zeros() { return _mm512_setzero_ps(); }
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Floats v) { _mm512_storeu_ps(p, v); }
@@ -47,7 +48,6 @@ inline void store_bf16(uint16_t* p, Floats v) {
 }
 inline Bits as_bits(Floats v) { return _mm512_castps_si512(v); }
 inline Floats as_floats(Bits v) { return _mm512_castsi512_ps(v); }
-using Mask = __mmask16;
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
 inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats quotient(Floats a, Floats b) { return _mm512_div_ps(a, b); }

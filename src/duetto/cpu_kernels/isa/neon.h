@@ -8,9 +8,10 @@ namespace ISA {
 namespace {
 
 constexpr int LANES = 4, REGISTERS = 32;
-constexpr bool ADDS_FROM_MEMORY = false;  // an operand of a multiply-add may lie there
+constexpr bool ADDS_FROM_MEMORY = false;  // no operand of a multiply-add may lie there
 using Floats = float32x4_t;
 using Bits = uint32x4_t;
+using Mask = uint32x4_t;
 inline Floats zeros() { return vdupq_n_f32(0); }
 inline Floats load(const float* p) { return vld1q_f32(p); }
 inline void store(float* p, Floats v) { vst1q_f32(p, v); }
@@ -45,8 +46,6 @@ inline Bits nearest_bf16(Floats v) {  // in the high halves, to nearest even; a 
   return vbslq_u32(vceqq_f32(v, v), vaddq_u32(i, up), vorrq_u32(i, vdupq_n_u32(0x400000)));
 }
 inline void store_bf16(uint16_t* p, Floats v) { vst1_u16(p, vshrn_n_u32(nearest_bf16(v), 16)); }
-
-using Mask = uint32x4_t;
 inline Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
 inline Floats sub(Floats a, Floats b) { return vsubq_f32(a, b); }
 inline Floats quotient(Floats a, Floats b) { return vdivq_f32(a, b); }
