@@ -32,6 +32,7 @@ BLOCK = 128  # key positions read at once; page sizes divide it or are multiples
 POOLED = -2  # in place of the token behind a row of a batch: its hidden states are pooled
 ON_DEVICE = -1  # in place of a token of a batch: the device knows it, or guesses it
 FEW = 16  # queries of a row that share a key head
+VECTOR = 16  # float32 numbers of a CPU's widest vector
 # a running softmax's highest scores and totals, one of each query, and sums of values [K,B,queries,U]
 Sums = tuple[Float[Array, "K B queries ..."], ...]
 # a layer's keys and values; a latent layer has keys only, and what these are chosen by where they are
@@ -295,7 +296,7 @@ def running_softmax(
         scores = jnp.where(sees[None], scores, UNSEEN)
         top, total, out = (groups.own(x, group) for x in sums)
         new_top = jnp.maximum(top, scores.max(-1))
-        fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
+        fade, weights = exp_of_few(top - new_top), jnp.exp(scores - new_top[..., None])
         add = einsum("kbqs,kbsu->kbqu", weights.astype(v.dtype), v, jnp.float32)
         new = new_top, total * fade + weights.sum(-1), out * fade[..., None] + add
         return tuple(groups.put(x, y, group) for x, y in zip(sums, new, strict=True))
@@ -304,6 +305,17 @@ def running_softmax(
     _, total, out = jax.lax.fori_loop(0, groups.until[-1], block, sums)
     out = groups.unsorted(out / jnp.maximum(total, 1e-30)[..., None])
     return out.reshape(K, B, T, G, U).transpose(1, 2, 0, 3, 4).reshape(B, T, N, U)
+
+
+def exp_of_few(x: Float[Array, "*few"]) -> Float[Array, "*few"]:
+    """e**x with bits that do not depend on the shape of x. XLA of jax 0.12 unrolls a CPU's loops over few
+    numbers into other vectors, which round in another way."""
+
+    def in_vectors(x: Float[Array, "*few"]) -> Float[Array, "*few"]:
+        flat = jax.lax.optimization_barrier(jnp.pad(x.reshape(-1), (0, -x.size % VECTOR)))
+        return jax.lax.optimization_barrier(jnp.exp(flat))[: x.size].reshape(x.shape)
+
+    return jax.lax.platform_dependent(x, cpu=in_vectors, default=jnp.exp)
 
 
 def choice(

@@ -53,6 +53,11 @@ def warn(text: str) -> None:
     logging.getLogger("duetto").warning("duetto: %s", text)
 
 
+def first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its message: a compiler's may have hundreds."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 @contextlib.contextmanager
 def silent_stdout() -> Iterator[None]:
     """Drop what libraries write to standard output by its number: it is not a command's result."""

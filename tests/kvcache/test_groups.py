@@ -1,5 +1,6 @@
 """Rows read in groups of like length: every block once, and the bits of a row read beside any others."""
 
+import math
 from functools import cache, partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from cases.programs import StoredJit
 
 from duetto.kvcache.groups import MOST, by_length
-from duetto.kvcache.pages import BLOCK, Batch, read_keys, running_softmax
+from duetto.kvcache.pages import BLOCK, Batch, exp_of_few, read_keys, running_softmax
 from duetto.kvcache.quantised import as_dtype, pool_dtype
 from duetto.model.attention import AttentionParams
 
@@ -78,3 +79,14 @@ def test_a_row_has_the_same_bits_beside_any_others(window, dtype):
     together = attend(np.arange(32), starts, window, dtype)
     for rows in (np.arange(8), np.arange(31, 7, -1), np.array([5, 30, 2, 9, 11, 17, 3, 8])):
         np.testing.assert_array_equal(attend(rows, starts, window, dtype), together[rows])
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 6), (2, 6, 6), (2, 8, 3), (3, 8, 3), (3, 5, 3), (1, 4), (7,)])
+def test_powers_of_few_numbers_have_the_same_bits_in_any_shape(shape):
+    """As a group's running softmax takes them: in a loop of their own, beside other arithmetic."""
+    numbers = -np.linspace(1e-4, 8, 1 << 15, dtype=np.float32)
+    few = jax.jit(lambda x: exp_of_few(x - 0.1))
+    size = math.prod(shape)
+    parts = numbers[: len(numbers) // size * size].reshape(-1, *shape)[::40]
+    expected = np.asarray(few(numbers))[: len(numbers) // size * size].reshape(-1, *shape)[::40]
+    np.testing.assert_array_equal(np.stack([np.asarray(few(part)) for part in parts]), expected)

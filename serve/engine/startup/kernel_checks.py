@@ -19,7 +19,7 @@ import numpy as np
 from ....model.config import ModelConfig
 from ....model.transformer import Decoder
 from ...host import progress
-from ...host.streams import warn
+from ...host.streams import first_line, warn
 from ...runtime.compiled import executable_cache
 from ...runtime.compiled.shapes import Sizes
 from .kernel_cases import KernelCase, kernel_cases
@@ -181,10 +181,6 @@ def in_time(run: Callable[[], T]) -> T:
 
     Thread(target=work, name="kernel run", daemon=True).start()
     return future.result(LIMIT)
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def largest_difference(found: Any, expected: Any) -> float:

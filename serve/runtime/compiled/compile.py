@@ -25,7 +25,7 @@ from ....model.weights.prepared import lanes_of
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress
 from ...host.process import release
-from ...host.streams import warn
+from ...host.streams import first_line, warn
 from ..steps.phases import Phases, TargetOnly
 from ..steps.step import Seat, Slots, empty_slots, seat
 from . import executable_cache
@@ -300,7 +300,7 @@ class Programs:
         except jax.errors.JaxRuntimeError as error:
             if own == usual:
                 raise
-            warn(f"{shape} may have bits of its own: it has no program without cuBLAS: {error}")
+            warn(f"{shape} may have bits of its own: it has no program without cuBLAS: {first_line(error)}")
             return executable_cache.compile(self._keys[shape], lowered, usual)
 
     def products(self, shapes: Iterable[Shape]) -> str | None:

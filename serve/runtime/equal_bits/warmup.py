@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ....kvcache.pages import KVCache
 from ....kvcache.tables import PageTables, Tables
-from ...host.streams import warn
+from ...host.streams import first_line, warn
 from ..compiled import executable_cache, jaxcache
 from ..compiled.compile import THREADS, Programs, StepArguments
 from ..compiled.shapes import PHASES, Canonical, Shape
@@ -279,7 +279,3 @@ class Warmup:
 
     def _conclude(self, seconds: dict[tuple[int, int], float] | None) -> None:
         self.speculation, self.done = self.speculate(self.classes, seconds), True
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -159,6 +159,7 @@ def count_opcodes(call: Callable[[], Any], file: str) -> int:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # without one, Python 3.12 tells of none after `settrace`
     sys.settrace(trace)
     try:
         call()
