@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
+WORKERS ?= auto
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: demo kernels test test-full repetitions durations coverage bench docs packages notebooks lint format clean
@@ -15,7 +16,7 @@ demo: $(VENV)/demo.stamp
 
 # Linters are tests too, and the type checker is a repetition. One that crashes ends the run: xdist would hang.
 # Tests of several devices have a run of their own, since a process has one number of them.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 DEVICES := XLA_FLAGS=--xla_force_host_platform_device_count=4
 test: $(VENV)/test.stamp
 	$(PYTEST) --ignore tests/devices

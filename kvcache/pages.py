@@ -20,7 +20,7 @@ from ..model.attention import UNSEEN, AttentionParams, Expand, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import apart, einsum
 from ..model.recurrent.kinds import STATE
-from ..model.sharding import automatic_axes, in_shards
+from ..model.sharding import automatic_axes, in_shards, on_several_devices
 from ..model.tree import pytree, static
 from .groups import by_length
 from .quantised import Kept, Pool, QuantisedPool, Scheme, as_dtype, decoded, empty_pool, encoded, head_bytes
@@ -308,8 +308,10 @@ def running_softmax(
 
 
 def exp_of_few(x: Float[Array, "*few"]) -> Float[Array, "*few"]:
-    """e**x with bits that do not depend on the shape of x. XLA of jax 0.12 unrolls a CPU's loops over few
-    numbers into other vectors, which round in another way."""
+    """e**x with bits that do not depend on the shape of x, on one device. XLA of jax 0.12 unrolls a CPU's
+    loops over few numbers into other vectors, which round in another way."""
+    if on_several_devices(x):
+        return jnp.exp(x)
 
     def in_vectors(x: Float[Array, "*few"]) -> Float[Array, "*few"]:
         flat = jax.lax.optimization_barrier(jnp.pad(x.reshape(-1), (0, -x.size % VECTOR)))

@@ -8,6 +8,7 @@ neighbours find each other's programs in the process.
 
 import faulthandler
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,21 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "benchmarks" / "results"
 DEAR = 10.0  # CPU seconds of a group that would keep one worker busy at the end
 MINUTES = 3600  # seconds, the limit of a test marked `minutes`
+OF_A_WORKER = 6 << 30  # bytes of memory: programs and their caches take up to 5 GiB
 UNMATCHED = pytest.StashKey[list[str]]()  # rows of repetitions of the collected files that name no test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the repetitions too, which are marked `full`")
     parser.addoption("--cpu-kernels", action="store_true", help="engines use CPU kernels where they can")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Start a worker for each core, as many as memory holds; two at least."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(2, min(cores, memory // OF_A_WORKER))
 
 
 def pytest_configure(config: pytest.Config) -> None:
