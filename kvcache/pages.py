@@ -296,7 +296,7 @@ def running_softmax(
         scores = jnp.where(sees[None], scores, UNSEEN)
         top, total, out = (groups.own(x, group) for x in sums)
         new_top = jnp.maximum(top, scores.max(-1))
-        fade, weights = exp_of_few(top - new_top), jnp.exp(scores - new_top[..., None])
+        fade, weights = exp_by_vectors(top - new_top), jnp.exp(scores - new_top[..., None])
         add = einsum("kbqs,kbsu->kbqu", weights.astype(v.dtype), v, jnp.float32)
         new = new_top, total * fade + weights.sum(-1), out * fade[..., None] + add
         return tuple(groups.put(x, y, group) for x, y in zip(sums, new, strict=True))
@@ -307,17 +307,17 @@ def running_softmax(
     return out.reshape(K, B, T, G, U).transpose(1, 2, 0, 3, 4).reshape(B, T, N, U)
 
 
-def exp_of_few(x: Float[Array, "*few"]) -> Float[Array, "*few"]:
-    """e**x with bits that do not depend on the shape of x, on one device. XLA of jax 0.12 unrolls a CPU's
-    loops over few numbers into other vectors, which round in another way."""
-    if on_several_devices(x):
+def exp_by_vectors(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return e**x, with bits that do not depend on x's shape on one device. XLA of jax 0.12 splits a CPU's
+    short loops into vectors of several widths, which round differently."""
+    if on_several_devices(x):  # a flat row of a split array would be gathered
         return jnp.exp(x)
 
-    def in_vectors(x: Float[Array, "*few"]) -> Float[Array, "*few"]:
-        flat = jax.lax.optimization_barrier(jnp.pad(x.reshape(-1), (0, -x.size % VECTOR)))
-        return jax.lax.optimization_barrier(jnp.exp(flat))[: x.size].reshape(x.shape)
+    def flat(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        row = jax.lax.optimization_barrier(jnp.pad(x.reshape(-1), (0, -x.size % VECTOR)))
+        return jax.lax.optimization_barrier(jnp.exp(row))[: x.size].reshape(x.shape)
 
-    return jax.lax.platform_dependent(x, cpu=in_vectors, default=jnp.exp)
+    return jax.lax.platform_dependent(x, cpu=flat, default=jnp.exp)
 
 
 def choice(

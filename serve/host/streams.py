@@ -55,7 +55,8 @@ def warn(text: str) -> None:
 
 def first_line(error: Exception) -> str:
     """Return an error's type and the first line of its message: a compiler's may have hundreds."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    line, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {line}"
 
 
 @contextlib.contextmanager

@@ -88,8 +88,9 @@ def given_with_kernels(*arguments: Any) -> loading.LoadedModel:
 
 @pytest.fixture(autouse=True, scope="module")
 def optimisations(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiles the programs of a module that is marked `as_served` as users' are."""
-    if request.node.get_closest_marker("as_served") is None:
+    """Compiles the programs of a module that is marked `as_served` as users' are, with `--as-served` of
+    all."""
+    if not (request.config.getoption("--as-served") or request.node.get_closest_marker("as_served")):
         yield
         return
     jax.clear_caches()
@@ -272,9 +273,10 @@ ONE_STEP = (
 
 
 @pytest.fixture(scope="module")
-def serve(model):
+def serve(model, pytestconfig):
     """Starts an engine; the programs of the demo model are compiled as users' are."""
-    jax.config.update("jax_disable_most_optimizations", model.name != "demo")
+    as_served = model.name == "demo" or pytestconfig.getoption("--as-served")
+    jax.config.update("jax_disable_most_optimizations", not as_served)
     own = BASE | {"kv_cache_dtype": model.kv_cache_dtype}
     if model.name in ONE_STEP:
         own["decode_steps"] = 1

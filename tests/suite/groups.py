@@ -21,20 +21,34 @@ RECORDED = ROOT / "benchmarks" / "results"
 DEAR = 10.0  # CPU seconds of a group that would keep one worker busy at the end
 MINUTES = 3600  # seconds, the limit of a test marked `minutes`
 OF_A_WORKER = 6 << 30  # bytes of memory: programs and their caches take up to 5 GiB
+MOST_WORKERS = 8  # each has threads for all cores
+OF_A_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 UNMATCHED = pytest.StashKey[list[str]]()  # rows of repetitions of the collected files that name no test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the repetitions too, which are marked `full`")
     parser.addoption("--cpu-kernels", action="store_true", help="engines use CPU kernels where they can")
+    parser.addoption("--as-served", action="store_true", help="compile all programs as users' are")
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Start a worker for each core, as many as memory holds; two at least."""
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Start a worker for each core, as many as memory holds: 2 to 8. A number in xdist's variable is left to
+    xdist."""
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(2, min(cores, memory // OF_A_WORKER))
+    return max(2, min(cores, memory() // OF_A_WORKER, MOST_WORKERS))
+
+
+def memory() -> int:
+    """Return the bytes of memory of the machine, or of the container."""
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(found, int(OF_A_CONTAINER.read_text()))
+    except (OSError, ValueError):  # no control groups, or "max"
+        return found
 
 
 def pytest_configure(config: pytest.Config) -> None:
