@@ -36,7 +36,7 @@ def failing(error: BaseException) -> FakeEngine:
 
 # ---------------------------------------------------------------- any exception is the line's
 
-CALLS = [{"function": {"name": "f", "arguments": "[" * 5000}}]
+CALLS = [{"function": {"name": "f", "arguments": "[" * 100_000}}]
 HOSTILE = {
     "deep stop": f'{{"prompt": "x", "stop": {deep(600)}}}',
     "deep, and allowed elsewhere": f'{{"prompt": "x", "metadata": {deep(150)}}}',

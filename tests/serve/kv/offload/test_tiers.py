@@ -190,7 +190,7 @@ def test_what_is_no_folder_for_pages_is_named_with_the_argument(tmp_path, monkey
     link.symlink_to("nowhere")
     assert refused(file) == f"kv_disk_path: {str(file)!r} is not allowed for pages: {file} is no folder"
     assert "file is no folder" in refused(file / "below") and "link is no folder" in refused(link)
-    assert "null byte" in refused("a\0b") and "expected a folder" in refused("")
+    assert "embedded null" in refused("a\0b") and "expected a folder" in refused("")
     monkeypatch.setattr(os, "access", lambda *_: False)
     assert "you may not write there" in refused(tmp_path)
 
