@@ -79,7 +79,7 @@ def attend(rows: np.ndarray, starts: np.ndarray, window: int | None, *kind: Any)
     ids=["float32", "float32, decode", "bfloat16"],
 )
 def test_a_row_has_the_same_bits_beside_any_others(window, kind):
-    """In groups of 4 rows, 6, and 8; for decode of 8 and of all."""
+    """In groups of 4, 6 and 8 rows; in decode, of 8 rows, alone and among others."""
     starts = np.random.default_rng(1).integers(0, M * W - 2, 32)
     starts[:3] = 0, BLOCK - 1, BLOCK
     together = attend(np.arange(32), starts, window, *kind)
@@ -97,7 +97,7 @@ def powers() -> tuple[Any, np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("shape", [(2, 4, 6), (2, 6, 6), (2, 8, 3), (3, 8, 3), (3, 5, 3), (1, 4), (7,)])
 def test_powers_have_the_same_bits_in_any_shape(shape):
-    """As a group's running softmax takes them. With `jnp.exp` it fails on jax 0.12 alone."""
+    """As a group's running softmax takes them. With `jnp.exp` it fails on jax 0.12."""
 
     def parts(x: np.ndarray) -> np.ndarray:
         size = math.prod(shape)
