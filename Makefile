@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev
 WORKERS ?= auto
+COVERED ?= test
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: demo kernels test test-full repetitions durations coverage bench docs packages notebooks lint format clean
@@ -16,7 +17,8 @@ demo: $(VENV)/demo.stamp
 
 # Linters are tests too, and the type checker is a repetition. One that crashes ends the run: xdist would hang.
 # Tests of several devices have a run of their own, since a process has one number of them.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
+RUN ?= $(BIN)/python
+PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 DEVICES := XLA_FLAGS=--xla_force_host_platform_device_count=4
 test: $(VENV)/test.stamp
 	$(PYTEST) --ignore tests/devices
@@ -39,8 +41,12 @@ durations: $(VENV)/test.stamp
 	$(DEVICES) $(PYTEST) tests/devices --full --costs benchmarks/results/suite-devices.json
 	$(BIN)/python tests/suite/costs.py benchmarks/results/suite.json benchmarks/results/suite-devices.json
 
+# The lines that `make test` runs, in servers too; COVERED=test-full has the repetitions besides.
 coverage: $(VENV)/test.stamp
-	$(PYTEST) --ignore tests/devices --cov --cov-report=term
+	$(BIN)/coverage erase
+	$(MAKE) $(COVERED) RUN="$(BIN)/coverage run"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --precision 1
 
 # Beside the peers that are installed: `.venv/bin/pip install -e '.[bench]'` installs all of them (and compiles llama.cpp).
 # Flags go into BENCH, as in `make bench BENCH="--quick"`.

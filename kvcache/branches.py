@@ -138,7 +138,7 @@ class BranchAttend:
         chosen = choice(reading, self.batch, table, pools[0].shape[2], read_values)
         by_blocks = partial(running_softmax, batch=self.batch, read=read, reading=reading, chosen=chosen)
         if not reading.makes_keys:
-            by_blocks = partial(in_lanes, by_blocks, pool=pools[0])
+            by_blocks = partial(in_lanes, by_blocks, pool=pools[0], heads=reading.heads)
         out = attend_with(q, pools, reading, pages, by_blocks, state.cache.isa)
         return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
 

@@ -49,7 +49,7 @@ def turned(
     return jax.lax.platform_dependent(new, pools, cuda=kernel, default=plainly)
 
 
-def turns(q: Float[Array, "B T N H"], pools: Pools, norm: NormKind | None, isa: str | None) -> bool:
+def turns(q: Float[Array, "B T N own"], pools: Pools, norm: NormKind | None, isa: str | None) -> bool:
     """True if one of these kernels takes heads like these."""
     return has_turn(q, pools, norm) if isa is None else cpu_turn.has_turn(q, pools)
 
@@ -80,7 +80,7 @@ class Paged:
             chosen = choice(reading, batch, table, keys.shape[2], index)
             read = partial(read_keys, pools, table, reading, q.dtype)
             attend = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)
-            return attend(q) if reading.makes_keys else in_lanes(attend, q, keys)
+            return attend(q) if reading.makes_keys else in_lanes(attend, q, keys, reading.heads)
 
         def pages() -> LayerPages:
             return LayerPages(*pools, table, batch.start, batch.count)

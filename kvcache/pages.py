@@ -22,6 +22,7 @@ from ..model.layers import apart, einsum
 from ..model.recurrent.kinds import STATE
 from ..model.sharding import automatic_axes, in_shards, on_several_devices
 from ..model.tree import pytree, static
+from ..model.weights.prepared import Lanes, filling
 from .groups import by_length
 from .quantised import Kept, Pool, QuantisedPool, Scheme, as_dtype, decoded, empty_pool, encoded, head_bytes
 from .shards import head_axes
@@ -32,6 +33,7 @@ BLOCK = 128  # key positions read at once; page sizes divide it or are multiples
 POOLED = -2  # in place of the token behind a row of a batch: its hidden states are pooled
 ON_DEVICE = -1  # in place of a token of a batch: the device knows it, or guesses it
 FEW = 16  # queries of a row that share a key head
+NO_LANES = Lanes()
 VECTOR = 16  # float32 numbers of a CPU's widest vector
 # a running softmax's highest scores and totals, one of each query, and sums of values [K,B,queries,U]
 Sums = tuple[Float[Array, "K B queries ..."], ...]
@@ -84,14 +86,16 @@ def positions(batch: Batch) -> Int[Array, "B T"]:
     return batch.start[:, None] + jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
 
 
-def row_bytes(kind: LayerKind, kept: Kept, lanes: int = 1) -> int:
+def row_bytes(kind: LayerKind, kept: Kept, lanes: Lanes = NO_LANES) -> int:
     """Bytes that a token leaves in the cache of a layer."""
     rows = filter(None, kind.keys.cached if kind.keys else ())
     each = (pooled(*row, kept, lanes) for row in rows)
     return sum(heads * head_bytes(size, kept) for heads, size in each)
 
 
-def page_bytes(layers: Sequence[LayerKind], page_size: int, kept: Kept, lanes: int = 1) -> tuple[int, ...]:
+def page_bytes(
+    layers: Sequence[LayerKind], page_size: int, kept: Kept, lanes: Lanes = NO_LANES
+) -> tuple[int, ...]:
     """Bytes of one page of each window, keys and values of all its layers together, or their states."""
 
     def page(window: int | None) -> int:
@@ -110,7 +114,7 @@ def empty_cache(
     kept: Kept,
     device: Any = None,
     isa: str | None = None,
-    lanes: int = 1,
+    lanes: Lanes = NO_LANES,
 ) -> KVCache:
     """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window. Rows of
     heads fill whole `lanes` where they can.
@@ -134,13 +138,12 @@ def empty_cache(
     return KVCache(keys, values, tuple(map(states, layers)), isa)
 
 
-def pooled(K: int, H: int, kept: Kept, lanes: int) -> tuple[int, int]:
+def pooled(K: int, H: int, kept: Kept, lanes: Lanes) -> tuple[int, int]:
     """Number and size of a token's rows in a pool, of K heads of H numbers each: a row has several heads, or
     one with zeros behind it, as in 8 bits, where each head has a scale."""
-    n = 1 if isinstance(kept, Scheme) else side_by_side(K, H, lanes)
-    # `in_lanes` tells one head from two by the row's size, where a head has no scale
-    pads = n == 1 and (isinstance(kept, Scheme) or 2 * H > lanes)
-    return K // n, -(-n * H // lanes) * lanes if pads else n * H
+    own = K // gcd(K, lanes.devices)  # heads of one device
+    n = 1 if isinstance(kept, Scheme) else side_by_side(own, H, lanes.size)
+    return K // n, filling(n * H, lanes.size)
 
 
 def side_by_side(K: int, H: int, lanes: int) -> int:
@@ -153,19 +156,20 @@ def in_lanes(
     attend: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N U"]],
     q: Float[Array, "B T N own"],
     pool: Pool,
+    heads: int,
 ) -> Float[Array, "B T N values"]:
-    """Attention over a pool whose heads may lie several side by side, or have zeros behind them: queries have
-    zeros there."""
+    """Attention over a pool in which a token's heads may lie several side by side, or have zeros behind them:
+    queries have zeros there."""
     (B, T, N, H), K, size = q.shape, pool.shape[0], pool.shape[-1]
     if size == H:
         return attend(q)
-    n = 1 if isinstance(pool, QuantisedPool) else size // H
+    n = heads // K
     if n == 1:
         return attend(widened(q, size))[..., :H]
     own = jnp.expand_dims(jnp.eye(n, dtype=q.dtype), (0, 1, 2, 4, 6))
     out = attend((q.reshape(B, T, K, n, -1, 1, H) * own).reshape(B, T, N, size))
-    heads = out.reshape(B, T, K, n, -1, n, H)
-    return jnp.stack([heads[:, :, :, i, :, i] for i in range(n)], axis=3).reshape(B, T, N, H)
+    each = out.reshape(B, T, K, n, -1, n, H)
+    return jnp.stack([each[:, :, :, i, :, i] for i in range(n)], axis=3).reshape(B, T, N, H)
 
 
 def widened(x: Float[Array, "*heads own"], size: int) -> Float[Array, "*heads size"]:

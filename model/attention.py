@@ -155,7 +155,8 @@ class AttentionParams:
     multiple of the window are hidden too. `sinks`: scores of seeing nothing. `expand`: makes keys and values
     where a layer caches one kind of row only, from these and the numbers of their rows in the batch. `rank`:
     keys are the cached rows as they are, values the first `rank` numbers of these. `turned`: the rest of the
-    queries, which are then as long as `rank`. `selection`: hides all keys but the selected ones.
+    queries, which are then as long as `rank`. `selection`: hides all keys but the selected ones. `heads`: key
+    heads of a token, of which a cached row may have several.
     """
 
     scale: float
@@ -167,6 +168,7 @@ class AttentionParams:
     turned: Float[Array, "B T N size"] | None = None
     selection: Selection | None = None
     chunked: bool = False
+    heads: int = 1
 
     @property
     def makes_keys(self) -> bool:
@@ -322,7 +324,7 @@ def mix_heads(
         return turned(normed(x, gain, c))
 
     scale = c.head_size**-0.5 if c.scale is None else c.scale
-    reading = AttentionParams(scale, c.window, c.softcap, w.sinks, chunked=c.chunked)
+    reading = AttentionParams(scale, c.window, c.softcap, w.sinks, chunked=c.chunked, heads=c.num_kv_heads)
     q, k, v = new_heads(w, x)
     v = v if c.value_norm is None or v is None else normalise(v, Norm(None), c.value_norm)
     turning = attend if turns_plainly(c) and isinstance(attend, TurningAttend) else None

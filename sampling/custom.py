@@ -268,7 +268,7 @@ def constants_of(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_closed(x: Any) -> bool:
-    return isinstance(x, jax.extend.core.ClosedJaxpr)
+    return hasattr(x, "jaxpr") and hasattr(x, "consts")
 
 
 def effects_of(jaxpr: Any) -> set[str]:

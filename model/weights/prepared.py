@@ -1,7 +1,8 @@
 """The forms in which an engine multiplies weights on its device, whatever form they came in.
 
-An embedding's rows fill whole lanes of a TPU: where a row is no multiple of 128 numbers, but the vocabulary
-is, a TPU lays the matrix out by columns, and a step copies all of it to look up its tokens' rows.
+An embedding's rows fill whole lanes of a TPU: a row that is no multiple of 128 numbers can take more memory
+than a column. A TPU then lays the matrix out by columns, and a step copies all of it to look up its tokens'
+rows.
 
 Projections to queries, keys and values are one array on one GPU. XLA makes one product of three too: on an
 H200, with 64 rows of the 8B shape, it takes 38 us of a layer, and that of one array 16.
@@ -9,7 +10,7 @@ H200, with 64 rows of the 8B shape, it takes 38 us of a layer, and that of one a
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from .quant import Scheme
 from .transposed import is_transposed, like, transposed, untransposed
 
 T = TypeVar("T")
-LANES = 128
+LANES, SUBLANES = 128, 8  # of a TPU's tile
 
 
 def laid_out(params: T, cpu_kernels: bool, donate: bool = False, tied_head: Scheme | None = None) -> T:
@@ -107,7 +108,7 @@ def in_lanes(params: T) -> T:
     if getattr(params, "head", None) is None or not is_by_columns(embed):
         return params
     V, D = embed.shape
-    wide = -(-D // LANES) * LANES
+    wide = filling(D, LANES)
     if isinstance(embed, jax.ShapeDtypeStruct):
         rows: Any = jax.ShapeDtypeStruct((V, wide), embed.dtype, sharding=embed.sharding)
     else:
@@ -116,17 +117,31 @@ def in_lanes(params: T) -> T:
 
 
 def is_by_columns(embed: Any) -> bool:
-    """True for a matrix that lies by columns on the one TPU that has it."""
+    """True for a matrix whose part lies by columns on each TPU that has one."""
     if not isinstance(embed, jax.Array | jax.ShapeDtypeStruct) or embed.sharding is None or embed.ndim != 2:
         return False
-    (V, D), lanes = embed.shape, lanes_of(embed.sharding.device_set)
-    return D % lanes > 0 and V % lanes == 0
+    (V, D), lanes = embed.sharding.shard_shape(embed.shape), lanes_of(embed.sharding.device_set).size
+    return lanes > 1 and filling(V, lanes) * filling(D, SUBLANES) < filling(V, SUBLANES) * filling(D, lanes)
 
 
-def lanes_of(devices: Collection[Any]) -> int:
-    """Numbers that fill a vector register of the one TPU that has an array; 1 elsewhere. XLA may lay out rows
-    of other sizes by columns, and copy them in each step."""
-    return LANES if len(devices) == 1 and is_tpu(next(iter(devices))) else 1
+def filling(size: int, unit: int) -> int:
+    """The least multiple of a unit that a size fits in."""
+    return -(-size // unit) * unit
+
+
+class Lanes(NamedTuple):
+    """Numbers that fill a vector register of the devices that have an array, 1 where none is to be filled.
+    XLA may lay out rows of other sizes by columns, and copy them in each step of a TPU.
+
+    devices: how many split the array, at most.
+    """
+
+    size: int = 1
+    devices: int = 1
+
+
+def lanes_of(devices: Collection[Any], shards: int = 1) -> Lanes:
+    return Lanes(LANES if is_tpu(next(iter(devices))) else 1, len(devices) // shards)
 
 
 def is_tpu(device: Any) -> bool:

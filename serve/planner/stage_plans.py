@@ -216,7 +216,7 @@ def planned_tiers(plan: EnginePlan, rows: list[ShapeCost]) -> list[TierPlan]:
     """The tiers that the options ask for."""
     layers, W = plan.config.within(plan.sizes.max_model_len).layers, plan.options.page_size
     kept, peaks = kept_as(plan.sizes.kv_cache_dtype, jnp.dtype(plan.dtype)), plan.target.peaks
-    size = sum(page_bytes(layers, W, kept, lanes_of(plan.target.devices)))
+    size = sum(page_bytes(layers, W, kept, lanes_of(plan.target.devices, plan.options.data_parallel_size)))
     floors = [row.floor / row.shape.area for row in rows if row.floor and row.shape.phase == "prefill"]
     compute = W * min(floors) if floors else None
     over = size / peaks.host if peaks and peaks.host else None

@@ -35,7 +35,6 @@ def check(command: Sequence[str | Path], isas: Sequence[str]) -> None:
     assert done.returncode == 0 and done.stdout.split() == list(isas), done.stderr
 
 
-@pytest.mark.extras
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_kernels_under_sanitizers(sanitizers: str, tmp_path: Path):
     isas = tuple(reversed(library().isas))

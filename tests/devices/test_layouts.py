@@ -18,13 +18,14 @@ from suite.fixtures import Model, random_model
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
-from duetto.model.config import Experts, LayerKind, ModelConfig
+from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.experts import MoE, experts_spec, mix_experts
-from duetto.model.sharding import Layout, device_bytes, rules_for, shardings
+from duetto.model.sharding import Layout, axes_of, device_bytes, rules_for, shardings
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec, nbytes
+from duetto.model.weights import prepared as prepared_forms
 from duetto.model.weights.compress import compress, projections
-from duetto.model.weights.prepared import prepared
+from duetto.model.weights.prepared import LaneRows, prepared
 from duetto.sampling.params import knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.search import argmax
@@ -87,6 +88,32 @@ def test_served_tokens_are_those_of_one_device(name: str, layout: Layout, own: d
         if name == "windows":  # pages are named after the mesh too
             others = put(places(model.config, TWO), model.params), model.params, llm.params
             assert len({realm(llm.engine.programs, p, llm.options) for p in others}) == 3
+
+
+@pytest.mark.parametrize("kept", ["auto", "int8"])
+def test_rows_fill_the_lanes_of_several_tpus(kept: str, monkeypatch: pytest.MonkeyPatch):
+    """Two of a device's heads lie side by side, other rows have zeros behind them, and experts whose parts
+    would not fill lanes lie whole: the tokens stay."""
+    heads, experts = GroupedQuery(8, 4, 64), replace(EXPERTS, count=4, size=64)
+    others = (LayerKind(mixer, Dense(64)) for mixer in (Latent(4, 72, 16, 8, 16, 24), GroupedQuery(8, 2, 64)))
+    config = ModelConfig(384, 48, (LayerKind(heads, experts), *others), 256)
+    model, whole = drawn(config), {"enable_expert_parallel": True}
+    asked = {**SMALL, "tensor_parallel_size": 2, "kv_cache_dtype": kept}
+    with LLM.from_params(config, model.params, **asked, **whole) as llm:
+        expected = generated(llm)
+    monkeypatch.setattr(prepared_forms, "is_tpu", lambda _: True)
+    with LLM.from_params(config, model.params, **asked) as llm:
+        assert generated(llm) == expected
+        params, sizes = llm.engine.params, [row_of(pool) for pool in llm.engine.programs.like.cache.k]
+        assert isinstance(params.embed, LaneRows)
+        mixture: Any = params.layers[0].ffn
+        assert axes_of(mixture.experts.up, 0) == ("tensor",)
+    assert sizes == [(2 if kept == "auto" else 4, 128), (1, 128), (2, 128)]
+
+
+def row_of(pool: Any) -> tuple[int, int]:
+    """Number and size of a token's rows in a pool."""
+    return pool.shape[0], pool.shape[-1]
 
 
 def test_a_folder_is_loaded_as_the_options_say(tiny, oracle, tmp_path):

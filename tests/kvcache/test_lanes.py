@@ -12,7 +12,7 @@ from cases.weights import drawn
 
 from duetto.kvcache.branches import branches, branching, keep
 from duetto.kvcache.paged import Paged
-from duetto.kvcache.pages import Batch, KVCache, empty_cache, page_bytes, positions, side_by_side
+from duetto.kvcache.pages import NO_LANES, Batch, KVCache, empty_cache, page_bytes, positions, side_by_side
 from duetto.kvcache.quantised import kept_as
 from duetto.model.attention import AttentionParams
 from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind
@@ -20,6 +20,7 @@ from duetto.model.kinds import Indexer
 from duetto.model.latent import MANY, LatentAttention, latent_spec, mix_latent
 from duetto.model.rope import rotation
 from duetto.model.tree import nbytes
+from duetto.model.weights.prepared import Lanes
 
 N = 8
 TABLE = np.array([[3, 0, 4], [1, 2, 5]], np.int32)
@@ -27,7 +28,7 @@ TABLE = np.array([[3, 0, 4], [1, 2, 5]], np.int32)
 
 def cache(K: int, H: int, kept: str, lanes: int) -> KVCache:
     layers = (LayerKind(GroupedQuery(N, K, H, sinks=True), Dense(8)),)
-    return empty_cache(layers, [6], 16, kept_as(kept, jnp.dtype("float32")), lanes=lanes)
+    return empty_cache(layers, [6], 16, kept_as(kept, jnp.dtype("float32")), lanes=Lanes(lanes))
 
 
 def heads(seed: int, B: int, T: int, K: int, H: int) -> tuple[np.ndarray, ...]:
@@ -43,7 +44,8 @@ def batch(start: list[int], T: int) -> Batch:
 @jax.jit
 def steps(cache: KVCache, new: tuple, sinks: jax.Array) -> list[jax.Array]:
     """A prefill, a decode, and a tree of two guesses of which one is kept, then a decode behind it."""
-    reading, out = AttentionParams(new[0][0].shape[-1] ** -0.5, sinks=sinks), []
+    q, k, _ = new[0]
+    reading, out = AttentionParams(q.shape[-1] ** -0.5, sinks=sinks, heads=k.shape[2]), []
     for start, (q, k, v) in (([0, 0], new[0]), ([9, 9], new[1])):
         cache, found = Paged(batch(start, q.shape[1]), (None,))(cache, 0, q, k, v, reading)
         out.append(found)
@@ -60,7 +62,13 @@ def steps(cache: KVCache, new: tuple, sinks: jax.Array) -> list[jax.Array]:
 
 @pytest.mark.parametrize(
     "K, H, kept, row",
-    [(4, 32, "auto", (2, 64)), (4, 48, "auto", (1, 192)), (2, 48, "auto", (2, 64)), (4, 48, "int8", (4, 64))],
+    [
+        (4, 32, "auto", (2, 64)),
+        (4, 48, "auto", (1, 192)),
+        (2, 48, "auto", (2, 64)),
+        (4, 48, "int8", (4, 64)),
+        (1, 32, "auto", (1, 64)),
+    ],
 )
 def test_heads_that_fill_lanes_attend_as_single_ones(K: int, H: int, kept: str, row: tuple[int, int]):
     heads_of, size = row
@@ -84,7 +92,7 @@ def test_latent_rows_with_zeros_behind_them_are_read_as_they_are(T: int, kept: s
 
     @partial(jax.jit, static_argnums=0)
     def outputs(lanes: int, weights: LatentAttention, each: list[jax.Array]) -> list[jax.Array]:
-        cache = empty_cache(layers, [9], 16, kept_as(kept, jnp.dtype("float32")), lanes=lanes)
+        cache = empty_cache(layers, [9], 16, kept_as(kept, jnp.dtype("float32")), lanes=Lanes(lanes))
         assert {pool.shape[-1] for pool in (cache.k[0], cache.v[0])} == ({64} if lanes == 32 else {48, 40})
         start, found = 0, []
         for x in each:
@@ -102,8 +110,8 @@ def test_latent_rows_with_zeros_behind_them_are_read_as_they_are(T: int, kept: s
 def test_a_page_has_the_bytes_of_what_fills_its_lanes(kept: str):
     layers = LayerKind(GroupedQuery(8, 2, 96), Dense(8)), LayerKind(Latent(4, 512, 128, 64, 128), Dense(8))
     scheme = kept_as(kept, jnp.bfloat16)
-    found = jax.eval_shape(lambda: empty_cache(layers, [3], 16, scheme, lanes=128))
-    padded, plain = (sum(page_bytes(layers, 16, scheme, lanes)) for lanes in (128, 1))
+    found = jax.eval_shape(lambda: empty_cache(layers, [3], 16, scheme, lanes=Lanes(128)))
+    padded, plain = (sum(page_bytes(layers, 16, scheme, lanes)) for lanes in (Lanes(128), NO_LANES))
     assert nbytes(found) == 3 * padded > 3 * plain
 
 

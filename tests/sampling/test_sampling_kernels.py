@@ -1,6 +1,8 @@
 """The parts of the sampler that work on whole arrays: kept tokens, scores, argmax, sums, and a step's
 cost."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -144,7 +146,8 @@ def test_greedy_pays_for_an_argmax_and_the_state_is_updated_in_place():
     B, V = 8, 4096
     state, slot = empty_state(B, V), np.arange(B, dtype=np.int32)
     args = np.zeros((B, V), np.float32), slot, slot, slot >= 0, state
-    outputs = [v.aval.size for eqn in jax.make_jaxpr(sample)(*args).eqns for v in eqn.outvars]
+    equations: Any = jax.make_jaxpr(sample)(*args).eqns
+    outputs = [v.aval.size for equation in equations for v in equation.outvars]
     assert max(outputs) < B * V
 
     def step(logits, position, slot, live, state):

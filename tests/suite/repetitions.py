@@ -47,6 +47,8 @@ ROWS = {
         r"test_more"
     ),
     "test_invariance_adapters.py": r"test_(preemption|batched|adapters_outlast)",
+    # the kernels, whose bits other tests compare, under sanitizers
+    "cpu_kernels/test_check.py": r"test_kernels_under",
     # each family there and back in another dtype, and cases of a family with the layers of another
     "checkpoints/test_families.py": (
         r"test_what_was_loaded.*-bfloat16\]|test_bfloat16_stays|"

@@ -1,5 +1,6 @@
 """Over which devices a model is spread, and how: by options, or by a mesh of one's own."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +9,12 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from ....kvcache.stages import devices as devices_of
 from ....kvcache.stages import is_apart, stages
-from ....model.config import ModelConfig
+from ....model.config import Experts, LayerKind, ModelConfig
 from ....model.experts import MoE, inner_dims
-from ....model.sharding import DATA, Layout, axes_of, fitted, place_at, rules_for, shardings
+from ....model.sharding import DATA, Layout, axes_of, fitted, place_at, rules_for, shardings, ways
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import is_spec
+from ....model.weights.prepared import lanes_of
 from ...options.engine import EngineOptions
 from .stages import check_halves, device_groups, halved, staged, with_head
 
@@ -48,7 +50,16 @@ def places(config: ModelConfig, layout: Layout, mesh: Mesh | None = None, device
         check_mesh(layout, mesh)
     # with axes of automatic type, as `jax.make_mesh` does not make them
     mesh = Mesh(mesh.devices, mesh.axis_names)
-    return shardings(decoder_spec(config), mesh, rules_for(mesh, layout.experts, layout.data > 1))
+    whole = layout.experts or (layout.data == 1 and fill_no_lanes(config.layers, mesh))
+    return shardings(decoder_spec(config), mesh, rules_for(mesh, whole, layout.data > 1))
+
+
+def fill_no_lanes(layers: Sequence[LayerKind], mesh: Mesh) -> bool:
+    """True for experts whose parts have rows of other sizes than whole lanes of the TPUs of a mesh, which XLA
+    would copy in each step; whole experts can be split instead."""
+    parts, lanes = ways(mesh, rules_for(mesh)["expert_ffn"]), lanes_of(tuple(mesh.devices.flat)).size
+    experts = [kind.ffn for kind in layers if isinstance(kind.ffn, Experts)]
+    return any(c.size // parts % lanes for c in experts) and not any(c.count % parts for c in experts)
 
 
 def check_mesh(layout: Layout, mesh: Mesh) -> None:

@@ -17,7 +17,7 @@ from ....model.sharding import Layout, device_bytes, rules_for, shardings
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import abstract, nbytes
 from ....model.weights.compress import form_spec
-from ....model.weights.prepared import LANES
+from ....model.weights.prepared import LANES, Lanes
 from ...engine.startup.mesh import layout_of, put
 from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Sizes
@@ -88,7 +88,7 @@ def fit(job: PlannedModel, options: EngineOptions, params: Decoder) -> Fitted:
     beside = 2 * slot_bytes(pair, options) + scratch_bytes(pair, options, job.dtype)
     beside += widened_bytes(params, job.dtype)
     ways = parted(job.config.layers, layout)
-    lanes = LANES if job.target.platform == "tpu" and layout.size == layout.stages else 1
+    lanes = Lanes(LANES if job.target.platform == "tpu" else 1, layout.tensor)
     beside += moved_bytes(pair, options, jnp.dtype(job.dtype), lanes) // ways
     budget = int(job.target.memory * options.gpu_memory_utilization) - beside
     spans, W = spans_of(job.config, layout), options.page_size

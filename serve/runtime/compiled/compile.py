@@ -78,7 +78,7 @@ def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArgu
     pages = tuple(sizes.shards * count for count in sizes.pages)
     (device, *_) = seats.device_set
     kept, isa = kept_as(sizes.kv_cache_dtype, dtype), kernels_in(params)
-    lanes = lanes_of(seats.device_set)
+    lanes = lanes_of(seats.device_set, sizes.shards)
     empty = partial(empty_cache, config.layers, pages, sizes.page_size, kept, device, isa, lanes)
     cache = jax.eval_shape(empty)
     slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))

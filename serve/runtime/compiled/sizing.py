@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ....kvcache.pages import BLOCK, page_bytes
+from ....kvcache.pages import BLOCK, NO_LANES, page_bytes
 from ....kvcache.placement import parts
 from ....kvcache.quantised import Kept, kept_as
 from ....kvcache.stages import attending, devices, is_apart, params_of, stages
@@ -22,7 +22,7 @@ from ....model.recurrent.kinds import BLOCK as STATE_BLOCK
 from ....model.recurrent.kinds import STATE
 from ....model.sharding import device_bytes
 from ....model.tree import nbytes
-from ....model.weights.prepared import lanes_of
+from ....model.weights.prepared import Lanes, lanes_of
 from ....model.weights.quant import Quantised
 from ...options.checks import GIB, round_up
 from ...options.engine import EngineOptions
@@ -93,7 +93,7 @@ class StageBudget(NamedTuple):
     span: slice
     budget: int
     ways: int
-    lanes: int = 1
+    lanes: Lanes = NO_LANES
 
     def page_bytes(self, layers: Sequence[LayerKind], W: int, kept: Kept) -> dict[int | None, int]:
         """Bytes of a page of each window that its own of all layers have, whole."""
@@ -113,7 +113,8 @@ def rooms(
     if len(found) == 1:
         params = attending(target) if is_apart(params) else params
         budget = cache_budget(config, options, params, target.embed.dtype, memory)
-        return [StageBudget(slice(None), budget, parts(config.layers, params), lanes_of(devices(params)))]
+        lanes = lanes_of(devices(params), options.data_parallel_size)
+        return [StageBudget(slice(None), budget, parts(config.layers, params), lanes)]
     each = [(slice(span.start, span.stop), params_of(target, span)) for span in found]
     return [
         StageBudget(
@@ -138,12 +139,13 @@ def cache_budget(
         return min(HOST_MOST, host_memory() // HOST_SHARE) // len(devices(params))
     slots = 2 * slot_bytes(config, options)  # a warm-up has its own
     scratch = scratch_bytes(config, options, dtype) + widened_bytes(params, dtype)
-    if moved := moved_bytes(config, options, dtype, lanes_of(devices(params))):  # never of a stage
+    lanes = lanes_of(devices(params), options.data_parallel_size)
+    if moved := moved_bytes(config, options, dtype, lanes):  # never of a stage
         scratch += moved // parts(config.layers, params)
     return int(memory * options.gpu_memory_utilization) - device_bytes(params) - slots - scratch
 
 
-def moved_bytes(config: PairConfig, options: EngineOptions, dtype: Any, lanes: int) -> int:
+def moved_bytes(config: PairConfig, options: EngineOptions, dtype: Any, lanes: Lanes) -> int:
     """Return the bytes of pages on their way to tiers and back, whose rows fill whole `lanes`."""
     kept = kept_as(options.kv_cache_dtype, dtype)
     pages = OFFERED + STAGED if options.has_tiers else 0

@@ -239,14 +239,15 @@ class Probe:
 
     def _speak(self) -> Runs[Int[np.ndarray, "texts tokens"]]:
         """Return the texts, continued after their first token by the canonical decode."""
-        if self._spoken is None:
+        text = self._spoken
+        if text is None:
             text, decode, n = self.text.copy(), self.canonical.decode, self.sequences
             for step in range(1, self.steps):
                 token = self._run(decode, self._batch(decode, text, step - 1, 1)).sampled.token
                 text[:n, step] = np.resize(token[: self._rows(decode), 0], n)
                 yield
             self._spoken = text
-        return self._spoken
+        return text
 
     def seconds(self, shape: Shape, tokens: int) -> Runs[float]:
         """Return the best time of a step of as many rows of `tokens` tokens as fit, whose draft tokens are

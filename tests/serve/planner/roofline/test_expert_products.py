@@ -32,6 +32,9 @@ MOST = {
     ("l4", "30b-a3b", NARROW): (1.02, 5),
     ("h200", "gpt-oss-20b", WIDE): (1.06, 50),
     ("v6e:1x1", "30b-a3b", WIDE): (1.03, 6),
+    ("v6e:2x2", "30b-a3b", WIDE): (1.05, 3),
+    ("v6e:2x2", "gpt-oss-20b", WIDE): (1.06, 4),
+    ("v6e:2x4", "gpt-oss-20b", WIDE): (1.8, 7),  # a device's one head of 64 has zeros behind it
 }
 # The same of experts in eight and in four bits.
 MOST_OF_CODES = {

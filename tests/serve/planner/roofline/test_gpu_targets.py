@@ -20,7 +20,7 @@ from duetto.serve.planner.roofline.facts import facts
 from duetto.serve.planner.roofline.targets import CHIPS, GPUS, KINDS, find_target, known_target
 from duetto.serve.runtime.compiled.shapes import Shape
 
-SINGLE = "v5e:1x1", "v6e:1x1"
+SLICES = {"v5e:1x1": 1, "v6e:1x1": 1, "v6e:2x2": 4}  # TPUs that split every layer
 TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
 NARROW, WIDE, PREFILL = Shape("decode", 8, 1), Shape("decode", 64, 1), Shape("prefill", 1, 512)
 DENSE, MIXTURE = Dense(1024), Experts(8, 2, 256)
@@ -106,7 +106,8 @@ def plan_of(name: str, cell: Cell) -> EnginePlan:
     config = ModelConfig(WORDS, 512, tuple(cell.layers), cell.longest)
     pages, kept = (513,) * len(config.windows), cell.kv_cache_dtype
     sizes = replace(SIZES, max_model_len=cell.longest, max_num_seqs=64, pages=pages, kv_cache_dtype=kept)
-    options = EngineOptions(quantization=cell.quantization)
+    tensor = SLICES.get(name, 1)
+    options = EngineOptions(quantization=cell.quantization, tensor_parallel_size=tensor)
     return EnginePlan("test", config, cell.dtype, options, found_target(name), sizes, 512)
 
 
@@ -131,7 +132,7 @@ def test_every_gpu_compiles_every_kind_of_layer(name: str, cell: Cell):
 @pytest.mark.extras
 @pytest.mark.as_served
 @pytest.mark.parametrize("cell", TPU_CELLS.values(), ids=TPU_CELLS)
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", SLICES)
 def test_a_tpu_copies_no_pool(name: str, cell: Cell):
     """The whole cache is updated in place, though its pages would fill lanes better than its rows do."""
     plan = plan_of(name, cell)
