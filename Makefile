@@ -7,6 +7,7 @@ EXTRAS ?= dev
 WORKERS ?= auto
 COVERED ?= test
 export JAX_PLATFORMS ?= cpu
+export PWD := $(CURDIR)
 
 .PHONY: demo kernels test test-full repetitions durations coverage bench docs packages notebooks lint format clean
 
@@ -17,7 +18,7 @@ demo: $(VENV)/demo.stamp
 
 # Linters are tests too, and the type checker is a repetition. One that crashes ends the run: xdist would hang.
 # Tests of several devices have a run of their own, since a process has one number of them.
-RUN ?= $(BIN)/python
+RUN := $(BIN)/python
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 DEVICES := XLA_FLAGS=--xla_force_host_platform_device_count=4
 test: $(VENV)/test.stamp

@@ -13,19 +13,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from ..model.attention import UNSEEN, AttentionParams, Expand, grouped
 from ..model.config import LayerKind, windows_of
 from ..model.layers import apart, einsum
 from ..model.recurrent.kinds import STATE
-from ..model.sharding import automatic_axes, in_shards, on_several_devices
+from ..model.sharding import on_several_devices
 from ..model.tree import pytree, static
 from ..model.weights.prepared import Lanes, filling
 from .groups import by_length
 from .quantised import Kept, Pool, QuantisedPool, Scheme, as_dtype, decoded, empty_pool, encoded, head_bytes
-from .shards import head_axes
+from .shards import split_heads
 from .sparse_attention import Index, SelectedKeys, choose
 from .states import StatePool, empty_states, state_bytes
 
@@ -117,7 +116,7 @@ def empty_cache(
     lanes: Lanes = NO_LANES,
 ) -> KVCache:
     """A cache of zeros for layers, as a device keeps it, with `pages[i]` pages for their i-th window. Rows of
-    heads fill whole `lanes` where they can.
+    heads fill whole `lanes`.
 
     Raises ValueError for a page size that does not fit the blocks that attention reads.
     """
@@ -190,16 +189,7 @@ def write(
 ) -> Pool:
     """Put new keys or values into a pool, each at a place of its own; a page number past the pool drops its
     token."""
-    mesh = jax.typeof(new).sharding.mesh
-    if not in_shards(new) or not (axes := head_axes(mesh, pool.shape[0])[0]):
-        return write_heads(pool, page, offset, new)
-    # XLA's partitioner would gather what is new before it writes it
-    heads, each, whole = PartitionSpec(axes), PartitionSpec(None, None, axes), PartitionSpec()
-    specs, names = (heads, whole, whole, each), set(automatic_axes(mesh))
-    put = jax.shard_map(
-        write_heads, mesh=mesh, in_specs=specs, out_specs=heads, axis_names=names, check_vma=False
-    )
-    return put(pool, page, offset, new)
+    return split_heads(write_heads, pool, (page, offset), new, axis=2)
 
 
 def write_heads(

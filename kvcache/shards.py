@@ -5,7 +5,7 @@ What a shard computes is the step of one device: it knows nothing of the others,
 split over all of them (`model/experts/parts.py`). Numbers of seats and pages are a shard's own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from ..model.experts import MoE
-from ..model.sharding import DATA, automatic_axes, listed, ways
+from ..model.sharding import DATA, GROUP, KV, TENSOR, automatic_axes, listed, ways
 from ..model.transformer import Decoder
 
 SEATS, PAGES, WHOLE = PartitionSpec(DATA), PartitionSpec(None, DATA), PartitionSpec()
@@ -41,10 +41,24 @@ def steps(
 
 def head_axes(mesh: Any, K: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Axes of a shard's devices over which K key heads lie, as many as divide them, and those over which the
-    query heads of each do: as the table of `model/sharding.py` has it."""
-    names = automatic_axes(mesh)
+    query heads of each do: as the table of `model/sharding.py` has it. A mesh that it does not know has
+    none."""
+    names = tuple(name for name in automatic_axes(mesh) if name in (TENSOR, KV, GROUP))
     few = next(n for n in range(len(names), -1, -1) if K % ways(mesh, names[:n]) == 0)
     return names[:few], names[few:]
+
+
+def split_heads(work: Callable[..., Any], pool: Any, places: Sequence[Any], *new: Any, axis: int = 0) -> Any:
+    """`work(pool, *places, *new)` by each device for the heads that it holds, which are the first axis of the
+    pool and of the result, and `axis` of what is new. XLA's partitioner would gather all heads of these."""
+    mesh = jax.typeof(jax.tree.leaves(pool)[0]).sharding.mesh
+    if not (axes := head_axes(mesh, pool.shape[0])[0]):
+        return work(pool, *places, *new)
+    heads, each = PartitionSpec(axes), PartitionSpec(*[None] * axis, axes)
+    specs = heads, *(WHOLE for _ in places), *(each for _ in new)
+    names = set(automatic_axes(mesh))
+    own = jax.shard_map(work, mesh=mesh, in_specs=specs, out_specs=heads, axis_names=names, check_vma=False)
+    return own(pool, *places, *new)
 
 
 def over_shards(spec: PartitionSpec) -> PartitionSpec:

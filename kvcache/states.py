@@ -20,6 +20,7 @@ from ..model.recurrent.linear import Terms, lone_step, step
 from ..model.recurrent.states import Recurrence, RecurrentInputs, RecurrentState, newest
 from ..model.tree import pytree, static
 from .kernels.memory import MemoryPool, StatePages, step_pages, steps_in_place
+from .shards import split_heads
 
 
 @pytree
@@ -50,6 +51,18 @@ def empty_states(leaves: Leaves, pages: int, page_size: int) -> StatePool:
     return StatePool(states, page_size)
 
 
+def states_of(own: Float[Array, "heads P ..."], page: Int[Array, " B"]) -> Float[Array, "heads B ..."]:
+    head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
+    return own[head, page[None]]
+
+
+def put_states(
+    own: Float[Array, "heads P ..."], page: Int[Array, " B"], new: Float[Array, "heads B ..."]
+) -> Float[Array, "heads P ..."]:
+    head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
+    return own.at[head, page[None]].set(new, mode="drop", unique_indices=True)
+
+
 @dataclass(frozen=True)
 class StateRows:
     """Where the states of a step's rows are: tokens before each row and in it, and its page table, in which a
@@ -62,12 +75,7 @@ class StateRows:
     def read(self, pool: StatePool) -> RecurrentState:
         """The states before the rows' first tokens."""
         page = jnp.maximum(self._page(pool, self.start), 0)
-
-        def read(own: Float[Array, "heads P ..."]) -> Float[Array, "heads B ..."]:
-            head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
-            return self._known(own[head, page[None]])
-
-        return jax.tree.map(read, pool.states)
+        return jax.tree.map(lambda own: self._known(split_heads(states_of, own, (page,))), pool.states)
 
     @jax.named_scope("cache_write")
     def write(
@@ -77,8 +85,7 @@ class StateRows:
         place = self.target(pool, end, wanted)
 
         def put(own: Float[Array, "heads P ..."], new: Float[Array, "heads B ..."]) -> Any:
-            head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
-            return own.at[head, place[None]].set(new, mode="drop", unique_indices=True)
+            return split_heads(put_states, own, (place,), new)
 
         return replace(pool, states=jax.tree.map(put, pool.states, state))
 

@@ -18,7 +18,8 @@ from .tree import Spec, is_spec
 
 Axes = str | tuple[str, ...]
 SPLIT = ("heads", "kv_heads", "state_heads", "ffn", "expert_ffn", "vocab")
-RULES: Mapping[str, Axes] = dict.fromkeys(SPLIT, "tensor")
+TENSOR = "tensor"  # of a mesh whose devices split every layer
+RULES: Mapping[str, Axes] = dict.fromkeys(SPLIT, TENSOR)
 DATA = "data"  # of a mesh whose devices along it have rows of their own, and all weights but whole experts
 KV, GROUP = "kv", "group"  # of a mesh with fewer key heads than devices: devices of a group share one
 # Number of mesh axes, the first of a rule, that must divide an axis; for all others every axis must. Keys of
@@ -51,7 +52,7 @@ class Layout:
         """The mesh's axes with their sizes. Where key heads are fewer than devices there are two: devices
         with the same number on the first keep the same key heads."""
         few = [K for K in key_heads(layers) if K % self.tensor]
-        each = {KV: min(few), GROUP: self.tensor // min(few)} if few else {"tensor": self.tensor}
+        each = {KV: min(few), GROUP: self.tensor // min(few)} if few else {TENSOR: self.tensor}
         if self.data == 1:
             return each
         return {DATA: self.data} | (each if self.tensor > 1 else {})

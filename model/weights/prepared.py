@@ -141,6 +141,7 @@ class Lanes(NamedTuple):
 
 
 def lanes_of(devices: Collection[Any], shards: int = 1) -> Lanes:
+    """Return the lanes of devices over which a number of shards of rows are dealt."""
     return Lanes(LANES if is_tpu(next(iter(devices))) else 1, len(devices) // shards)
 
 

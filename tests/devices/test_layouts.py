@@ -18,9 +18,11 @@ from suite.fixtures import Model, random_model
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
+from duetto.kvcache.quantised import kept_as
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.experts import MoE, experts_spec, mix_experts
-from duetto.model.sharding import Layout, axes_of, device_bytes, rules_for, shardings
+from duetto.model.pair import PairConfig
+from duetto.model.sharding import Layout, device_bytes, rules_for, shardings
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec, nbytes
 from duetto.model.weights import prepared as prepared_forms
@@ -30,8 +32,9 @@ from duetto.sampling.params import knobs_row
 from duetto.sampling.sample import sample
 from duetto.sampling.search import argmax
 from duetto.sampling.state import admit, empty_state
-from duetto.serve.engine.startup.mesh import places, put
+from duetto.serve.engine.startup.mesh import layout_rules, places, put
 from duetto.serve.kv.offload.realm import realm
+from duetto.serve.runtime.compiled.sizing import rooms
 
 SMALL = {  # a cache of one request's length for two that run: the first two preempt each other
     "max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 2, "max_prefill_tokens": 64,
@@ -76,7 +79,7 @@ def test_served_tokens_are_those_of_one_device(name: str, layout: Layout, own: d
     model = drawn(sharing(TINY)) if name == "one key head" else random_model(name)
     expected = [oracle(model)(prompt, GREEDY) for prompt in PROMPTS]
     asked = {"tensor_parallel_size": layout.tensor, "enable_expert_parallel": layout.experts}
-    with LLM.from_params(model.config, model.params, **SMALL, **asked) as llm:
+    with LLM.from_params(model.config, model.params, **SMALL | asked) as llm:
         mesh: Any = llm.params.embed.sharding
         assert dict(mesh.mesh.shape) == own and llm.get_world_size() == 2
         assert generated(llm) == expected == [generated(llm, [prompt])[0] for prompt in PROMPTS]
@@ -90,30 +93,54 @@ def test_served_tokens_are_those_of_one_device(name: str, layout: Layout, own: d
             assert len({realm(llm.engine.programs, p, llm.options) for p in others}) == 3
 
 
-@pytest.mark.parametrize("kept", ["auto", "int8"])
-def test_rows_fill_the_lanes_of_several_tpus(kept: str, monkeypatch: pytest.MonkeyPatch):
-    """Two of a device's heads lie side by side, other rows have zeros behind them, and experts whose parts
-    would not fill lanes lie whole: the tokens stay."""
-    heads, experts = GroupedQuery(8, 4, 64), replace(EXPERTS, count=4, size=64)
-    others = (LayerKind(mixer, Dense(64)) for mixer in (Latent(4, 72, 16, 8, 16, 24), GroupedQuery(8, 2, 64)))
-    config = ModelConfig(384, 48, (LayerKind(heads, experts), *others), 256)
-    model, whole = drawn(config), {"enable_expert_parallel": True}
-    asked = {**SMALL, "tensor_parallel_size": 2, "kv_cache_dtype": kept}
-    with LLM.from_params(config, model.params, **asked, **whole) as llm:
+TPU_LAYOUTS = {  # and key heads in their pools, of rows of 128 numbers: of 4 and 2 heads of 64
+    "split": ({"tensor_parallel_size": 2}, [2, 1, 2]),
+    "split, in 8 bits": ({"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}, [4, 1, 2]),
+    "shards": ({"data_parallel_size": 2, "max_batched_token_mem": 320}, [2, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("asked, heads", TPU_LAYOUTS.values(), ids=TPU_LAYOUTS)
+def test_rows_fill_the_lanes_of_several_tpus(
+    asked: dict[str, Any], heads: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Two of a device's heads lie side by side, other rows have zeros behind them: the tokens stay, and pages
+    are counted with their zeros."""
+    mixers = GroupedQuery(8, 4, 64), Latent(4, 72, 16, 8, 16, 24), GroupedQuery(8, 2, 64)
+    config = ModelConfig(384, 48, tuple(LayerKind(mixer, Dense(64)) for mixer in mixers), 256)
+    model = drawn(config)
+    with LLM.from_params(config, model.params, **SMALL | asked) as llm:
         expected = generated(llm)
     monkeypatch.setattr(prepared_forms, "is_tpu", lambda _: True)
-    with LLM.from_params(config, model.params, **asked) as llm:
+    with LLM.from_params(config, model.params, **SMALL | asked) as llm:
         assert generated(llm) == expected
-        params, sizes = llm.engine.params, [row_of(pool) for pool in llm.engine.programs.like.cache.k]
+        params, programs, options = llm.engine.params, llm.engine.programs, llm.options
         assert isinstance(params.embed, LaneRows)
-        mixture: Any = params.layers[0].ffn
-        assert axes_of(mixture.experts.up, 0) == ("tensor",)
-    assert sizes == [(2 if kept == "auto" else 4, 128), (1, 128), (2, 128)]
+        cache, sizes = programs.like.cache, programs.sizes
+        assert [(pool.shape[0], pool.shape[-1]) for pool in cache.k] == [(n, 128) for n in heads]
+        [room] = rooms(PairConfig(config), options, params, None)
+        kept = kept_as(options.kv_cache_dtype, jnp.dtype("float32"))
+        page = sum(room.page_bytes(config.layers, options.page_size, kept).values())
+        assert nbytes(cache) == sizes.shards * sizes.pages[0] * page
 
 
-def row_of(pool: Any) -> tuple[int, int]:
-    """Number and size of a token's rows in a pool."""
-    return pool.shape[0], pool.shape[-1]
+@pytest.mark.parametrize(
+    "lanes, count, size, data, whole",
+    [
+        (128, 4, 64, 1, True),
+        (128, 4, 256, 1, False),  # a part fills the lanes
+        (128, 3, 64, 1, False),  # three experts cannot be split over two devices
+        (128, 4, 64, 2, False),
+        (1, 4, 64, 1, False),
+    ],
+)
+def test_tpus_split_the_list_of_experts_where_they_would_copy_parts(
+    lanes: int, count: int, size: int, data: int, whole: bool
+):
+    mesh = mesh_of(tensor=2) if data == 1 else mesh_of(data=2, tensor=1)
+    layers = (LayerKind(GroupedQuery(4, 2, 8), Experts(count, 2, size)),)
+    rules = layout_rules(Layout(2 // data, data=data), layers, mesh, lanes)
+    assert ("expert_ffn" not in rules) == whole
 
 
 def test_a_folder_is_loaded_as_the_options_say(tiny, oracle, tmp_path):

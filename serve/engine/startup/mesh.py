@@ -1,17 +1,18 @@
 """Over which devices a model is spread, and how: by options, or by a mesh of one's own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from ....kvcache.stages import devices as devices_of
 from ....kvcache.stages import is_apart, stages
 from ....model.config import Experts, LayerKind, ModelConfig
 from ....model.experts import MoE, inner_dims
-from ....model.sharding import DATA, Layout, axes_of, fitted, place_at, rules_for, shardings, ways
+from ....model.sharding import DATA, Axes, Layout, axes_of, fitted, listed, place_at, rules_for, shardings
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import is_spec
 from ....model.weights.prepared import lanes_of
@@ -50,16 +51,25 @@ def places(config: ModelConfig, layout: Layout, mesh: Mesh | None = None, device
         check_mesh(layout, mesh)
     # with axes of automatic type, as `jax.make_mesh` does not make them
     mesh = Mesh(mesh.devices, mesh.axis_names)
-    whole = layout.experts or (layout.data == 1 and fill_no_lanes(config.layers, mesh))
-    return shardings(decoder_spec(config), mesh, rules_for(mesh, whole, layout.data > 1))
+    lanes = lanes_of(tuple(mesh.devices.flat)).size
+    return shardings(decoder_spec(config), mesh, layout_rules(layout, config.layers, mesh, lanes))
 
 
-def fill_no_lanes(layers: Sequence[LayerKind], mesh: Mesh) -> bool:
-    """True for experts whose parts have rows of other sizes than whole lanes of the TPUs of a mesh, which XLA
-    would copy in each step; whole experts can be split instead."""
-    parts, lanes = ways(mesh, rules_for(mesh)["expert_ffn"]), lanes_of(tuple(mesh.devices.flat)).size
+def layout_rules(
+    layout: Layout, layers: Sequence[LayerKind], mesh: Mesh | AbstractMesh, lanes: int
+) -> Mapping[str, Axes]:
+    """Return the table of axes for a layout's mesh; `lanes` numbers fill a vector register of its devices.
+
+    Experts lie whole on one device each by the layout, and where a TPU would copy parts of them in each step:
+    their rows fill no whole lanes.
+    """
+    rules = rules_for(mesh, layout.experts, layout.data > 1)
+    if layout.experts or layout.data > 1:
+        return rules
+    parts = prod(mesh.shape.get(name, 1) for name in listed(rules["expert_ffn"]))
     experts = [kind.ffn for kind in layers if isinstance(kind.ffn, Experts)]
-    return any(c.size // parts % lanes for c in experts) and not any(c.count % parts for c in experts)
+    copies = any(c.size // parts % lanes for c in experts)
+    return rules_for(mesh, copies and all(c.count % parts == 0 for c in experts))
 
 
 def check_mesh(layout: Layout, mesh: Mesh) -> None:

@@ -13,12 +13,12 @@ from ....kvcache.quantised import kept_as
 from ....kvcache.stages import params_of
 from ....model.config import GroupedQuery, LayerKind, ModelConfig
 from ....model.pair import PairConfig
-from ....model.sharding import Layout, device_bytes, rules_for, shardings
+from ....model.sharding import Layout, device_bytes, shardings
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import abstract, nbytes
 from ....model.weights.compress import form_spec
 from ....model.weights.prepared import LANES, Lanes
-from ...engine.startup.mesh import layout_of, put
+from ...engine.startup.mesh import layout_of, layout_rules, put
 from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Sizes
 from ...runtime.compiled.sizing import (
@@ -88,7 +88,7 @@ def fit(job: PlannedModel, options: EngineOptions, params: Decoder) -> Fitted:
     beside = 2 * slot_bytes(pair, options) + scratch_bytes(pair, options, job.dtype)
     beside += widened_bytes(params, job.dtype)
     ways = parted(job.config.layers, layout)
-    lanes = Lanes(LANES if job.target.platform == "tpu" else 1, layout.tensor)
+    lanes = Lanes(lanes_on(job.target), layout.tensor)
     beside += moved_bytes(pair, options, jnp.dtype(job.dtype), lanes) // ways
     budget = int(job.target.memory * options.gpu_memory_utilization) - beside
     spans, W = spans_of(job.config, layout), options.page_size
@@ -111,7 +111,7 @@ def fit(job: PlannedModel, options: EngineOptions, params: Decoder) -> Fitted:
 
 def stage_bytes(job: PlannedModel, layout: Layout, params: Decoder) -> list[int]:
     """Bytes of the weights on a device of each stage."""
-    placed = on_mesh(job.config, layout, params)
+    placed = on_mesh(job.config, layout, params, lanes_on(job.target))
     if layout.stages == 1:
         return [bytes_of(placed)]
     if placed.head is None:
@@ -124,15 +124,19 @@ def spans_of(config: ModelConfig, layout: Layout) -> list[range]:
     return [range(config.num_layers)] if layout.stages == 1 else split(config, layout.stages)
 
 
-def on_mesh(config: ModelConfig, layout: Layout, params: Decoder) -> Decoder:
+def on_mesh(config: ModelConfig, layout: Layout, params: Decoder, lanes: int) -> Decoder:
     """Parameters as they lie on the devices of a stage."""
     own = replace(layout, stages=1)
     if own.size == 1:
         return params
     axes = own.axes(config.layers)
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
-    rules = rules_for(mesh, layout.experts, layout.data > 1)
+    rules = layout_rules(layout, config.layers, mesh, lanes)
     return put(shardings(decoder_spec(config), mesh, rules), params)
+
+
+def lanes_on(target: Known) -> int:
+    return LANES if target.platform == "tpu" else 1
 
 
 def bytes_of(tree: Any) -> int:

@@ -79,6 +79,17 @@ def test_a_step_adds_up_twice_a_layer_and_moves_no_weight(target: str, model: st
     assert found == {(REDUCED, hidden): 2 * LAYERS + 1, (GATHERED, best): 1} | drawn
 
 
+@pytest.mark.parametrize("target, model", [("v6e:2x2", "qwen3.5-4b"), ("8xh200", "qwen3-next-80b")], ids=str)
+def test_a_prompt_writes_states_where_they_are(target: str, model: str):
+    """After each block of tokens; each device has the states of its own heads."""
+    plan = plan_for(target, model)
+    with greedy_programs():
+        text = compile_for(plan, Shape("prefill", 1, 256), abstract_arguments(plan)).as_text() or ""
+    found, layers = between(text), len(plan.config.layers)
+    assert found[REDUCED, f"bf16[256,{plan.config.hidden_size}]"] == 2 * layers + 1
+    assert not [made for kind, made in found if kind == GATHERED and made.startswith("f32")]
+
+
 @pytest.mark.parametrize(
     "model, shards, tensor, quantization",
     [
