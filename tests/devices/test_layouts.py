@@ -22,7 +22,7 @@ from duetto.kvcache.quantised import kept_as
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.experts import MoE, experts_spec, mix_experts
 from duetto.model.pair import PairConfig
-from duetto.model.sharding import Layout, device_bytes, rules_for, shardings
+from duetto.model.sharding import Layout, axes_of, device_bytes, rules_for, shardings
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec, nbytes
 from duetto.model.weights import prepared as prepared_forms
@@ -105,9 +105,10 @@ def test_rows_fill_the_lanes_of_several_tpus(
     asked: dict[str, Any], heads: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     """Two of a device's heads lie side by side, other rows have zeros behind them: the tokens stay, and pages
-    are counted with their zeros."""
+    are counted with their zeros. Experts lie whole, since their parts would not fill lanes."""
     mixers = GroupedQuery(8, 4, 64), Latent(4, 72, 16, 8, 16, 24), GroupedQuery(8, 2, 64)
-    config = ModelConfig(384, 48, tuple(LayerKind(mixer, Dense(64)) for mixer in mixers), 256)
+    ffns = Experts(4, 2, 64), Dense(64), Dense(64)
+    config = ModelConfig(384, 48, tuple(map(LayerKind, mixers, ffns)), 256)
     model = drawn(config)
     with LLM.from_params(config, model.params, **SMALL | asked) as llm:
         expected = generated(llm)
@@ -116,6 +117,8 @@ def test_rows_fill_the_lanes_of_several_tpus(
         assert generated(llm) == expected
         params, programs, options = llm.engine.params, llm.engine.programs, llm.options
         assert isinstance(params.embed, LaneRows)
+        mixture: Any = params.layers[0].ffn
+        assert (axes_of(mixture.experts.up, 0) == ("tensor",)) == (options.tensor_parallel_size > 1)
         cache, sizes = programs.like.cache, programs.sizes
         assert [(pool.shape[0], pool.shape[-1]) for pool in cache.k] == [(n, 128) for n in heads]
         [room] = rooms(PairConfig(config), options, params, None)
