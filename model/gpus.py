@@ -1,4 +1,4 @@
-"""The GPU that programs are compiled for, and the kernels that they may use there.
+"""The GPU or TPU that programs are compiled for, and the kernels that they may use there.
 
 Rules are static where a compiler may abort the process on what it does not know, which nothing catches. What
 they allow is checked on the device at a first start (serve/engine/startup/kernel_checks.py); programs are
@@ -97,20 +97,30 @@ class Gpu:
 class Kernel(NamedTuple):
     """A kernel by the name that reports show.
 
-    backend: what compiles it: Triton, or Mosaic GPU as jax ships it.
+    backend: what compiles it: Triton, Mosaic GPU as jax ships it, or Mosaic for TPUs.
     replaced_by: the way of the reference, for messages.
     """
 
     name: str
-    backend: Literal["triton", "mosaic"]
+    backend: Literal["triton", "mosaic", "tpu"]
     replaced_by: str
 
 
 def gpu() -> Gpu | None:
     """The GPU that programs are compiled for, this machine's or one that is described; None elsewhere."""
+    return gpu_of(target_device())
+
+
+def target_device() -> Any:
+    """The device that programs are compiled for, or its description."""
     here, described = jax.devices()[0], jax.sharding.get_abstract_mesh().abstract_device
     is_here = described is None or described.device_kind == here.device_kind  # it has no capability
-    return gpu_of(here if is_here else described)
+    return here if is_here else described
+
+
+def on_tpu() -> bool:
+    """True if programs are compiled for a TPU."""
+    return target_device().platform == "tpu"
 
 
 def gpu_of(device: Any) -> Gpu | None:
@@ -137,6 +147,8 @@ def refusal(kernel: Kernel, memory: int = 0, kept: Iterable[Any] = ()) -> str | 
     """
     if kernel.name in REFUSED.get():
         return "it did not pass its check on this device"
+    if kernel.backend == "tpu":
+        return None if on_tpu() else "it is a TPU's"
     device = gpu()
     if device is None or not compiles_for_gpus():
         return "no compiler for an NVIDIA GPU is here"

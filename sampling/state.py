@@ -208,7 +208,7 @@ def commit(
 ) -> SamplingState:
     """The state after each slot with `emit` generated its token. A slot appears at most once among those."""
     row = apart(slot, emit, state.recent.shape[0])
-    recent = jnp.concatenate([state.recent[slot, 1:], token[:, None]], axis=1)
+    recent = jnp.concatenate([state.recent[slot][:, 1:], token[:, None]], axis=1)
     return replace(
         state,
         output_counts=state.output_counts.at[row, token].add(1, mode="drop", unique_indices=True),

@@ -11,24 +11,34 @@ The backend is deprecated since jax 0.11. The engine uses `attend_with`, `has_ke
 
 from collections.abc import Callable
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas import triton
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from ...model.attention import AttentionParams
 from ...model.gpus import Kernel, gpu, refusal
-from ...model.sharding import automatic_axes, axes_of, in_shards, placed
+from ..pages import in_lanes
 from ..quantised import SCALE, QuantisedPool
-from ..shards import head_axes
-from . import cpu_attention
-from .tiles import TILE, LayerPages, add_parts, no_keys, over_keys, queries_of, quotient, seen, store, tile_of
+from . import cpu_attention, tpu_attention
+from .partitioned import by_each_device
+from .tiles import (
+    TILE,
+    LayerPages,
+    add_parts,
+    cost,
+    no_keys,
+    over_keys,
+    queries_of,
+    quotient,
+    seen,
+    store,
+    tile_of,
+    value_size,
+)
 
 HEAD_SIZES = range(16, 257, 16)  # of keys and values
 LATENTS = range(16, 513, 16)
@@ -132,6 +142,9 @@ def attend_with(
         return reference(whole).astype(q.dtype)
 
     kernels: dict[str, Callable[[Any], Any]] = {}
+    if tpu_attention.has_kernel(q, pages(), reading):
+        by_kernel = partial(tpu_attention.attend_pages, pages=pages(), reading=reading)
+        kernels["tpu"] = lambda q: in_lanes(by_kernel, q, pools[0], reading.heads)
     if has_kernel(q, pools, reading):
         kernels["cuda"] = lambda q: attend_pages(q, pages(), reading)
     if isa is not None and cpu_attention.supported(q, *pools, reading):
@@ -143,94 +156,7 @@ def attend_pages(
     q: Float[Array, "B T N H"], pages: LayerPages, reading: AttentionParams, interpret: bool = False
 ) -> Float[Array, "B T N U"]:
     """Attention of the rows' tokens over their pages, in q's dtype; empty rows are zeros."""
-    B, T, N, H = q.shape
-    K = pages.k.shape[0]
-    sinks = None if reading.sinks is None else reading.sinks.astype(jnp.float32).reshape(K, N // K)
-    plain = AttentionParams(
-        reading.scale, reading.window, reading.softcap, rank=reading.rank, chunked=reading.chunked
-    )
-    attend = attention_of_shards if in_shards(q) else grouped_attention
-    if reading.turned is not None:
-        pages = pages._replace(turned=reading.turned.reshape(B, T, K, N // K, -1))
-    out = attend(q.reshape(B, T, K, N // K, H), pages, sinks, plain, interpret)
-    return out.reshape(B, T, N, -1)
-
-
-@partial(custom_partitioning, static_argnums=(3, 4))
-def partitioned_attention(
-    q: Float[Array, "B T K G H"],
-    pages: LayerPages,
-    sinks: Float[Array, "K G"] | None,
-    reading: AttentionParams,
-    interpret: bool,
-) -> Float[Array, "B T K G U"]:
-    return (many_queries if q.shape[1] > 1 else one_query)(q, pages, sinks, reading, interpret)
-
-
-def on_each_device(reading: AttentionParams, interpret: bool, mesh: Any, shapes: Any, result: Any) -> Any:
-    """Every device of a mesh reads the key heads whose pools it holds, for its own part of their query heads
-    where several devices hold them."""
-    q, pages, sinks = shapes[:3]
-    axis = axes_of(jax.tree.leaves(pages.k)[0], 0)
-    group = tuple(name for name in axes_of(q, 3) if name not in axis)
-    specs = specs_of(pages, sinks, axis, group)
-    places = placed(mesh, specs)
-    local = partial(partitioned_attention.fun, reading=reading, interpret=interpret)
-    return mesh, local, places[0], places
-
-
-def specs_of(pages: LayerPages, sinks: Any, axis: tuple[str, ...], group: tuple[str, ...]) -> tuple[Any, ...]:
-    """PartitionSpecs of queries, pages and sinks: key heads over the axes `axis` of a mesh, their query heads
-    over `group`."""
-    own, each = axis or None, group or None
-    specs = (own,), (own, each), (None, None, own, each), (None, None, own), ()
-    pool, scores, queries, heads, whole = (PartitionSpec(*spec) for spec in specs)
-    keys, values = jax.tree.map(lambda _: pool, pages[:2])
-    tree = None if pages.own is None else (heads, None if values is None else heads, whole)
-    rest = None if pages.turned is None else queries
-    return (
-        queries,
-        LayerPages(keys, values, whole, whole, whole, tree, rest),
-        None if sinks is None else scores,
-    )
-
-
-def shards_attention(
-    q: Float[Array, "B T K G H"],
-    pages: LayerPages,
-    sinks: Float[Array, "K G"] | None,
-    reading: AttentionParams,
-    interpret: bool,
-) -> Float[Array, "B T K G U"]:
-    """The same of what a device, or a group of devices, has under `shard_map`."""
-    local = partial(partitioned_attention.fun, reading=reading, interpret=interpret)
-    mesh = jax.typeof(q).sharding.mesh
-    names = automatic_axes(mesh)
-    if not names:
-        return local(q, pages, sinks)
-    specs = specs_of(pages, sinks, *head_axes(mesh, pages.k.shape[0]))
-    each = jax.shard_map(
-        local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=set(names), check_vma=False
-    )
-    return each(q, pages, sinks)
-
-
-def axes(reading: AttentionParams, interpret: bool, mesh: Any, values: Any, results: Any) -> str:
-    """The sharding rule for XLA's partitioner: the axes that operands, also optional ones, share."""
-    ranks = [value.rank for value in values]
-    table = ranks.index(
-        2
-    )  # before it q and the pools, behind it three of rows; own ones with their root, sinks
-    pools = [{4: "k p w h", 3: "k p w"}[rank] for rank in ranks[1:table]]
-    others = [{4: "b n k h", 1: "b", 2: "k g", 5: "b t k g r"}[rank] for rank in ranks[table + 1 :]]
-    first = "b t k g q" if 5 in ranks[1:] else "b t k g h"
-    return ", ".join([first, *pools, "b m", *others]) + f" -> b t k g {'u' if reading.rank else 'h'}"
-
-
-partitioned_attention.def_partition(on_each_device, sharding_rule=axes)
-# layers share one trace
-grouped_attention = jax.jit(partitioned_attention, static_argnums=(3, 4))
-attention_of_shards = jax.jit(shards_attention, static_argnums=(3, 4))
+    return by_each_device(one_query if q.shape[1] == 1 else many_queries, q, pages, reading, interpret)
 
 
 def settings(
@@ -264,7 +190,7 @@ def many_queries(
         partial(chunk_kernel, rows=rows, reading=reading),
         grid=(pl.cdiv(T, tokens), K * groups, B),
         out_shape=jax.ShapeDtypeStruct((B, T, K, G, value_size(q, reading)), q.dtype),
-        cost_estimate=cost(q, pages, T / 2, reading),
+        cost_estimate=cost(q, pages, reading),
         name="attend_chunk",
         **settings(q, rows, reading, interpret),
     )(q, pages, sinks)
@@ -309,7 +235,7 @@ def one_query(
         partial(part_kernel, rows=rows, split=split, reading=reading),
         grid=(min(blocks, B * heads * parts),),
         out_shape=sums,
-        cost_estimate=cost(q, pages, 0, reading),
+        cost_estimate=cost(q, pages, reading),
         name="attend_part",
         **settings(q, rows, reading, interpret),
     )(q, pages, shares(pages, split, reading))
@@ -427,22 +353,3 @@ def sum_kernel(pages: LayerPages, sinks: Any, *refs: Any, rows: int, split: Spli
     before = no_keys(at, sinks, out.shape[-1])
     _, total, found = jax.lax.fori_loop(0, pl.cdiv(parts, each), add, before)
     store(out, row, at.token, head, at.member, value=quotient(found, total), mask=at.real)
-
-
-def value_size(q: Float[Array, "B T K G H"], reading: AttentionParams) -> int:
-    return q.shape[-1] if reading.rank is None else reading.rank
-
-
-def cost(
-    q: Float[Array, "B T K G H"], pages: LayerPages, new: float, reading: AttentionParams
-) -> pl.CostEstimate:
-    """Operations and bytes of a full table, or window, and half of the new tokens: lengths are not known."""
-    B, T, K, G, H = q.shape
-    keys = most_tiles(pages, reading) * tile_of(reading) + (new if reading.window else -new)
-    pairs = int(B * T * K * G * max(keys, 1))
-    token = sum(prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(pages[:2]))  # a head's bytes
-    return pl.CostEstimate(
-        flops=2 * (H + value_size(q, reading)) * pairs,
-        transcendentals=pairs,
-        bytes_accessed=int(B * K * keys) * token + 2 * q.size * q.dtype.itemsize,
-    )

@@ -2,6 +2,7 @@
 over them."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -60,6 +61,24 @@ def tile_of(reading: AttentionParams) -> int:
 def pieces(reading: AttentionParams, H: int) -> tuple[Piece, ...]:
     """The parts of a head that are multiplied one by one: all of it, or a latent and its turned key."""
     return ((0, H),) if reading.rank is None else ((0, reading.rank), (reading.rank, H - reading.rank))
+
+
+def value_size(q: Float[Array, "*rows H"], reading: AttentionParams) -> int:
+    return q.shape[-1] if reading.rank is None else reading.rank
+
+
+def cost(q: Float[Array, "B T K G H"], pages: LayerPages, reading: AttentionParams) -> pl.CostEstimate:
+    """Operations and bytes of a full table, or window, and half of the new tokens: lengths are not known."""
+    B, T, K, G, H = q.shape
+    held, new = pages.table.shape[1] * pages.k.shape[2], (T - 1) / 2
+    keys = held - new if reading.window is None else min(held, reading.window + new)
+    pairs = int(B * T * K * G * max(keys, 1))
+    token = sum(prod(x.shape[3:]) * x.dtype.itemsize for x in jax.tree.leaves(pages[:2]))  # a head's bytes
+    return pl.CostEstimate(
+        flops=2 * (H + value_size(q, reading)) * pairs,
+        transcendentals=pairs,
+        bytes_accessed=int(B * K * keys) * token + 2 * q.size * q.dtype.itemsize,
+    )
 
 
 def seen(start: Any, count: Any, first: Any, tokens: int, reading: AttentionParams) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
-"""GPUs that are taken to be here: programs are traced as for them, and run on the CPU."""
+"""GPUs and TPUs that are taken to be here: programs are traced as for them, and run on the CPU."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
@@ -21,6 +22,11 @@ def traced_for(kind: str) -> Iterator[None]:
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(name, 132, "gpu"))
     with patch.object(gpus, "compiles_for_gpus", lambda: True), use_abstract_mesh(mesh):
         yield
+
+
+def traced_for_tpu() -> AbstractContextManager[Any]:
+    """While this is entered, programs are traced for a TPU."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("TPU v6 lite", 1, "tpu")))
 
 
 @contextmanager

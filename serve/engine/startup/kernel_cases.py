@@ -1,5 +1,5 @@
-"""The kernels that an engine would use on an NVIDIA GPU, each with small arrays of the engine's own sizes and
-its reference."""
+"""The kernels that an engine would use on an NVIDIA GPU or a TPU, each with small arrays of the engine's own
+sizes and its reference."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ....kvcache.kernels import attention, memory, turn
+from ....kvcache.kernels import attention, memory, tpu_attention, turn
 from ....kvcache.kernels.tiles import LayerPages
-from ....kvcache.pages import Batch, read_keys, running_softmax, written
+from ....kvcache.pages import NO_LANES, Batch, in_lanes, pooled, read_keys, running_softmax, written
 from ....kvcache.quantised import empty_pool, encoded, kept_as
 from ....model.attention import AttentionParams, NewHeads, turns_plainly
 from ....model.config import GroupedQuery, Latent, ModelConfig
 from ....model.experts import MoE
-from ....model.gpus import Kernel, gpu, refusal
+from ....model.gpus import Kernel, gpu, on_tpu, refusal
 from ....model.layers import Weight, einsum
 from ....model.recurrent.kinds import DeltaNet, Mamba
 from ....model.recurrent.linear import Terms, step
@@ -27,10 +27,12 @@ from ....model.transformer import Decoder
 from ....model.weights import expert_tiles, fixed, grouped, nibbles
 from ....model.weights.adapted import unadapted
 from ....model.weights.compress import CONTRACTED
+from ....model.weights.prepared import Lanes, lanes_of
 from ....model.weights.quant import Quantised, by_kernel, ragged_by_kernel
 from ...runtime.compiled.shapes import Sizes
 
 BEFORE, CHUNK = (150, 7), 96  # tokens in the cache of two rows, and of each in a prefill
+MANY = 5000  # tokens of the first of them that a TPU's kernel reads in several blocks
 EXPERTS = 4  # that a product of experts is checked with, at most
 
 
@@ -51,16 +53,20 @@ class KernelCase(NamedTuple):
 
 
 def kernel_cases(config: ModelConfig, params: Decoder, sizes: Sizes) -> Iterator[KernelCase]:
-    """Yield the cases of an engine; there are none but on an NVIDIA GPU."""
-    if gpu() is None:
-        return
+    """Yield the cases of an engine; there are none but on an NVIDIA GPU or a TPU, which has attention's
+    alone."""
     dtype = params.embed.dtype
     mixers = dict.fromkeys(mixer for kind in config.layers for mixer in kind.mixers)
+    if gpu() is not None or on_tpu():
+        lanes = lanes_of(params.embed.sharding.device_set, sizes.shards) if on_tpu() else NO_LANES
+        for mixer in mixers:
+            if isinstance(mixer, GroupedQuery | Latent):
+                yield from attention_cases(mixer, sizes, dtype, lanes)
+    if gpu() is None:
+        return
     for mixer in mixers:
-        if isinstance(mixer, GroupedQuery | Latent):
-            yield from attention_cases(mixer, sizes, dtype)
-            if isinstance(mixer, GroupedQuery) and turns_plainly(mixer):
-                yield from turning_cases(mixer, sizes, dtype)
+        if isinstance(mixer, GroupedQuery) and turns_plainly(mixer):
+            yield from turning_cases(mixer, sizes, dtype)
         elif isinstance(mixer, DeltaNet | Mamba):
             yield from memory_cases(mixer)
     yield from expert_cases(params, dtype)
@@ -71,7 +77,9 @@ def numbers(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Arra
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-def attention_cases(mixer: GroupedQuery | Latent, sizes: Sizes, dtype: Any) -> Iterator[KernelCase]:
+def attention_cases(
+    mixer: GroupedQuery | Latent, sizes: Sizes, dtype: Any, lanes: Lanes
+) -> Iterator[KernelCase]:
     if isinstance(mixer, Latent):
         N, K, H = mixer.num_heads, 1, mixer.rank + mixer.rope_size
         first = partial(first_numbers, mixer.rank)
@@ -79,21 +87,29 @@ def attention_cases(mixer: GroupedQuery | Latent, sizes: Sizes, dtype: Any) -> I
     else:
         N, K, H = mixer.num_heads, mixer.num_kv_heads, mixer.head_size
         sinks = jnp.asarray(np.linspace(-1, 1, N), dtype) if mixer.sinks else None
-        reading = AttentionParams(H**-0.5, mixer.window, mixer.softcap, sinks, chunked=mixer.chunked)
+        reading = AttentionParams(H**-0.5, mixer.window, mixer.softcap, sinks, chunked=mixer.chunked, heads=K)
+    kept = sizes.kv_cache_dtype
+    row = pooled(K, H, kept_as(kept, dtype), lanes)
+    what = f"{N}/{K} heads of {H}, {dtype}, pages of {sizes.page_size}"
+    what += "" if kept == "auto" else f", {kept}"
+    known = {"window": reading.window, "softcap": reading.softcap}
+    what += "".join(f", {name} {value:g}" for name, value in known.items() if value is not None)
+    what += ", sinks" * (reading.sinks is not None) + ", chunked" * reading.chunked
     for T in (1, CHUNK):
-        kept = sizes.kv_cache_dtype
-        inputs = partial(attention_inputs, (T, N, K, H), sizes.page_size, kept, dtype, reading)
-        q, pages = jax.eval_shape(inputs)
-        if not attention.supported(q, pages.k, pages.v, reading):
-            continue
-        what = f"{N}/{K} heads of {H}, {dtype}, pages of {sizes.page_size}"
-        what += "" if kept == "auto" else f", {kept}"
-        known = {"window": reading.window, "softcap": reading.softcap}
-        what += "".join(f", {name} {value:g}" for name, value in known.items() if value is not None)
-        what += ", sinks" * (reading.sinks is not None) + ", chunked" * reading.chunked
-        reason = attention.refusal_of(q, pages.k, pages.v, reading)
-        run, reference = partial(by_pages, reading=reading), partial(by_blocks, reading=reading)
-        yield KernelCase(attention.kernel_of(T, reading), what, reason, inputs, run, reference)
+        inputs = partial(attention_inputs, (T, N, H), row, sizes.page_size, kept, dtype, reading)
+        if (found := attention_kernel(*jax.eval_shape(inputs), reading)) is not None:
+            run, reference = partial(by_pages, reading=reading), partial(by_blocks, reading=reading)
+            yield KernelCase(found[0], what, found[1], inputs, run, reference)
+
+
+def attention_kernel(q: Any, pages: LayerPages, reading: AttentionParams) -> tuple[Kernel, str | None] | None:
+    """The kernel that reads these pages, and why programs do not use it anyway; None if there is none."""
+    if on_tpu():
+        own = tpu_attention.DECODE
+        return (own, refusal(own)) if tpu_attention.supported(q, pages, reading) else None
+    if not attention.supported(q, pages.k, pages.v, reading):
+        return None
+    return attention.kernel_of(q.shape[1], reading), attention.refusal_of(q, pages.k, pages.v, reading)
 
 
 def first_numbers(rank: int, rows: Array, _: Array) -> tuple[Array, Array]:
@@ -107,22 +123,32 @@ def on_cpu() -> bool:
 
 
 def attention_inputs(
-    of: tuple[int, int, int, int], W: int, kept: str, dtype: Any, reading: AttentionParams
+    of: tuple[int, int, int],
+    row: tuple[int, int],
+    W: int,
+    kept: str,
+    dtype: Any,
+    reading: AttentionParams,
 ) -> tuple[Array, LayerPages]:
-    """Queries of two rows, and random pages in a random order."""
-    (T, N, K, H), B = of, len(BEFORE)
-    M = -(-(max(BEFORE) + T) // W)
+    """Queries of two rows, and random pages in a random order; a token has rows in the pool, and numbers in
+    each."""
+    (T, N, H), (K, size), before = of, row, (MANY, BEFORE[1]) if on_tpu() else BEFORE
+    B, M = len(before), -(-(max(before) + T) // W)
     q, P = numbers(0, (B, T, N, H), dtype), B * M
-    empty = empty_pool((1, 1, 1, H), kept_as(kept, dtype))
-    k, v = (encoded(empty, numbers(seed, (K, P, W, H), dtype)) for seed in (1, 2))
+    empty = empty_pool((1, 1, 1, size), kept_as(kept, dtype))
+    k, v = (encoded(empty, numbers(seed, (K, P, W, size), dtype)) for seed in (1, 2))
     table = np.random.default_rng(0).permutation(P).reshape(B, M)
-    pages, start, count = (jnp.asarray(x, jnp.int32) for x in (table, BEFORE, [T] * B))
+    pages, start, count = (jnp.asarray(x, jnp.int32) for x in (table, before, [T] * B))
     return q, LayerPages(k, v if reading.rank is None else None, pages, start, count)
 
 
 def by_pages(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
     """Attention by the kernel."""
-    return attention.attend_pages(q, pages, reading, on_cpu())
+
+    def attend(q: Array) -> Array:
+        return (tpu_attention if on_tpu() else attention).attend_pages(q, pages, reading, on_cpu())
+
+    return in_lanes(attend, q, pages.k, reading.heads)
 
 
 def by_blocks(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
@@ -130,7 +156,8 @@ def by_blocks(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
     start, count, table = pages.start, pages.count, pages.table
     batch = Batch(jnp.zeros(q.shape[:2], jnp.int32), start, count, (table,), start)
     read = partial(read_keys, pages[:2], table, reading, q.dtype)
-    return jax.jit(lambda q: running_softmax(q, batch, read, reading).astype(q.dtype))(q)
+    attend = partial(running_softmax, batch=batch, read=read, reading=reading)
+    return jax.jit(lambda q: in_lanes(attend, q, pages.k, reading.heads).astype(q.dtype))(q)
 
 
 def turning_cases(mixer: GroupedQuery, sizes: Sizes, dtype: Any) -> Iterator[KernelCase]:

@@ -221,8 +221,8 @@ def options_of(target: Target) -> dict[str, str]:
 
 @contextmanager
 def described(target: Target) -> Iterator[None]:
-    """While this is entered, kernels are lowered for a target's GPU, where jax would ask the machine's own
-    what it is, and nothing warns of what compiling for an absent device brings along."""
+    """While this is entered, kernels are lowered for a target's GPU or TPU, where jax would ask the machine's
+    own what it is, and nothing warns of what compiling for an absent device brings along."""
     with warnings.catch_warnings(), kernels_for(target):
         # jax stores what it compiled for an absent device, and cannot read it back.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
@@ -232,6 +232,8 @@ def described(target: Target) -> Iterator[None]:
 
 def kernels_for(target: Target) -> AbstractContextManager[Any]:
     device = device_of(target)
+    if device.platform == "tpu":
+        device = AbstractDevice(device.device_kind, device.num_cores, "tpu")
     if not isinstance(device, AbstractDevice):
         return nullcontext()
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

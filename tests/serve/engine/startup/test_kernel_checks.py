@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.gpus import traced_for
+from cases.gpus import traced_for, traced_for_tpu
 from cases.weights import drawn
 from fakes.greedy import greedy_programs
 from jax.sharding import AbstractMesh
@@ -205,6 +205,22 @@ def lying(q: jax.Array, *_: Any) -> jax.Array:
 
 def broken(q: jax.Array, *_: Any) -> jax.Array:
     return jnp.full(q.shape, jnp.nan, q.dtype)
+
+
+@pytest.mark.parametrize(
+    "mixer, kernels",
+    [
+        (GroupedQuery(4, 2, 128, window=300, softcap=5.0, sinks=True), {"attention_decode"}),
+        (Latent(4, 128, 16, 128, 16), {"attention_decode"}),
+        (GroupedQuery(4, 2, 32), set()),  # its rows fill no lanes, which a TPU's do
+        (DeltaNet(2, 4, 16, 32), set()),
+    ],
+)
+def test_a_tpu_checks_attention_of_single_tokens(mixer: Any, kernels: set[str], nowhere: None):
+    with traced_for_tpu():
+        found = check_kernels(*model(mixer), SIZES)
+    assert {check.kernel for check in found.values()} == kernels
+    assert all(check.ran and not check.reason and check.difference is not None for check in found.values())
 
 
 @pytest.mark.parametrize(

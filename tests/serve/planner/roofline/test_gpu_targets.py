@@ -1,6 +1,7 @@
 """Each GPU and TPU that a plan knows compiles the kinds of layers, or refuses them by name before anything is
 compiled."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,8 +33,8 @@ def heads(size: int) -> GroupedQuery:
 
 
 class Cell(NamedTuple):
-    """A program: its layers, each with the Triton kernels that it has. One cell of each instruction set
-    draws, which takes longer to compile than layers do."""
+    """A program: its layers, each with the number of our Pallas kernels that it has. One cell of each
+    instruction set draws, which takes longer to compile than layers do."""
 
     shape: Shape
     layers: dict[LayerKind, int]
@@ -75,8 +76,9 @@ CELLS = {
 }
 
 
-def layers(*kinds: LayerKind) -> dict[LayerKind, int]:
-    return dict.fromkeys(kinds, 0)
+def layers(*kinds: LayerKind, kernels: int = 0) -> dict[LayerKind, int]:
+    """Layers of these kinds, and how many kernels each has."""
+    return dict.fromkeys(kinds, kernels)
 
 
 # Eight heads of 80 numbers fill whole lanes together, two of 96 only with zeros. A latent of 128 heads takes
@@ -86,15 +88,17 @@ EIGHT, TWO = (LayerKind(GroupedQuery(8, n, size), DENSE) for n, size in ((8, 80)
 ROWS = LayerKind(replace(LATENT, num_heads=16), DENSE)
 TPU_CELLS = {
     "decode": Cell(
-        NARROW, layers(SMALL, EIGHT, TWO, LayerKind(heads(256), DENSE), ROWS, LayerKind(DELTA, DENSE))
+        NARROW,
+        layers(SMALL, EIGHT, TWO, LayerKind(heads(256), DENSE), ROWS, kernels=1)
+        | layers(LayerKind(DELTA, DENSE)),
     ),
     "decode at 32k": Cell(
-        WIDE, layers(SMALL, LayerKind(heads(128), DENSE), ROWS), longest=32_768, draws=True
+        WIDE, layers(SMALL, LayerKind(heads(128), DENSE), ROWS, kernels=1), longest=32_768, draws=True
     ),
     "decode in 8 bits": Cell(
         WIDE, layers(SMALL, EIGHT, LayerKind(heads(128), DENSE)), kv_cache_dtype="int8", quantization="int8"
     ),
-    "decode in 4 bits": Cell(NARROW, layers(SMALL), quantization="int4"),
+    "decode in 4 bits": Cell(NARROW, layers(SMALL, kernels=1), quantization="int4"),
     "prefill": Cell(PREFILL, layers(SMALL, EIGHT, TWO, ROWS)),
 }
 
@@ -137,7 +141,9 @@ def test_a_tpu_copies_no_pool(name: str, cell: Cell):
     """The whole cache is updated in place, though its pages would fill lanes better than its rows do."""
     plan = plan_of(name, cell)
     plan = replace(plan, sizes=replace(plan.sizes, pages=(8192,) * len(plan.sizes.pages)))
-    cache, found = abstract_arguments(plan).cache, facts(compiled(plan, cell))
+    cache, program = abstract_arguments(plan).cache, compiled(plan, cell)
+    found, text = facts(program), program.as_text() or ""
+    assert len(re.findall(r'"tpu_custom_call".*/attend_token/', text)) == sum(cell.layers.values())
     least = min(device_bytes(pool) for pool in jax.tree.leaves((cache.k, cache.v)) if pool.ndim == 4)
     assert found.aliased >= device_bytes(cache)
     assert not [moved for moved in found.moved if moved.bytes >= least / 4]

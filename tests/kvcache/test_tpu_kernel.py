@@ -1,0 +1,104 @@
+"""The TPU's kernel, interpreted: it equals the reference, and bits follow from a row alone. Vector memory
+that no copy has written holds NaN there."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.paged_attention import Case, inputs, real, reference, small_pages, with_own_path
+
+from duetto.kvcache.kernels import tpu_attention
+from duetto.kvcache.kernels.tiles import LayerPages
+from duetto.kvcache.kernels.tpu_attention import attend_pages, supported
+from duetto.kvcache.quantised import SCHEMES, empty_pool
+from duetto.model.attention import AttentionParams
+
+CASES = {
+    "short rows": Case((0, 1, 63, 255, 200), (1, 1, 0, 1, 1), H=128),
+    "several blocks": Case((1500, 0, 255, 256, 1023), (1, 0, 1, 1, 1), H=128, M=100),
+    "the first and last rows are empty": Case((0, 9, 0, 300, 0), (0, 1, 0, 1, 0), H=128, M=20),
+    "no row has a token": Case((5, 0), (0, 0), H=128),
+    "window, cap, sinks": Case(
+        (0, 70, 255, 900), (1, 1, 1, 1), H=128, M=64, window=50, softcap=5.0, sinks=True
+    ),
+    "in chunks": Case((0, 39, 40, 900), (1, 1, 1, 1), H=128, M=64, window=300, chunked=True),
+    "many key heads": Case((300, 2), (1, 1), K=11, G=1, H=128, M=20),
+    "bfloat16": Case((600, 3), (1, 1), K=1, G=9, H=256, W=64, M=10, dtype=jnp.bfloat16),
+    "pages wider than a tile": Case((700, 390), (1, 1), H=128, W=384, M=2),
+    "latent": Case((600, 5), (1, 1), K=1, G=20, H=384, M=40, rank=256),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch):
+    """Blocks of one or two tiles, so that rows have several."""
+    monkeypatch.setattr(tpu_attention, "COPIED", 1 << 20)
+
+
+def interpreted(q: Any, pages: LayerPages, reading: AttentionParams) -> np.ndarray:
+    return np.asarray(jax.jit(lambda q, pages: attend_pages(q, pages, reading, interpret=True))(q, pages))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_the_kernel_equals_the_reference(case: Case):
+    q, pages, reading = inputs(case)
+    assert supported(q, pages, reading)
+    found, wanted = interpreted(q, pages, reading), reference(q, pages, reading)
+    assert found.shape == (*q.shape[:3], case.rank or case.H) and found.dtype == q.dtype
+    tolerance = 1e-5 if case.dtype == jnp.float32 else 3e-2
+    np.testing.assert_allclose(real(found, case.count), real(wanted, case.count), atol=tolerance)
+    assert not found[np.asarray(case.count) == 0].any()
+
+
+@pytest.mark.parametrize("name", ["several blocks", "window, cap, sinks", "latent"])
+def test_bits_follow_from_the_row_alone(name: str):
+    case = CASES[name]
+    q, pages, reading = inputs(case)
+    together = real(interpreted(q, pages, reading), case.count)
+    other = real(interpreted(q, small_pages(pages, 8), reading), case.count)
+    np.testing.assert_array_equal(together, other)
+    own = pages._replace(**{f: getattr(pages, f)[-1:] for f in ("table", "start", "count")})
+    np.testing.assert_array_equal(together[-1:], real(interpreted(q[-1:], own, reading), case.count[-1:]))
+
+
+@pytest.mark.parametrize("copied", [1 << 18, 1 << 24])
+def test_bits_do_not_depend_on_how_much_is_copied_at_once(monkeypatch: pytest.MonkeyPatch, copied: int):
+    q, pages, reading = inputs(CASES["several blocks"])
+    expected = interpreted(q, pages, reading)
+    monkeypatch.setattr(tpu_attention, "COPIED", copied)
+    np.testing.assert_array_equal(interpreted(q, pages, reading), expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rank", [None, 128])
+def test_keys_of_a_path_count_like_written_ones(rank: int | None, dtype: Any):
+    """Given beside the pages as for nodes of a tree of guesses, at a tile's edge too."""
+    case = Case(
+        (70, 1, 0, 257), (1, 1, 1, 1), K=2 - bool(rank), H=256, M=20, sinks=True, rank=rank, dtype=dtype
+    )
+    q, pages, reading = inputs(case)
+    own = with_own_path(case, pages, np.array([67, 0, 0, 254], np.int32), q.dtype)
+    np.testing.assert_array_equal(interpreted(q, own, reading), interpreted(q, pages, reading))
+
+
+def test_what_the_kernel_does_not_read():
+    q, pages, reading = inputs(Case((0,), (1,), H=128))
+
+    def wide(*sizes: int) -> LayerPages:
+        pool = jax.ShapeDtypeStruct(sizes, q.dtype)
+        return pages._replace(k=pool, v=pool)
+
+    assert supported(q, pages, reading)
+    assert not supported(np.repeat(q, 2, axis=1), pages, reading), "two tokens of a row"
+    assert not supported(q, wide(2, 9, 16, 64), reading), "rows that fill no lanes"
+    assert not supported(q, wide(2, 9, 4, 128), reading), "pages of four tokens"
+    assert not supported(q, wide(64, 9, 16, 512), reading), "more than vector memory"
+    assert not supported(q.astype(jnp.bfloat16), pages, reading)
+    assert not supported(q, pages, replace(reading, rank=64, expand=lambda rows, _: (rows, rows)))
+    assert not supported(q, pages, replace(reading, expand=lambda rows, _: (rows, rows)))
+    assert not supported(q, pages._replace(table=np.zeros((64, 4096), np.int32)), reading)
+    codes = empty_pool((2, 9, 16, 128), SCHEMES["int8"])
+    assert not supported(q, pages._replace(k=codes, v=codes), reading)
