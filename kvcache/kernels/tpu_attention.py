@@ -1,10 +1,10 @@
-"""Attention of single tokens over pages on TPUs: a Pallas kernel (Mosaic) that reads pages where they lie.
+"""Attention over pages on TPUs: a Pallas kernel (Mosaic) that reads pages where they lie.
 
-A running softmax over tiles of keys, as in FlashAttention (Dao et al., arXiv 2205.14135). Rows go one after
-the other. While the tiles of a block of pages are multiplied, the pages of the next block are copied into
-vector memory, all key heads of a page at once, also those of the next row. Tiles begin at multiples of their
-size, so a row's bits depend neither on its neighbours, nor on the page size, nor on the table's width.
-Several tokens of a row, pools of 8 bits and selected keys are left to the reference.
+A running softmax over tiles of keys, as in FlashAttention (Dao et al., arXiv 2205.14135). Chunks of a row's
+queries go one after the other. While the tiles of a block of pages are multiplied, the pages of the next
+block are copied into vector memory, all key heads of a page at once, also those of the next chunk. Tiles
+begin at multiples of their size, so a query's bits depend neither on its neighbours, nor on the page size,
+nor on the widths of table and chunk. Pools of 8 bits and selected keys are left to the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ...model.attention import UNSEEN, AttentionParams
 from ...model.gpus import Kernel, may_use
@@ -28,22 +28,27 @@ from .tiles import LayerPages, cost, seen, value_size
 LANES = 128  # numbers of a register's row
 SUBLANES = 8  # rows of 32 bits
 TILE = 256  # keys of one product
-AT_ONCE = 8  # key heads whose products overlap
+AT_ONCE, MOST_AT_ONCE = 8, 1024  # key heads whose products overlap, and rows of these products
 COPIED = 2 << 20  # bytes of keys and values that are copied at once, so that the copies' latency is hidden
 MOST_COPIED = 24 << 20
 VECTOR_MEMORY = 64 << 20
 MOST_ENTRIES = 1 << 17  # of page tables in scalar memory
+MOST_QUERIES = 512  # rows of one product
+MOST_SUMS = 4096  # of all key heads
 DECODE = Kernel("attention_decode", "tpu", "attention gathers pages")
+PREFILL = Kernel("attention_prefill", "tpu", "attention gathers pages")
 
 
-class Rows(NamedTuple):
-    """Single queries of the rows of a batch, in scalar memory: keys in [low, end) are read, those before
-    `kept` from pages. `following[i]` is the first row from i on that reads any, or B. The table is flat."""
+class Chunks(NamedTuple):
+    """Chunks of the rows' queries, in scalar memory: of each the position of its first query; the keys in
+    [low, end) that it reads, those before `kept` from pages. `following[i]` is the first chunk from i on that
+    reads any, or their number. The page table of B rows is flat."""
 
-    low: Any  # int32 [B]
-    end: Any  # int32 [B]
-    kept: Any  # int32 [B]
-    following: Any  # int32 [B+1]
+    first: Any  # int32 [chunks]
+    low: Any  # int32 [chunks]
+    end: Any  # int32 [chunks]
+    kept: Any  # int32 [chunks]
+    following: Any  # int32 [chunks+1]
     table: Any  # int32 [B*M]
 
 
@@ -61,7 +66,7 @@ def supported(q: Any, pages: LayerPages, reading: AttentionParams) -> bool:
     k, v = pages.k, pages.k if pages.v is None else pages.v
     if isinstance(k, QuantisedPool) or isinstance(v, QuantisedPool) or reading.selection is not None:
         return False
-    if q.shape[1] > 1 or (reading.expand is not None) != (reading.rank is not None):
+    if (pages.own and q.shape[1] > 1) or (reading.expand is not None) != (reading.rank is not None):
         return False
     W, H = k.shape[2:]
     sizes = H % LANES, (reading.rank or 0) % LANES, W % (SUBLANES * 4 // k.dtype.itemsize)
@@ -71,7 +76,12 @@ def supported(q: Any, pages: LayerPages, reading: AttentionParams) -> bool:
 
 
 def has_kernel(q: Any, pages: LayerPages, reading: AttentionParams) -> bool:
-    return may_use(DECODE) and supported(q, pages, reading)
+    return may_use(kernel_of(q.shape[1])) and supported(q, pages, reading)
+
+
+def kernel_of(T: int) -> Kernel:
+    """The kernel of T queries of a row, by the name under which it is checked."""
+    return DECODE if T == 1 else PREFILL
 
 
 def token_bytes(pages: LayerPages) -> int:
@@ -86,40 +96,42 @@ def block_size(pages: LayerPages) -> int:
 
 
 def attend_pages(
-    q: Float[Array, "B 1 N H"], pages: LayerPages, reading: AttentionParams, interpret: bool = False
-) -> Float[Array, "B 1 N U"]:
+    q: Float[Array, "B T N H"], pages: LayerPages, reading: AttentionParams, interpret: bool = False
+) -> Float[Array, "B T N U"]:
     """Attention of the rows' tokens over their pages, in q's dtype; empty rows are zeros."""
-    return by_each_device(one_query, q, pages, reading, interpret)
+    return by_each_device(by_chunks, q, pages, reading, interpret)
 
 
-def one_query(
-    q: Float[Array, "B 1 K G H"],
+def by_chunks(
+    q: Float[Array, "B T K G H"],
     pages: LayerPages,
     sinks: Float[Array, "K G"] | None,
     reading: AttentionParams,
     interpret: bool,
-) -> Float[Array, "B 1 K G U"]:
-    """The same of one device. Query heads of a key head are rows of one product, in whole registers."""
-    (B, _, K, G, _), U = q.shape, value_size(q, reading)
-    R, S = pl.cdiv(G, SUBLANES) * SUBLANES, block_size(pages)
-    queries = jnp.pad(q[:, 0], ((0, 0), (0, 0), (0, R - G), (0, 0)))
-    pools = tuple(pool for pool in pages[:2] if pool is not None)
+) -> Float[Array, "B T K G U"]:
+    """The same of one device. The query heads of a key head, of a chunk's tokens, are rows of one product."""
+    (B, T, K, G, _), U, S = q.shape, value_size(q, reading), block_size(pages)
+    size = min(T, max(1, min(MOST_QUERIES, MOST_SUMS // K) // G))
+    n, R = pl.cdiv(T, size), size * G
+    token = jnp.repeat(jnp.arange(size, dtype=jnp.int32), G)
     if sinks is not None:
-        sinks = jnp.broadcast_to(jnp.pad(sinks, ((0, 0), (0, R - G)))[..., None], (K, R, LANES))
-    own = own_keys(pages)
-    each, whole = partial(a_row, whole=False), partial(a_row, whole=True)
+        sinks = in_all_lanes(jnp.tile(sinks, (1, size)))
+    pools = tuple(pool for pool in pages[:2] if pool is not None)
+    whole, each = partial(in_vector_memory, each=False), partial(in_vector_memory, each=True)
+    queries, tokens, own = rows_of(q, size), in_all_lanes(token), own_keys(pages)
     out = pl.pallas_call(
-        partial(decode_kernel, reading=reading),
+        partial(chunk_kernel, a_row=n, reading=reading),
         grid_spec=tpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(B,),
+            grid=(B * n,),
             in_specs=(
                 each(queries),
+                whole(tokens),
                 jax.tree.map(whole, sinks),
                 jax.tree.map(each, own),
                 jax.tree.map(lambda _: pl.BlockSpec(memory_space=pl.ANY), pools),
             ),
-            out_specs=pl.BlockSpec((1, K, R, U), lambda row, *_: (row, 0, 0, 0)),
+            out_specs=each(jax.ShapeDtypeStruct((B * n, K, R, U), q.dtype)),
             scratch_shapes=(
                 tuple(tpu.VMEM((2, K, S, pool.shape[-1]), pool.dtype) for pool in pools),
                 tpu.SemaphoreType.DMA((2, len(pools))),
@@ -127,47 +139,58 @@ def one_query(
                 Sums(*(tpu.VMEM((K, R, size), jnp.float32) for size in (LANES, LANES, U))),
             ),
         ),
-        out_shape=jax.ShapeDtypeStruct((B, K, R, U), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((B * n, K, R, U), q.dtype),
         cost_estimate=cost(q, pages, reading),
         compiler_params=tpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=VECTOR_MEMORY, disable_bounds_checks=True
         ),
         interpret=tpu.InterpretParams() if interpret else False,
-        name="attend_token",
-    )(rows_of(pages, reading), queries, sinks, own, pools)
-    return out[:, None, :, :G]
+        name="attend_chunk",
+    )(chunks_of(pages, size, n, reading), queries, tokens, sinks, own, pools)
+    found = out.reshape(B, n, K, size, G, U).swapaxes(2, 3)
+    return found.reshape(B, n * size, K, G, U)[:, :T]
 
 
-def a_row(x: Any, whole: bool) -> pl.BlockSpec:
-    """A row's part of an array [B,...], or all of an array, in vector memory."""
-    if whole:
-        return pl.BlockSpec(x.shape, lambda row, *_: (0,) * x.ndim)
-    return pl.BlockSpec((1, *x.shape[1:]), lambda row, *_: (row, *(0,) * (x.ndim - 1)))
+def rows_of(q: Float[Array, "B T K G H"], size: int) -> Float[Array, "chunks K R H"]:
+    """Queries of chunks of `size` tokens as rows; zeros stand for tokens behind the last."""
+    B, T, K, G, H = q.shape
+    n = pl.cdiv(T, size)
+    chunks = jnp.pad(q, ((0, 0), (0, n * size - T), (0, 0), (0, 0), (0, 0))).reshape(B * n, size, K, G, H)
+    return chunks.swapaxes(1, 2).reshape(B * n, K, size * G, H)
 
 
-def rows_of(pages: LayerPages, reading: AttentionParams) -> Rows:
-    low, end = seen(pages.start, pages.count, pages.start, 1, reading)
-    B = len(end)
-    each = jnp.append(jnp.where(end > 0, jnp.arange(B, dtype=jnp.int32), B), jnp.int32(B))
-    kept = end if pages.own is None else jnp.minimum(end, pages.own[2])
-    return Rows(low, end, kept, jax.lax.cummin(each, reverse=True), pages.table.reshape(-1))
+def in_vector_memory(x: Any, each: bool) -> pl.BlockSpec:
+    """All of an array, or the part of each chunk, of an array by chunks."""
+    if each:
+        return pl.BlockSpec((1, *x.shape[1:]), lambda chunk, *_: (chunk, *(0,) * (x.ndim - 1)))
+    return pl.BlockSpec(x.shape, lambda chunk, *_: (0,) * x.ndim)
+
+
+def chunks_of(pages: LayerPages, size: int, n: int, reading: AttentionParams) -> Chunks:
+    """The n chunks of each row, of `size` tokens."""
+    first = pages.start[:, None] + size * jnp.arange(n, dtype=jnp.int32)[None]
+    low, end = seen(pages.start[:, None], pages.count[:, None], first, size, reading)
+    kept = end if pages.own is None else jnp.minimum(end, pages.own[2][:, None])
+    first, low, end, kept = (x.reshape(-1) for x in (first, low, end, kept))
+    none = jnp.int32(len(end))
+    each = jnp.append(jnp.where(end > 0, jnp.arange(len(end), dtype=jnp.int32), none), none)
+    return Chunks(first, low, end, kept, jax.lax.cummin(each, reverse=True), pages.table.reshape(-1))
 
 
 def own_keys(pages: LayerPages) -> tuple[Float[Array, "B K n H"], ...]:
-    """Keys and values that stand for the last of a row's, in whole registers, with zeros behind them; nothing
-    if none do."""
+    """Keys and values that stand for the last of a row's, with zeros behind them; nothing if none do."""
     if pages.own is None:
         return ()
     *found, root = pages.own
     place = jnp.arange(found[0].shape[1], dtype=jnp.int32)
     is_read = (place[None] < (pages.start + pages.count - root)[:, None])[..., None, None]
-    each = (jnp.where(is_read, x, 0).swapaxes(1, 2) for x in found if x is not None)
-    return tuple(jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % (2 * SUBLANES)), (0, 0))) for x in each)
+    return tuple(jnp.where(is_read, x, 0).swapaxes(1, 2) for x in found if x is not None)
 
 
-def decode_kernel(
-    rows: Rows,
+def chunk_kernel(
+    chunks: Chunks,
     q: Any,
+    tokens: Any,
     sinks: Any,
     own: Sequence[Any],
     pools: Sequence[Any],
@@ -177,41 +200,44 @@ def decode_kernel(
     turn: Any,
     sums: Sums,
     *,
+    a_row: int,
     reading: AttentionParams,
 ):
-    """The query of a row: its blocks of keys, of which the first is copied while the row before is read."""
-    row, S = pl.program_id(0), buffers[0].shape[2]
-    low, end = rows.low[row], rows.end[row]
-    copy = partial(copies, rows, pools, buffers, arrived)
+    """The queries of a chunk: its blocks of keys, of which the first is copied while the chunk before is
+    read."""
+    this, S = pl.program_id(0), buffers[0].shape[2]
+    first, low, end, kept = (x[this] for x in chunks[:4])
+    copy = partial(copies, chunks, pools, buffers, arrived, a_row)
 
-    def first_block(row: Any) -> Any:
-        return rows.low[jnp.minimum(row, pl.num_programs(0) - 1)] // S
+    def first_block(chunk: Any) -> Any:
+        return chunks.low[jnp.minimum(chunk, pl.num_programs(0) - 1)] // S
 
-    def begin(row: Any, block: Any, place: Any) -> None:
-        pl.when(row < pl.num_programs(0))(lambda: copy(row, block, place, lambda x: x.start()))
+    def begin(chunk: Any, block: Any, place: Any) -> None:
+        pl.when(chunk < pl.num_programs(0))(lambda: copy(chunk, block, place, lambda x: x.start()))
 
-    @pl.when(row == 0)
+    @pl.when(this == 0)
     def _() -> None:
         turn[0] = 0
-        begin(rows.following[0], first_block(rows.following[0]), 0)
+        begin(chunks.following[0], first_block(chunks.following[0]), 0)
 
     def block(j: Any, _: Any) -> None:
         place, is_last = turn[0], (j + 1) * S >= end
         turn[0] = 1 - place
-        following = jnp.where(is_last, rows.following[row + 1], row)
+        following = jnp.where(is_last, chunks.following[this + 1], this)
         begin(following, jnp.where(is_last, first_block(following), j + 1), 1 - place)
-        copy(row, j, place, lambda x: x.wait())
+        copy(this, j, place, lambda x: x.wait())
 
         def tile(t: Any, _: Any) -> None:
             at = pl.ds(pl.multiple_of(t * TILE - j * S, TILE), TILE)
             parts = [buffer.at[place, :, at] for buffer in buffers]
-            lay_edges(parts, own, t * TILE, (low, end, rows.kept[row]))
+            lay_edges(parts, own, t * TILE, (low, end, kept))
             keys = t * TILE + jax.lax.broadcasted_iota(jnp.int32, (1, TILE), 1)
-            add_tile(q.at[0], parts, reading.sees(end - 1, keys) & (keys < end), sums, reading)
+            # tokens that are not real see no more than the last
+            sees = reading.sees(jnp.minimum(first + over_lanes(tokens[...], TILE), end - 1), keys)
+            add_tile(q.at[0], parts, sees, sums, reading)
 
-        jax.lax.fori_loop(
-            jnp.maximum(low, j * S) // TILE, pl.cdiv(jnp.minimum(end, (j + 1) * S), TILE), tile, None
-        )
+        until = pl.cdiv(jnp.minimum(end, (j + 1) * S), TILE)
+        jax.lax.fori_loop(jnp.maximum(low, j * S) // TILE, until, tile, None)
 
     before_any_key(sums, sinks)
     jax.lax.fori_loop(low // S, pl.cdiv(end, S), block, None)
@@ -221,27 +247,29 @@ def decode_kernel(
 
 
 def copies(
-    rows: Rows,
+    chunks: Chunks,
     pools: Sequence[Any],
     buffers: Sequence[Any],
     arrived: Any,
-    row: Any,
+    a_row: int,
+    chunk: Any,
     block: Any,
     place: Any,
     act: Callable[[Any], None],
 ) -> None:
-    """Start the copies of the pages of a block of a row into one of two places, or wait for them."""
-    W, S, B = pools[0].shape[2], buffers[0].shape[2], rows.low.shape[0]
-    first, M = block * (S // W), rows.table.shape[0] // B
+    """Start the copies of the pages of a block of a chunk's keys into one of two places, or wait for them.
+    `a_row` has so many chunks."""
+    W, S, M = pools[0].shape[2], buffers[0].shape[2], chunks.table.shape[0] * a_row // chunks.low.shape[0]
+    first, row = block * (S // W), chunk // a_row
 
     def page(i: Any, _: Any) -> None:
         at = pl.ds(pl.multiple_of((i - first) * W, W), W)
         for n, (pool, buffer) in enumerate(zip(pools, buffers, strict=True)):
-            source = pool.at[:, rows.table[row * M + i]]
+            source = pool.at[:, chunks.table[row * M + i]]
             act(tpu.make_async_copy(source, buffer.at[place, :, at], arrived.at[place, n]))
 
-    until = jnp.minimum(pl.cdiv(rows.kept[row], W), first + S // W)
-    jax.lax.fori_loop(jnp.maximum(rows.low[row] // W, first), until, page, None)
+    until = jnp.minimum(pl.cdiv(chunks.kept[chunk], W), first + S // W)
+    jax.lax.fori_loop(jnp.maximum(chunks.low[chunk] // W, first), until, page, None)
 
 
 def lay_edges(parts: Sequence[Any], own: Sequence[Any], first: Any, row: tuple[Any, Any, Any]) -> None:
@@ -266,13 +294,14 @@ def chosen_rows(index: Int[Array, "S 1"], x: Float[Array, "n H"]) -> Float[Array
 
 
 def add_tile(
-    q: Any, parts: Sequence[Any], sees: Bool[Array, "1 S"], sums: Sums, reading: AttentionParams
+    q: Any, parts: Sequence[Any], sees: Bool[Array, "R S"], sums: Sums, reading: AttentionParams
 ) -> None:
     """Take the running softmax of all key heads on by a tile of keys; some heads at once, whose products then
     overlap."""
-    (K, S, _), U = parts[0].shape, sums.out.shape[-1]
-    for first in range(0, K, AT_ONCE):
-        heads = range(first, min(first + AT_ONCE, K))
+    (K, S, _), (_, R, U) = parts[0].shape, sums.out.shape
+    many = min(AT_ONCE, max(1, MOST_AT_ONCE // R))
+    for first in range(0, K, many):
+        heads = range(first, min(first + many, K))
         products = [einsum("rh,sh->rs", q[i], parts[0][i], jnp.float32) for i in heads]
         scores = [jnp.where(sees, reading.scores(x), UNSEEN) for x in products]
         tops = [
@@ -291,7 +320,11 @@ def add_tile(
             sums.top[i] = top
 
 
-def over_lanes(x: Float[Array, "R LANES"], size: int) -> Float[Array, "R size"]:
+def in_all_lanes(x: Shaped[Array, "*rows"]) -> Shaped[Array, "*rows LANES"]:
+    return jnp.broadcast_to(x[..., None], (*x.shape, LANES))
+
+
+def over_lanes(x: Shaped[Array, "R LANES"], size: int) -> Shaped[Array, "R size"]:
     """Numbers that are the same in all lanes, in as many lanes."""
     return jnp.tile(x, (1, size // LANES))
 

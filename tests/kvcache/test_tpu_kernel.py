@@ -29,6 +29,13 @@ CASES = {
     "bfloat16": Case((600, 3), (1, 1), K=1, G=9, H=256, W=64, M=10, dtype=jnp.bfloat16),
     "pages wider than a tile": Case((700, 390), (1, 1), H=128, W=384, M=2),
     "latent": Case((600, 5), (1, 1), K=1, G=20, H=384, M=40, rank=256),
+    "chunk": Case((0, 300, 9, 250), (50, 33, 0, 9), T=50, H=128, M=24),
+    "chunk, window, cap, sinks": Case(
+        (0, 550), (70, 33), T=70, G=1, H=128, M=40, window=40, softcap=5.0, sinks=True
+    ),
+    "chunk, in chunks": Case((0, 550), (70, 33), T=70, H=128, M=40, window=300, chunked=True, sinks=True),
+    "chunk, latent": Case((0, 300), (5, 3), T=5, K=1, G=20, H=384, M=20, rank=256),
+    "chunk, bfloat16": Case((64, 0), (40, 1), T=40, K=1, G=4, H=256, W=64, M=4, dtype=jnp.bfloat16),
 }  # fmt: skip
 
 
@@ -53,7 +60,7 @@ def test_the_kernel_equals_the_reference(case: Case):
     assert not found[np.asarray(case.count) == 0].any()
 
 
-@pytest.mark.parametrize("name", ["several blocks", "window, cap, sinks", "latent"])
+@pytest.mark.parametrize("name", ["several blocks", "window, cap, sinks", "latent", "chunk"])
 def test_bits_follow_from_the_row_alone(name: str):
     case = CASES[name]
     q, pages, reading = inputs(case)
@@ -61,7 +68,16 @@ def test_bits_follow_from_the_row_alone(name: str):
     other = real(interpreted(q, small_pages(pages, 8), reading), case.count)
     np.testing.assert_array_equal(together, other)
     own = pages._replace(**{f: getattr(pages, f)[-1:] for f in ("table", "start", "count")})
-    np.testing.assert_array_equal(together[-1:], real(interpreted(q[-1:], own, reading), case.count[-1:]))
+    alone = real(interpreted(q[-1:], own, reading), case.count[-1:])
+    np.testing.assert_array_equal(together[-len(alone) :], alone)
+
+
+def test_bits_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch):
+    """A prompt read at once, and in chunks of a few tokens."""
+    q, pages, reading = inputs(Case((0,), (300,), T=300, H=128, M=20, window=60, sinks=True))
+    whole = interpreted(q, pages, reading)
+    monkeypatch.setattr(tpu_attention, "MOST_QUERIES", 24)
+    np.testing.assert_array_equal(interpreted(q, pages, reading), whole)
 
 
 @pytest.mark.parametrize("copied", [1 << 18, 1 << 24])
@@ -92,7 +108,9 @@ def test_what_the_kernel_does_not_read():
         return pages._replace(k=pool, v=pool)
 
     assert supported(q, pages, reading)
-    assert not supported(np.repeat(q, 2, axis=1), pages, reading), "two tokens of a row"
+    own = (q, q, pages.start)
+    assert supported(q, pages._replace(own=own), reading)
+    assert not supported(np.repeat(q, 2, axis=1), pages._replace(own=own), reading), "two tokens of a node"
     assert not supported(q, wide(2, 9, 16, 64), reading), "rows that fill no lanes"
     assert not supported(q, wide(2, 9, 4, 128), reading), "pages of four tokens"
     assert not supported(q, wide(64, 9, 16, 512), reading), "more than vector memory"

@@ -105,7 +105,7 @@ def attention_cases(
 def attention_kernel(q: Any, pages: LayerPages, reading: AttentionParams) -> tuple[Kernel, str | None] | None:
     """The kernel that reads these pages, and why programs do not use it anyway; None if there is none."""
     if on_tpu():
-        own = tpu_attention.DECODE
+        own = tpu_attention.kernel_of(q.shape[1])
         return (own, refusal(own)) if tpu_attention.supported(q, pages, reading) else None
     if not attention.supported(q, pages.k, pages.v, reading):
         return None

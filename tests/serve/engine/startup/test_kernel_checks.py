@@ -210,13 +210,16 @@ def broken(q: jax.Array, *_: Any) -> jax.Array:
 @pytest.mark.parametrize(
     "mixer, kernels",
     [
-        (GroupedQuery(4, 2, 128, window=300, softcap=5.0, sinks=True), {"attention_decode"}),
-        (Latent(4, 128, 16, 128, 16), {"attention_decode"}),
+        (
+            GroupedQuery(4, 2, 128, window=300, softcap=5.0, sinks=True),
+            {"attention_decode", "attention_prefill"},
+        ),
+        (Latent(4, 128, 16, 128, 16), {"attention_decode", "attention_prefill"}),
         (GroupedQuery(4, 2, 32), set()),  # its rows fill no lanes, which a TPU's do
         (DeltaNet(2, 4, 16, 32), set()),
     ],
 )
-def test_a_tpu_checks_attention_of_single_tokens(mixer: Any, kernels: set[str], nowhere: None):
+def test_a_tpu_checks_attention(mixer: Any, kernels: set[str], nowhere: None):
     with traced_for_tpu():
         found = check_kernels(*model(mixer), SIZES)
     assert {check.kernel for check in found.values()} == kernels
