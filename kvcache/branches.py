@@ -132,14 +132,12 @@ class BranchAttend:
                 return keys, read_values(rows, j)
             return made_of(keys, rows, reading.expand)
 
-        def pages() -> LayerPages:
-            return LayerPages(*pools, table, self.batch.start, self.batch.count, (*tails, self.nodes.root))
-
         chosen = choice(reading, self.batch, table, pools[0].shape[2], read_values)
         by_blocks = partial(running_softmax, batch=self.batch, read=read, reading=reading, chosen=chosen)
         if not reading.makes_keys:
             by_blocks = partial(in_lanes, by_blocks, pool=pools[0], heads=reading.heads)
-        out = attend_with(q, pools, reading, pages, by_blocks, state.cache.isa)
+        pages = LayerPages(*pools, table, self.batch.start, self.batch.count, (*tails, self.nodes.root))
+        out = attend_with(q, pages, reading, by_blocks, state.cache.isa)
         return Branches(state.cache, with_layer(state.k, layer, k), with_layer(state.v, layer, v)), out
 
     def turns(self, state: Branches, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None) -> bool:

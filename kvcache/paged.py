@@ -82,10 +82,8 @@ class Paged:
             attend = partial(running_softmax, batch=batch, read=read, reading=reading, chosen=chosen)
             return attend(q) if reading.makes_keys else in_lanes(attend, q, keys, reading.heads)
 
-        def pages() -> LayerPages:
-            return LayerPages(*pools, table, batch.start, batch.count)
-
-        out = attend_with(q, pools, reading, pages, by_blocks, cache.isa)
+        pages = LayerPages(*pools, table, batch.start, batch.count)
+        out = attend_with(q, pages, reading, by_blocks, cache.isa)
         own = {"k": with_layer(cache.k, layer, keys), "v": with_layer(cache.v, layer, values)}
         return replace(cache, **own), out
 

@@ -208,6 +208,7 @@ def commit(
 ) -> SamplingState:
     """The state after each slot with `emit` generated its token. A slot appears at most once among those."""
     row = apart(slot, emit, state.recent.shape[0])
+    # whole rows: parts of them are gathered one by one on a TPU
     recent = jnp.concatenate([state.recent[slot][:, 1:], token[:, None]], axis=1)
     return replace(
         state,

@@ -128,27 +128,26 @@ def keeps_numbers(pool: GivenPool, dtype: Any) -> bool:
 
 def attend_with(
     q: Float[Array, "B T N H"],
-    pools: tuple[GivenPool, GivenPool | None],
+    pages: LayerPages,
     reading: AttentionParams,
-    pages: Callable[[], LayerPages],
     reference: Callable[[Float[Array, "B T N H"]], Float[Array, "B T N U"]],
     isa: str | None = None,
 ) -> Float[Array, "B T N U"]:
-    """Attention by the kernels on an NVIDIA GPU that can, or on a CPU with those of an instruction set;
-    elsewhere by the reference, in q's dtype."""
+    """Attention by the kernels on an NVIDIA GPU that can, by that of a TPU, or on a CPU by those of an
+    instruction set; elsewhere by the reference, in q's dtype."""
 
     def plainly(q: Float[Array, "B T N H"]) -> Float[Array, "B T N U"]:
         whole = q if reading.turned is None else jnp.concatenate([q, reading.turned], axis=-1)
         return reference(whole).astype(q.dtype)
 
     kernels: dict[str, Callable[[Any], Any]] = {}
-    if tpu_attention.has_kernel(q, pages(), reading):
-        by_kernel = partial(tpu_attention.attend_pages, pages=pages(), reading=reading)
-        kernels["tpu"] = lambda q: in_lanes(by_kernel, q, pools[0], reading.heads)
-    if has_kernel(q, pools, reading):
-        kernels["cuda"] = lambda q: attend_pages(q, pages(), reading)
-    if isa is not None and cpu_attention.supported(q, *pools, reading):
-        kernels["cpu"] = lambda q: cpu_attention.attend_pages(q, pages(), reading, isa)
+    if tpu_attention.has_kernel(q, pages, reading):
+        by_kernel = partial(tpu_attention.attend_pages, pages=pages, reading=reading)
+        kernels["tpu"] = lambda q: in_lanes(by_kernel, q, pages.k, reading.heads)
+    if has_kernel(q, pages[:2], reading):
+        kernels["cuda"] = lambda q: attend_pages(q, pages, reading)
+    if isa is not None and cpu_attention.supported(q, *pages[:2], reading):
+        kernels["cpu"] = lambda q: cpu_attention.attend_pages(q, pages, reading, isa)
     return jax.lax.platform_dependent(q, **kernels, default=plainly) if kernels else plainly(q)
 
 

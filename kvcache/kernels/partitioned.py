@@ -49,7 +49,10 @@ def of_heads(
     attend: LocalAttention,
     interpret: bool,
 ) -> Float[Array, "B T K G U"]:
-    local, mesh = partial(attend, reading=reading, interpret=interpret), jax.typeof(q).sharding.mesh
+    def local(q: Any, pages: LayerPages, sinks: Any) -> Any:
+        return attend(q, pages, sinks, reading, interpret)
+
+    mesh = jax.typeof(q).sharding.mesh
     axes, names = head_axes(mesh, pages.k.shape[0]), automatic_axes(mesh)
     if not any(axes):
         return local(q, pages, sinks)

@@ -257,8 +257,8 @@ def copies(
     place: Any,
     act: Callable[[Any], None],
 ) -> None:
-    """Start the copies of the pages of a block of a chunk's keys into one of two places, or wait for them.
-    `a_row` has so many chunks."""
+    """Start to copy a block's pages, as far as a chunk reads them, into one of two places; or wait for them.
+    `a_row` is the number of a row's chunks."""
     W, S, M = pools[0].shape[2], buffers[0].shape[2], chunks.table.shape[0] * a_row // chunks.low.shape[0]
     first, row = block * (S // W), chunk // a_row
 

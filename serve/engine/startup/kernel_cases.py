@@ -97,7 +97,8 @@ def attention_cases(
     what += ", sinks" * (reading.sinks is not None) + ", chunked" * reading.chunked
     for T in (1, CHUNK):
         inputs = partial(attention_inputs, (T, N, H), row, sizes.page_size, kept, dtype, reading)
-        if (found := attention_kernel(*jax.eval_shape(inputs), reading)) is not None:
+        q, pages = jax.eval_shape(inputs)
+        if (found := attention_kernel(q, pages, reading)) is not None:
             run, reference = partial(by_pages, reading=reading), partial(by_blocks, reading=reading)
             yield KernelCase(found[0], what, found[1], inputs, run, reference)
 

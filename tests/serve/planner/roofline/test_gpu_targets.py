@@ -138,7 +138,8 @@ def test_every_gpu_compiles_every_kind_of_layer(name: str, cell: Cell):
 @pytest.mark.parametrize("cell", TPU_CELLS.values(), ids=TPU_CELLS)
 @pytest.mark.parametrize("name", SLICES)
 def test_a_tpu_copies_no_pool(name: str, cell: Cell):
-    """The whole cache is updated in place, though its pages would fill lanes better than its rows do."""
+    """The whole cache is updated in place, though its pages would fill lanes better than its rows do; nothing
+    is done row by row."""
     plan = plan_of(name, cell)
     plan = replace(plan, sizes=replace(plan.sizes, pages=(8192,) * len(plan.sizes.pages)))
     cache, program = abstract_arguments(plan).cache, compiled(plan, cell)
@@ -146,6 +147,8 @@ def test_a_tpu_copies_no_pool(name: str, cell: Cell):
     assert len(re.findall(r'"tpu_custom_call".*/attend_chunk/', text)) == sum(cell.layers.values())
     least = min(device_bytes(pool) for pool in jax.tree.leaves((cache.k, cache.v)) if pool.ndim == 4)
     assert found.aliased >= device_bytes(cache)
+    has_loops = cell.shape.phase == "prefill" or cell.draws or cell.kv_cache_dtype != "auto"
+    assert has_loops or " while(" not in text
     assert not [moved for moved in found.moved if moved.bytes >= least / 4]
 
 

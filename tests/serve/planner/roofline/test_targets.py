@@ -54,7 +54,7 @@ MOST = {
     ("h200", "8b", Shape("decode", 64, 1)): (1.05, 160),
     ("v6e:2x4", "0.6b", Shape("prefill", 1, 512)): (0.55, 4),
     ("v6e:2x4", "0.6b", Shape("prefill", 16, 32)): (0.79, 1),
-    ("v6e:2x4", "0.6b", Shape("decode", 8, 4)): (1.02, 3),
+    ("v6e:2x4", "0.6b", Shape("decode", 8, 4)): (1.02, 4),
     ("v6e:2x4", "0.6b", Shape("decode", 64, 1)): (1.12, 7),
     ("v6e:2x4", "8b", Shape("prefill", 1, 128)): (0.96, 1),
     ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.03, 1),
