@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from ...model.attention import AttentionParams
-from ...model.sharding import automatic_axes
+from ...model.sharding import automatic_axes, ways
 from ..shards import head_axes
 from .tiles import LayerPages
 
@@ -53,10 +53,10 @@ def of_heads(
         return attend(q, pages, sinks, reading, interpret)
 
     mesh = jax.typeof(q).sharding.mesh
-    axes, names = head_axes(mesh, pages.k.shape[0]), automatic_axes(mesh)
-    if not any(axes):
+    names = automatic_axes(mesh)
+    if ways(mesh, names) == 1:
         return local(q, pages, sinks)
-    specs = specs_of(pages, sinks, *axes)
+    specs = specs_of(pages, sinks, *head_axes(mesh, pages.k.shape[0]))
     each = jax.shard_map(
         local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=set(names), check_vma=False
     )

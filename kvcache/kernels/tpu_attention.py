@@ -3,8 +3,8 @@
 A running softmax over tiles of keys, as in FlashAttention (Dao et al., arXiv 2205.14135). Chunks of a row's
 queries go one after the other. While the tiles of a block of pages are multiplied, the pages of the next
 block are copied into vector memory, all key heads of a page at once, also those of the next chunk. Tiles
-begin at multiples of their size, so a query's bits depend neither on its neighbours, nor on the page size,
-nor on the widths of table and chunk. Pools of 8 bits and selected keys are left to the reference.
+begin at multiples of their size, so the order of a query's sums depends neither on its neighbours, nor on the
+page size, nor on the widths of table and chunk. Pools of 8 bits and selected keys are left to the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,8 @@ MOST_COPIED = 24 << 20
 VECTOR_MEMORY = 64 << 20
 MOST_ENTRIES = 1 << 17  # of page tables in scalar memory
 MOST_QUERIES = 512  # rows of one product
-MOST_SUMS = 4096  # of all key heads
+MOST_ROWS = 4096  # of all key heads
+MOST_HELD = 24 << 20  # bytes of their queries, outputs and sums
 DECODE = Kernel("attention_decode", "tpu", "attention gathers pages")
 PREFILL = Kernel("attention_prefill", "tpu", "attention gathers pages")
 
@@ -110,8 +111,8 @@ def by_chunks(
     interpret: bool,
 ) -> Float[Array, "B T K G U"]:
     """The same of one device. The query heads of a key head, of a chunk's tokens, are rows of one product."""
-    (B, T, K, G, _), U, S = q.shape, value_size(q, reading), block_size(pages)
-    size = min(T, max(1, min(MOST_QUERIES, MOST_SUMS // K) // G))
+    (B, T, K, G, H), U, S = q.shape, value_size(q, reading), block_size(pages)
+    size = min(T, max(1, most_rows(K, H, U, q.dtype.itemsize) // G))
     n, R = pl.cdiv(T, size), size * G
     token = jnp.repeat(jnp.arange(size, dtype=jnp.int32), G)
     if sinks is not None:
@@ -149,6 +150,12 @@ def by_chunks(
     )(chunks_of(pages, size, n, reading), queries, tokens, sinks, own, pools)
     found = out.reshape(B, n, K, size, G, U).swapaxes(2, 3)
     return found.reshape(B, n * size, K, G, U)[:, :T]
+
+
+def most_rows(K: int, H: int, U: int, itemsize: int) -> int:
+    """Rows of a product: queries and outputs of two chunks, and the sums, are in vector memory."""
+    each = 2 * (H + U) * itemsize + (2 * LANES + U) * 4
+    return min(MOST_QUERIES, min(MOST_ROWS, MOST_HELD // each) // K)
 
 
 def rows_of(q: Float[Array, "B T K G H"], size: int) -> Float[Array, "chunks K R H"]:
