@@ -137,7 +137,7 @@ def by_chunks(
                 tuple(tpu.VMEM((2, K, S, pool.shape[-1]), pool.dtype) for pool in pools),
                 tpu.SemaphoreType.DMA((2, len(pools))),
                 tpu.SMEM((1,), jnp.int32),
-                Sums(*(tpu.VMEM((K, R, size), jnp.float32) for size in (LANES, LANES, U))),
+                Sums(*(tpu.VMEM((K, R, width), jnp.float32) for width in (LANES, LANES, U))),
             ),
         ),
         out_shape=jax.ShapeDtypeStruct((B * n, K, R, U), q.dtype),
