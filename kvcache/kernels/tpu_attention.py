@@ -53,6 +53,32 @@ class Chunks(NamedTuple):
     table: Any  # int32 [B*M]
 
 
+class PageCopies(NamedTuple):
+    """Copies of pages into vector memory, which has two places for a block of them. `a_row` is the number of
+    a row's chunks; `arrived` has a semaphore for each place and pool."""
+
+    chunks: Chunks
+    a_row: int
+    pools: Any  # one or two of [K,P,W,H]
+    buffers: Any  # of each [2,K,S,H]
+    arrived: Any
+
+    def each(self, act: Callable[[Any], None], chunk: Any, block: Any, place: Any) -> None:
+        """Act on the copies of a block's pages, as far as a chunk reads them: start them, or wait."""
+        chunks, M = self.chunks, self.chunks.table.shape[0] * self.a_row // self.chunks.low.shape[0]
+        W, S = self.pools[0].shape[2], self.buffers[0].shape[2]
+        first, row = block * (S // W), chunk // self.a_row
+
+        def page(i: Any, _: Any) -> None:
+            at = pl.ds(pl.multiple_of((i - first) * W, W), W)
+            for n, (pool, buffer) in enumerate(zip(self.pools, self.buffers, strict=True)):
+                source = pool.at[:, chunks.table[row * M + i]]
+                act(tpu.make_async_copy(source, buffer.at[place, :, at], self.arrived.at[place, n]))
+
+        until = jnp.minimum(pl.cdiv(chunks.kept[chunk], W), first + S // W)
+        jax.lax.fori_loop(jnp.maximum(chunks.low[chunk] // W, first), until, page, None)
+
+
 class Sums(NamedTuple):
     """The running softmax: highest scores and totals [K,R,LANES], the same in all lanes, and weighted values
     [K,R,U]."""
@@ -214,13 +240,13 @@ def chunk_kernel(
     read."""
     this, S = pl.program_id(0), buffers[0].shape[2]
     first, low, end, kept = (x[this] for x in chunks[:4])
-    copy = partial(copies, chunks, pools, buffers, arrived, a_row)
+    copies = PageCopies(chunks, a_row, pools, buffers, arrived)
 
     def first_block(chunk: Any) -> Any:
         return chunks.low[jnp.minimum(chunk, pl.num_programs(0) - 1)] // S
 
     def begin(chunk: Any, block: Any, place: Any) -> None:
-        pl.when(chunk < pl.num_programs(0))(lambda: copy(chunk, block, place, lambda x: x.start()))
+        pl.when(chunk < pl.num_programs(0))(lambda: copies.each(lambda x: x.start(), chunk, block, place))
 
     @pl.when(this == 0)
     def _() -> None:
@@ -232,7 +258,7 @@ def chunk_kernel(
         turn[0] = 1 - place
         following = jnp.where(is_last, chunks.following[this + 1], this)
         begin(following, jnp.where(is_last, first_block(following), j + 1), 1 - place)
-        copy(this, j, place, lambda x: x.wait())
+        copies.each(lambda x: x.wait(), this, j, place)
 
         def tile(t: Any, _: Any) -> None:
             at = pl.ds(pl.multiple_of(t * TILE - j * S, TILE), TILE)
@@ -251,32 +277,6 @@ def chunk_kernel(
     for head in range(q.shape[1]):
         total = jnp.maximum(sums.total[head], 1e-30)
         out[0, head] = (sums.out[head] / over_lanes(total, out.shape[-1])).astype(out.dtype)
-
-
-def copies(
-    chunks: Chunks,
-    pools: Sequence[Any],
-    buffers: Sequence[Any],
-    arrived: Any,
-    a_row: int,
-    chunk: Any,
-    block: Any,
-    place: Any,
-    act: Callable[[Any], None],
-) -> None:
-    """Start to copy a block's pages, as far as a chunk reads them, into one of two places; or wait for them.
-    `a_row` is the number of a row's chunks."""
-    W, S, M = pools[0].shape[2], buffers[0].shape[2], chunks.table.shape[0] * a_row // chunks.low.shape[0]
-    first, row = block * (S // W), chunk // a_row
-
-    def page(i: Any, _: Any) -> None:
-        at = pl.ds(pl.multiple_of((i - first) * W, W), W)
-        for n, (pool, buffer) in enumerate(zip(pools, buffers, strict=True)):
-            source = pool.at[:, chunks.table[row * M + i]]
-            act(tpu.make_async_copy(source, buffer.at[place, :, at], arrived.at[place, n]))
-
-    until = jnp.minimum(pl.cdiv(chunks.kept[chunk], W), first + S // W)
-    jax.lax.fori_loop(jnp.maximum(chunks.low[chunk] // W, first), until, page, None)
 
 
 def lay_edges(parts: Sequence[Any], own: Sequence[Any], first: Any, row: tuple[Any, Any, Any]) -> None:

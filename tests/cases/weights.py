@@ -1,5 +1,6 @@
 """Products, weights and a model of every kind of layer, to be compressed."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from cases.programs import StoredJit
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
 from duetto.model.layers import einsum
-from duetto.model.transformer import Decoder, forward, unembed
+from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
 from duetto.model.tree import Spec, is_spec
 from duetto.model.weights.lowrank import LowRank
 from duetto.model.weights.quant import Quantised
@@ -61,6 +62,13 @@ def drawn(specs: Any, dtype: Any = jnp.float32, seed: int = 0) -> Any:
         return jax.device_put(numbers.astype(spec.dtype or dtype))
 
     return jax.tree.map(leaf, specs, is_leaf=is_spec)
+
+
+def decisive(config: ModelConfig) -> Any:
+    """Specs of a decoder with weights large enough that greedy tokens have clear margins."""
+    return jax.tree.map(
+        lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(config), is_leaf=is_spec
+    )
 
 
 def is_record(x: Any) -> bool:

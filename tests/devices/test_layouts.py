@@ -23,7 +23,6 @@ from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind,
 from duetto.model.experts import MoE, experts_spec, mix_experts
 from duetto.model.pair import PairConfig
 from duetto.model.sharding import Layout, axes_of, device_bytes, rules_for, shardings
-from duetto.model.transformer import decoder_spec
 from duetto.model.tree import is_spec, nbytes
 from duetto.model.weights import prepared as prepared_forms
 from duetto.model.weights.compress import compress, projections
@@ -54,11 +53,7 @@ def generated(llm: LLM, prompts=PROMPTS) -> list[list[int]]:
 
 
 def drawn(config: ModelConfig, name: str = "drawn") -> Model:
-    """Random, with weights large enough that greedy tokens have clear margins."""
-    spec = jax.tree.map(
-        lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(config), is_leaf=is_spec
-    )
-    return Model(name, config, weights.drawn(spec))
+    return Model(name, config, weights.drawn(weights.decisive(config)))
 
 
 def sharing(config: ModelConfig) -> ModelConfig:

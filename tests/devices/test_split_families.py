@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.families.golden import LENGTH, MARGIN, NEW, case_folder, prompts
+from cases.weights import decisive
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import read_config
@@ -19,8 +20,8 @@ from duetto.model.config import Experts, GroupedQuery, Latent, LayerKind, ModelC
 from duetto.model.experts import MoE
 from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.sharding import device_bytes
-from duetto.model.transformer import decoder_spec, forward, unembed
-from duetto.model.tree import init, is_spec, nbytes
+from duetto.model.transformer import forward, unembed
+from duetto.model.tree import init, nbytes
 from duetto.serve.engine.startup import start
 from duetto.serve.runtime.compiled.shapes import Shape
 
@@ -94,11 +95,7 @@ def even(config: ModelConfig) -> ModelConfig:
 
 
 def drawn(config: ModelConfig) -> Any:
-    """Random parameters, large enough that greedy tokens have clear margins."""
-    spec = jax.tree.map(
-        lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(config), is_leaf=is_spec
-    )
-    return jax.jit(lambda key: init(key, spec))(jax.random.key(1))
+    return jax.jit(lambda key: init(key, decisive(config)))(jax.random.key(1))
 
 
 @pytest.mark.parametrize("name, layout", SPLIT)

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.gpus import traced_for_tpu
 from cases.paged_attention import Case, inputs, real, reference, small_pages, with_own_path
 
 from duetto.kvcache.kernels import tpu_attention
 from duetto.kvcache.kernels.partitioned import by_each_device
 from duetto.kvcache.kernels.tiles import LayerPages
-from duetto.kvcache.kernels.tpu_attention import supported
+from duetto.kvcache.kernels.tpu_attention import DECODE, has_kernel, supported
 from duetto.kvcache.quantised import SCHEMES, empty_pool
 from duetto.model.attention import AttentionParams
+from duetto.model.gpus import without
 
 CASES = {
     "short rows": Case((0, 1, 63, 255, 200), (1, 1, 0, 1, 1), H=128),
@@ -112,6 +114,16 @@ def test_keys_of_a_path_count_like_written_ones(rank: int | None, dtype: Any):
     has_pages = np.arange(case.M)[None] * case.W < root[:, None]
     own = own._replace(table=np.where(has_pages, own.table, 10**6).astype(np.int32))
     np.testing.assert_array_equal(interpreted(q, own, reading), interpreted(q, pages, reading))
+
+
+def test_programs_for_a_tpu_have_the_kernel_unless_it_is_refused():
+    q, pages, reading = inputs(Case((0,), (1,), H=128))
+    several = np.repeat(q, 2, axis=1)
+    assert not has_kernel(q, pages, reading), "this is a CPU"
+    with traced_for_tpu():
+        assert has_kernel(q, pages, reading) and has_kernel(several, pages, reading)
+        with without({DECODE.name}):
+            assert not has_kernel(q, pages, reading) and has_kernel(several, pages, reading)
 
 
 def test_what_the_kernel_does_not_read():

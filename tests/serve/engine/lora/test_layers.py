@@ -11,7 +11,7 @@ from cases.adapters import merged
 from cases.invariance import BASE, bits, prompts
 from cases.models import EXPERTS, RANDOM, TINY
 from cases.oracle import Model, continue_plainly
-from cases.weights import drawn, logits
+from cases.weights import decisive, drawn, logits
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.adapters.adapter import Adapter, Reader, digest
@@ -21,8 +21,6 @@ from duetto.model.experts import by_ragged_products, by_tiles
 from duetto.model.ffn import FFN
 from duetto.model.latent import MANY
 from duetto.model.recurrent.kinds import Mamba, ShortConv
-from duetto.model.transformer import decoder_spec
-from duetto.model.tree import is_spec
 from duetto.model.weights.adapted import (
     Adapted,
     AdapterSizes,
@@ -49,10 +47,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, logprob
 
 
 def model_of(name: str) -> Model:
-    spec = jax.tree.map(
-        lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(CONFIGS[name]), is_leaf=is_spec
-    )
-    return Model(name, CONFIGS[name], drawn(spec))
+    return Model(name, CONFIGS[name], drawn(decisive(CONFIGS[name])))
 
 
 def adapter_of(model: Model, name: str) -> Adapter:

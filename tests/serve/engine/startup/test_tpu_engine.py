@@ -1,6 +1,5 @@
 """An engine on a CPU that is taken for a TPU: rows fill lanes, and the TPU's kernel, interpreted, attends."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,8 +11,6 @@ from duetto import LLM, SamplingParams
 from duetto.kvcache.kernels import tpu_attention
 from duetto.model import gpus
 from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind, ModelConfig
-from duetto.model.transformer import decoder_spec
-from duetto.model.tree import is_spec
 from duetto.model.weights import prepared
 from duetto.serve.runtime.compiled import executable_cache
 
@@ -49,10 +46,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 def test_tokens_are_those_of_the_oracle(attended: set[int], oracle: Any):
     config = ModelConfig(384, 48, tuple(LayerKind(mixer, Dense(64)) for mixer in MIXERS), 256)
-    spec = jax.tree.map(
-        lambda s: replace(s, scale=0.3) if s.mean == 0 else s, decoder_spec(config), is_leaf=is_spec
-    )
-    model = Model("lanes", config, weights.drawn(spec))
+    model = Model("lanes", config, weights.drawn(weights.decisive(config)))
     expected = [oracle(model)(prompt, GREEDY) for prompt in PROMPTS]
     with LLM.from_params(config, model.params, **OPTIONS) as llm:
         found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
