@@ -17,7 +17,7 @@ from duetto.serve.runtime.compiled import executable_cache
 MIXERS = GroupedQuery(4, 2, 64, window=20, sinks=True), GroupedQuery(2, 1, 128), Latent(4, 128, 16, 8, 16)
 OPTIONS: dict[str, Any] = {
     "max_model_len": 64, "max_num_seqs": 2, "max_prefill_tokens": 32, "page_size": 16, "reproducible": False,
-    "background_compilation": False,
+    "background_compilation": False, "cpu_kernels": False,
 }  # fmt: skip
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((37, 5))]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
