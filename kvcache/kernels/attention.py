@@ -66,7 +66,7 @@ ASKED = {
     (PREFILL.name, 4, 256): 172_160,
     (DECODE.name, 4, 256): 151_616,
 }
-ASKED_BY_LATENTS = 115_200  # with MOST_ROWS rows of a latent of 512 and a turned key of 64
+ASKED_BY_LATENTS = 115_200  # of 512 and a turned key of 64: with MOST_ROWS rows, or SMALL of float32
 
 
 def supported(
@@ -79,7 +79,7 @@ def supported(
     same = k.shape[-1] == H and readable and q.dtype.name in DTYPES
     if reading.rank is not None:
         sizes = reading.rank in LATENTS and H - reading.rank in TURNED
-        return same and sizes and K == 1 and N <= MOST_LATENT and q.dtype.itemsize == 2
+        return same and sizes and K == 1 and N <= MOST_LATENT
     if v is None or reading.expand is not None:
         return False
     return same and v.shape == k.shape and H in HEAD_SIZES and N // K <= MOST_GROUPED
@@ -97,12 +97,8 @@ def refusal_of(
 ) -> str | None:
     """Return why the GPU that is compiled for cannot run the kernel of a layer that is `supported`, or
     None."""
-    (_, T, N, _), (K, *_, H) = q.shape, k.shape
-    own, G = kernel_of(T, reading), pl.next_power_of_2(N // K)
-    rows = rows_of_chunk(G, H, q.dtype, reading) if T > 1 else min(MOST_ROWS, max(SMALL, G))
-    is_tight = memory_asked(own, H, q.dtype) > 0
-    kept = {pool.dtype for pool in jax.tree.leaves((k, v))}
-    return refusal(own, least_memory(rows, H, q.dtype) if is_tight else 0, kept)
+    own = kernel_of(q.shape[1], reading)
+    return refusal(own, least_memory(own, q, k, reading), {pool.dtype for pool in jax.tree.leaves((k, v))})
 
 
 def kernel_of(T: int, reading: AttentionParams) -> Kernel:
@@ -116,8 +112,16 @@ def memory_asked(kernel: Kernel, H: int, dtype: Any) -> int:
     return ASKED.get((kernel.name, dtype.itemsize, pl.next_power_of_2(H)), 0)
 
 
-def least_memory(rows: int, H: int, dtype: Any) -> int:
-    """Bytes that it asks for with one stage: of a tile of queries, of keys and of values."""
+def least_memory(kernel: Kernel, q: Shaped[Given, "B T N _"], k: GivenPool, reading: AttentionParams) -> int:
+    """Bytes that it asks for with one stage: of a tile of queries, of keys and of values; 0 if every GPU has
+    them."""
+    (_, T, N, _), (K, *_, H), dtype = q.shape, k.shape, q.dtype
+    if reading.rank is not None:
+        return ASKED_BY_LATENTS if dtype.itemsize == 4 else 0
+    if not memory_asked(kernel, H, dtype):
+        return 0
+    G = pl.next_power_of_2(N // K)
+    rows = rows_of_chunk(G, H, dtype, reading) if T > 1 else min(MOST_ROWS, max(SMALL, G))
     return (rows + 2 * TILE) * pl.next_power_of_2(H) * dtype.itemsize
 
 
@@ -198,7 +202,7 @@ def many_queries(
 def rows_of_chunk(G: int, H: int, dtype: Any, reading: AttentionParams) -> int:
     """Rows of a tile of queries; a latent layer's many heads are several tiles."""
     if reading.rank is not None:
-        return most_rows(reading)
+        return most_rows(reading, dtype)
     # with 64 rows of wide heads two blocks share a multiprocessor
     most = 2 * MOST_ROWS if pl.next_power_of_2(H) < 128 else MOST_ROWS
     return max(SMALL, pl.next_power_of_2(G), 2 * most // dtype.itemsize)
@@ -226,7 +230,7 @@ def one_query(
     """Split-K decode attention (FlashDecoding): a kernel over parts of the keys, in as many blocks as fill a
     GPU, and one that adds the parts up."""
     (B, _, K, G, _), U = q.shape, value_size(q, reading)
-    heads, rows, split = division(K, G, reading)
+    heads, rows, split = division(K, G, q.dtype, reading)
     blocks = blocks_of(rows, reading)
     parts = min(split.keywords["most"], pl.cdiv(most_tiles(pages, reading), split.keywords["least"]))
     sums = [jax.ShapeDtypeStruct((B, K, parts, G, *last), jnp.float32) for last in ((), (), (U,))]
@@ -255,20 +259,24 @@ def most_tiles(pages: LayerPages, reading: AttentionParams) -> int:
     return held if reading.window is None else min(held, pl.cdiv(reading.window - 1, size) + 1)
 
 
-def division(K: int, G: int, reading: AttentionParams) -> tuple[int, int, partial[Any]]:
+def division(K: int, G: int, dtype: Any, reading: AttentionParams) -> tuple[int, int, partial[Any]]:
     """Blocks that read one part, query heads of each block, and the function that splits a row's keys into
     parts."""
-    rows = min(most_rows(reading), max(SMALL, pl.next_power_of_2(G)))
+    rows = min(most_rows(reading, dtype), max(SMALL, pl.next_power_of_2(G)))
     heads, least = K * pl.cdiv(G, rows), least_part(rows, reading)
     most = max(1, min(2 * PROCESSORS, blocks_of(rows, reading)) // heads)  # a long row alone fills a GPU
     return heads, rows, partial(parts_of, size=tile_of(reading), most=most, least=least)
 
 
-def most_rows(reading: AttentionParams) -> int:
-    """Rows of a single token's product at most: the GPU decides those of a latent layer."""
+def most_rows(reading: AttentionParams, dtype: Any) -> int:
+    """Rows of a product at most: number and GPU decide those of a latent layer, of whose float32 more rows
+    would spill kilobytes of registers a thread."""
+    if reading.rank is None:
+        return MOST_ROWS
+    if dtype.itemsize == 4:
+        return SMALL
     here = gpu()
-    is_tight = reading.rank is not None and here is not None and here.shared_memory < ASKED_BY_LATENTS
-    return FEW_ROWS if is_tight else MOST_ROWS
+    return FEW_ROWS if here is not None and here.shared_memory < ASKED_BY_LATENTS else MOST_ROWS
 
 
 def blocks_of(rows: int, reading: AttentionParams) -> int:

@@ -22,7 +22,8 @@ from jaxtyping import Array, Float, Num, UInt8
 from ..gpus import Kernel
 from ..sharding import in_shards, ways
 
-ROWS, BYTES = 64, 64  # of a tile: rows of x, and bytes of a column that a step takes
+ROWS = 64  # of x in a tile
+STEPS = 64, 32  # bytes of a column that a step takes: as many as divide the column
 COLUMNS = 64  # of a block
 BLOCKS, PARTS = 264, 8  # most blocks, two a multiprocessor, and most parts of the inner dimension
 ZERO = 8  # the code of zero where there are no others
@@ -89,27 +90,27 @@ class NibbleCodes(NamedTuple):
 
 class NibbleTiles(NamedTuple):
     """Tiling of a product. `parts`: pieces of the inner dimension. `group`: bytes of a column that share a
-    scale."""
+    scale. `step`: those that are multiplied at once."""
 
     parts: int
     group: int
+    step: int
 
     @property
     def label(self) -> str:
         """The name under which a compiled program shows it."""
-        return f"tiles_{ROWS}x{COLUMNS}x{2 * BYTES}x{self.parts}"
+        return f"tiles_{ROWS}x{COLUMNS}x{2 * self.step}x{self.parts}"
 
 
 def cut_of(inner: int, columns: int, groups: int) -> NibbleTiles | None:
     """Tiling for a weight of [inner, columns] numbers with `groups` groups, or None if the kernel cannot
     multiply it."""
-    group = inner // 2 // groups
-    if columns % COLUMNS or not group or inner % (2 * BYTES) or (group % BYTES and BYTES % group):
+    group, step = inner // 2 // groups, next((step for step in STEPS if inner % (2 * step) == 0), 0)
+    if columns % COLUMNS or not group or not step or (group % step and step % group):
         return None
-    steps, parts = inner // (2 * BYTES), 1
-    while 2 * parts <= PARTS and steps % (2 * parts) == 0 and 2 * parts * (columns // COLUMNS) <= BLOCKS:
-        parts *= 2
-    return NibbleTiles(parts, group)
+    blocks, steps = columns // COLUMNS, inner // (2 * step)
+    fitting = (n for n in range(PARTS, 1, -1) if steps % n == 0 and n * blocks <= BLOCKS)
+    return NibbleTiles(next(fitting, 1), group, step)
 
 
 def grouped(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int) -> bool:
@@ -139,7 +140,7 @@ def partitioned(
     even, odd = (rows.reshape(M, D // 2, 2)[..., i] for i in range(2))
     with jax.named_scope(cut.label):
         sums = pl.pallas_call(
-            partial(kernel, cut=cut, steps=D // (2 * BYTES * cut.parts), interpret=interpret),
+            partial(kernel, cut=cut, steps=D // (2 * cut.step * cut.parts), interpret=interpret),
             grid=(F // COLUMNS, M // ROWS, cut.parts),
             out_shape=jax.ShapeDtypeStruct((cut.parts, M, F), jnp.float32 if cut.parts > 1 else dtype),
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=4),
@@ -156,8 +157,9 @@ def kernel(
     rows, part = pl.ds(pl.program_id(1) * ROWS, ROWS), pl.program_id(2)
 
     def step(i: Any, total: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
-        first = (part * steps + i) * BYTES
-        inner, pairs = pl.ds(first, BYTES), codes.values[pl.ds(first, BYTES), columns]
+        first = (part * steps + i) * cut.step
+        inner = pl.ds(first, cut.step)
+        pairs = codes.values[inner, columns]
         scales = of_groups(codes.scales, first, columns, cut)
         zeros = None if codes.zeros is None else of_groups(codes.zeros, first, columns, cut)
         for x, w in zip(
@@ -172,9 +174,9 @@ def kernel(
 
 def of_groups(ref: Any, first: Any, columns: Any, cut: NibbleTiles) -> Any:
     """The entries of a step's groups, each as often as the group has bytes in it."""
-    n = max(BYTES // cut.group, 1)
+    n = max(cut.step // cut.group, 1)
     own = ref[pl.ds(first // cut.group, n), columns]
-    return jnp.broadcast_to(own[:, None], (n, BYTES // n, COLUMNS)).reshape(BYTES, COLUMNS)
+    return jnp.broadcast_to(own[:, None], (n, cut.step // n, COLUMNS)).reshape(cut.step, COLUMNS)
 
 
 def numbers_of(

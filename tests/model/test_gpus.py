@@ -76,11 +76,15 @@ def test_shared_memory_decides_the_stages(name: str, case: tuple[str, int, int])
 
 def test_blocks_of_a_latent_layer_are_smaller_where_memory_is():
     reading = AttentionParams(1.0, rank=512)
-    rows = {}
+    tight, rows = {"t4", "l4", "rtx4090", "rtx5090"}, {}
     for name in ALLOWED:
         with traced_for(name):
-            rows[name] = attention.division(1, 128, reading)[1]
-    assert {name for name, n in rows.items() if n == 32} == {"t4", "l4", "rtx4090", "rtx5090"}
+            rows[name] = attention.division(1, 128, jnp.dtype("bfloat16"), reading)[1]
+            q, k = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1, 128, 576), (1, 9, 16, 576)))
+            assert attention.supported(q, k, None, reading)
+            assert attention.has_kernel(q, (k, None), reading) == (name not in tight)
+            assert attention.division(1, 128, q.dtype, reading)[1] == 16
+    assert {name for name, n in rows.items() if n == 32} == tight
     assert set(rows.values()) == {32, 64}
 
 

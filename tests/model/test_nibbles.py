@@ -30,6 +30,7 @@ from duetto.serve.runtime.compiled.shapes import Shape
 WEIGHTS = {
     "q": ("btd,dnh->btnh", 1, (256,), (256, 2, 64), (8, 2, 64)),
     "o": ("btnh,nhd->btd", 2, (4, 64), (4, 64, 64), (4, 2, 64)),
+    "steps of 64": ("btd,df->btf", 1, (320,), (320, 64), (10, 64)),
     "groups of 128": ("btd,df->btf", 1, (512,), (512, 64), (4, 64)),
     "groups of 256": ("btd,df->btf", 1, (512,), (512, 64), (2, 64)),
     "one scale a column": ("btd,df->btf", 1, (256,), (256, 192), (1, 192)),
@@ -83,9 +84,10 @@ def test_a_row_has_the_same_bits_beside_any_number_of_others(interpreted: None):
 
 @pytest.mark.parametrize(
     ("inner", "columns", "groups", "expected"),
-    [(4096, 14336, 128, NibbleTiles(1, 16)), (14336, 4096, 448, NibbleTiles(4, 16)),
-     (4096, 1024, 32, NibbleTiles(8, 64)), (384, 64, 12, NibbleTiles(1, 16)), (4096, 96, 128, None),
-     (192, 128, 6, None), (4096, 128, 4096, None)],
+    [(4096, 14336, 128, NibbleTiles(1, 16, 64)), (14336, 4096, 448, NibbleTiles(4, 16, 64)),
+     (4096, 1024, 32, NibbleTiles(8, 64, 64)), (384, 64, 12, NibbleTiles(3, 16, 64)), (4096, 96, 128, None),
+     (2880, 4096, 90, NibbleTiles(3, 16, 32)), (2880, 512, 90, NibbleTiles(5, 16, 32)), (96, 128, 3, None),
+     (4096, 128, 4096, None)],
 )  # fmt: skip
 def test_cuts_follow_from_the_weight(inner: int, columns: int, groups: int, expected: NibbleTiles | None):
     assert cut_of(inner, columns, groups) == expected

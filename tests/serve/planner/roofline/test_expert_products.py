@@ -40,7 +40,7 @@ MOST = {
 MOST_OF_CODES = {
     ("h200", "30b-a3b", "int8"): 1.07,
     ("h200", "30b-a3b", "int4"): 1.12,
-    ("a100", "gpt-oss-20b", "int4"): 1.16,
+    ("a100", "gpt-oss-20b", "int4"): 1.12,
 }
 # Kernels of a layer, counted from its experts' first product to the next layer's.
 KERNELS = {"30b-a3b": 29, "gpt-oss-20b": 31}

@@ -154,6 +154,14 @@ def test_a_tpu_copies_no_pool(name: str, cell: Cell):
 
 @pytest.mark.extras
 @pytest.mark.as_served
+@pytest.mark.parametrize("name, kernels", [("h200", 2), ("l4", 0)])
+def test_latent_layers_in_float32_have_kernels_where_memory_is(name: str, kernels: int):
+    cell = Cell(NARROW, {LayerKind(LATENT, DENSE): kernels}, "float32")
+    assert compiled_text(plan_of(name, cell), cell).count(TRITON) == kernels
+
+
+@pytest.mark.extras
+@pytest.mark.as_served
 @pytest.mark.parametrize("name", ["2xa100", "2xh200"])
 def test_devices_of_a_mesh_are_the_gpu_that_is_described(name: str):
     """Each has the kernels of its own GPU."""
