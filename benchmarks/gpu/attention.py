@@ -11,8 +11,10 @@ import numpy as np
 
 from benchmarks.gpu.run import PAGE, Row, Run, guarded
 from duetto.kvcache.kernels.attention import LayerPages, attend_pages
+from duetto.kvcache.kernels.hopper_attention import HOPPER_PREFILL
 from duetto.kvcache.pages import Batch, read_keys, running_softmax
 from duetto.model.attention import AttentionParams
+from duetto.model.gpus import without
 from duetto.serve.cli.bench import median_seconds
 
 READING = AttentionParams(0.125)
@@ -21,6 +23,12 @@ Attention = Callable[[jax.Array, LayerPages], jax.Array]
 
 def by_kernels(q: jax.Array, pages: LayerPages) -> jax.Array:
     return attend_pages(q, pages, READING, interpret=jax.default_backend() == "cpu")
+
+
+def by_triton(q: jax.Array, pages: LayerPages) -> jax.Array:
+    """Without the kernel that a Hopper has for several queries."""
+    with without([HOPPER_PREFILL.name]):
+        return by_kernels(q, pages)
 
 
 def by_blocks(q: jax.Array, pages: LayerPages) -> jax.Array:
@@ -99,12 +107,12 @@ def bench_attention(run: Run) -> Iterator[Row]:
             what = f"{name}, {B} rows, context {context}"
             timed = partial(seconds_of, attend, q, pages, times)
             yield from guarded("attention", what, timed, "us", least)
-    q, pages = attention_inputs(run, 1, run.prompt, run.prompt)
-    least = 2 * q.shape[1] * q.size / run.peaks.flops16  # 4 T^2/2 N H operations
-    for name, attend in {
-        "kernels": by_kernels,
-        "reference": by_blocks,
-        "gather, cuDNN": by_cudnn_chunk,
-    }.items():
-        what = f"{name}, prompt of {run.prompt}"
-        yield from guarded("attention", what, partial(seconds_of, attend, q, pages, times), "us", least)
+    prefill = {"kernels": by_kernels, "Triton's kernel": by_triton, "reference": by_blocks}
+    for T, context in ((run.prompt, run.prompt), (run.prompt // 8, run.long)):
+        q, pages = attention_inputs(run, 1, T, context)
+        least = 4 * (context - T / 2) * q.size / run.peaks.flops16
+        gathered = {"gather, cuDNN": by_cudnn_chunk} if context == T else {}
+        for name, attend in (prefill | gathered).items():
+            what = f"{name}, prompt of {T}" + f" behind {context - T}" * (context > T)
+            timed = partial(seconds_of, attend, q, pages, times)
+            yield from guarded("attention", what, timed, "us", least)

@@ -23,8 +23,8 @@ from ...model.attention import AttentionParams
 from ...model.gpus import Kernel, gpu, refusal
 from ..pages import in_lanes
 from ..quantised import SCALE, QuantisedPool
-from . import cpu_attention, tpu_attention
-from .partitioned import by_each_device
+from . import cpu_attention, hopper_attention, tpu_attention
+from .partitioned import LocalAttention, by_each_device
 from .tiles import (
     TILE,
     LayerPages,
@@ -89,7 +89,9 @@ def has_kernel(
     q: Shaped[Given, "B T N _"], pools: tuple[GivenPool, GivenPool | None], reading: AttentionParams
 ) -> bool:
     """True if a kernel attends in programs for the GPU that is compiled for."""
-    return supported(q, *pools, reading) and refusal_of(q, *pools, reading) is None
+    if not supported(q, *pools, reading):
+        return False
+    return refusal_of(q, *pools, reading) is None or hopper_attention.has_kernel(q, *pools, reading)
 
 
 def refusal_of(
@@ -159,7 +161,17 @@ def attend_pages(
     q: Float[Array, "B T N H"], pages: LayerPages, reading: AttentionParams, interpret: bool = False
 ) -> Float[Array, "B T N U"]:
     """Attention of the rows' tokens over their pages, in q's dtype; empty rows are zeros."""
-    return by_each_device(one_query if q.shape[1] == 1 else many_queries, q, pages, reading, interpret)
+    return by_each_device(chosen(q, pages, reading, interpret), q, pages, reading, interpret)
+
+
+def chosen(
+    q: Shaped[Given, "B T N H"], pages: LayerPages, reading: AttentionParams, interpret: bool
+) -> LocalAttention:
+    """The kernel for a single query of each row, or for several: Mosaic's where it can, else Triton's."""
+    if q.shape[1] == 1:
+        return one_query
+    can = not interpret and hopper_attention.has_kernel(q, *pages[:2], reading)
+    return hopper_attention.many_queries if can else many_queries
 
 
 def settings(

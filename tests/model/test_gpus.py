@@ -10,6 +10,7 @@ from cases.gpus import traced_for
 
 from duetto.kvcache.kernels import attention
 from duetto.kvcache.kernels.attention import DECODE, LATENT, LATENT_PREFILL, PREFILL
+from duetto.kvcache.kernels.hopper_attention import HOPPER_PREFILL
 from duetto.kvcache.kernels.memory import STEP, steps_in_place
 from duetto.kvcache.quantised import empty_pool, kept_as
 from duetto.model.attention import AttentionParams
@@ -22,7 +23,7 @@ from duetto.serve.planner.roofline.targets import CHIPS
 from duetto.serve.runtime.compiled.shapes import Shape
 
 TRITON = {DECODE, PREFILL, LATENT, LATENT_PREFILL, STEP, NIBBLES, EXPERTS}
-MOSAIC = {FIXED, GROUPED}
+MOSAIC = {FIXED, GROUPED, HOPPER_PREFILL}
 ALLOWED = {
     "t4": set(), "l4": TRITON, "a100": TRITON, "b200": TRITON, "rtx4090": TRITON, "rtx5090": TRITON,
     "h100": TRITON | MOSAIC, "h200": TRITON | MOSAIC,

@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ....kvcache.kernels import attention, memory, tpu_attention, turn
+from ....kvcache.kernels import attention, hopper_attention, memory, tpu_attention, turn
+from ....kvcache.kernels.hopper_attention import HOPPER_PREFILL
 from ....kvcache.kernels.tiles import LayerPages
 from ....kvcache.pages import NO_LANES, Batch, in_lanes, pooled, read_keys, running_softmax, written
 from ....kvcache.quantised import empty_pool, encoded, kept_as
 from ....model.attention import AttentionParams, NewHeads, turns_plainly
 from ....model.config import GroupedQuery, Latent, ModelConfig
 from ....model.experts import MoE
-from ....model.gpus import Kernel, gpu, on_tpu, refusal
+from ....model.gpus import HOPPER, Kernel, gpu, on_tpu, refusal, without
 from ....model.layers import Weight, einsum
 from ....model.recurrent.kinds import DeltaNet, Mamba
 from ....model.recurrent.linear import Terms, step
@@ -32,7 +33,7 @@ from ....model.weights.quant import Quantised, by_kernel, ragged_by_kernel
 from ...runtime.compiled.shapes import Sizes
 
 BEFORE, CHUNK = (150, 7), 96  # tokens in the cache of two rows, and of each in a prefill
-MANY = 5000  # tokens of the first of them that a TPU's kernel reads in several blocks
+MANY = 5000  # of the first of them where kernels are not interpreted: several blocks and parts
 EXPERTS = 4  # that a product of experts is checked with, at most
 
 
@@ -97,20 +98,26 @@ def attention_cases(
     what += ", sinks" * (reading.sinks is not None) + ", chunked" * reading.chunked
     for T in (1, CHUNK):
         inputs = partial(attention_inputs, (T, N, H), row, sizes.page_size, kept, dtype, reading)
-        q, pages = jax.eval_shape(inputs)
-        if (found := attention_kernel(q, pages, reading)) is not None:
-            run, reference = partial(by_pages, reading=reading), partial(by_blocks, reading=reading)
-            yield KernelCase(found[0], what, found[1], inputs, run, reference)
+        for kernel, reason in attention_kernels(*jax.eval_shape(inputs), reading):
+            run, reference = (partial(f, reading=reading) for f in (by_pages, by_blocks))
+            yield KernelCase(kernel, what, reason, inputs, partial(run, kernel=kernel), reference)
 
 
-def attention_kernel(q: Any, pages: LayerPages, reading: AttentionParams) -> tuple[Kernel, str | None] | None:
-    """The kernel that reads these pages, and why programs do not use it anyway; None if there is none."""
+def attention_kernels(
+    q: Any, pages: LayerPages, reading: AttentionParams
+) -> Iterator[tuple[Kernel, str | None]]:
+    """Yield the kernels that read these pages, the first choice first, and why programs do not use them
+    anyway."""
     if on_tpu():
-        own = tpu_attention.kernel_of(q.shape[1])
-        return (own, refusal(own)) if tpu_attention.supported(q, pages, reading) else None
-    if not attention.supported(q, pages.k, pages.v, reading):
-        return None
-    return attention.kernel_of(q.shape[1], reading), attention.refusal_of(q, pages.k, pages.v, reading)
+        if tpu_attention.supported(q, pages, reading):
+            own = tpu_attention.kernel_of(q.shape[1])
+            yield own, refusal(own)
+        return
+    here = gpu()
+    if here and here.capability == HOPPER and hopper_attention.supported(q, *pages[:2], reading):
+        yield HOPPER_PREFILL, refusal(HOPPER_PREFILL)
+    if attention.supported(q, *pages[:2], reading):
+        yield attention.kernel_of(q.shape[1], reading), attention.refusal_of(q, *pages[:2], reading)
 
 
 def first_numbers(rank: int, rows: Array, _: Array) -> tuple[Array, Array]:
@@ -133,7 +140,7 @@ def attention_inputs(
 ) -> tuple[Array, LayerPages]:
     """Queries of two rows, and random pages in a random order; a token has rows in the pool, and numbers in
     each."""
-    (T, N, H), (K, size), before = of, row, (MANY, BEFORE[1]) if on_tpu() else BEFORE
+    (T, N, H), (K, size), before = of, row, BEFORE if on_cpu() else (MANY, BEFORE[1])
     B, M = len(before), -(-(max(before) + T) // W)
     q, P = numbers(0, (B, T, N, H), dtype), B * M
     empty = empty_pool((1, 1, 1, size), kept_as(kept, dtype))
@@ -143,11 +150,14 @@ def attention_inputs(
     return q, LayerPages(k, v if reading.rank is None else None, pages, start, count)
 
 
-def by_pages(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
+def by_pages(q: Array, pages: LayerPages, reading: AttentionParams, kernel: Kernel) -> Array:
     """Attention by the kernel."""
 
     def attend(q: Array) -> Array:
-        return (tpu_attention if on_tpu() else attention).attend_pages(q, pages, reading, on_cpu())
+        if on_tpu():
+            return tpu_attention.attend_pages(q, pages, reading, on_cpu())
+        with without({HOPPER_PREFILL.name} - {kernel.name}):
+            return attention.attend_pages(q, pages, reading, on_cpu())
 
     return in_lanes(attend, q, pages.k, reading.heads)
 

@@ -1,8 +1,8 @@
-"""Check of an engine's kernels at its first start: each runs once on its device, beside its reference, on
-small arrays of the engine's own sizes.
+"""Check of an engine's kernels at its first start: each runs on its device, beside its reference, on small
+arrays of the engine's own sizes.
 
-A kernel that raises, or computes something else, is refused: programs are traced without it. The results are
-stored beside the programs; `duetto doctor` checks anew.
+A kernel that raises, computes something else, or other bits each time, is refused: programs are traced
+without it. The results are stored beside the programs; `duetto doctor` checks anew.
 """
 
 import time
@@ -25,6 +25,7 @@ from ...runtime.compiled.shapes import Sizes
 from .kernel_cases import KernelCase, kernel_cases
 
 MOST_OFF = {2: 2.0**-6, 4: 1e-4}  # of the largest number, by bytes of a number
+RUNS = 3  # of a kernel, with equal bits
 LIMIT = 300.0  # seconds in which a kernel that is compiled has run
 HUNG, EARLIER = "did not end within", "at an earlier start it"  # reasons begin with them
 T = TypeVar("T")
@@ -155,13 +156,15 @@ def compiled(case: KernelCase, device: Any = None) -> Callable[[], KernelCheck]:
 
 
 def compared(kernel: str, run: Callable[[], Any], expected: Any, spent: float) -> KernelCheck:
-    """Run a kernel that took `spent` seconds to compile, and compare its result."""
+    """Run a kernel that took `spent` seconds to compile, and compare its results."""
     begin, reason, difference = time.perf_counter(), "", None
     try:
-        found = in_time(run)
+        found, *others = [in_time(run) for _ in range(RUNS)]
         difference, most = largest_difference(found, expected), MOST_OFF[min(found.dtype.itemsize, 4)]
         if difference > most:
             reason = f"it differs from the reference by {difference:.2g} of the largest number"
+        elif any(np.asarray(other).tobytes() != np.asarray(found).tobytes() for other in others):
+            reason = "its runs have different bits"
     except TimeoutError:
         reason = f"{HUNG} {LIMIT:g} s"
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the reference serves

@@ -22,7 +22,7 @@ from duetto.serve.planner.roofline.targets import CHIPS, GPUS, KINDS, find_targe
 from duetto.serve.runtime.compiled.shapes import Shape
 
 SLICES = {"v5e:1x1": 1, "v6e:1x1": 1, "v6e:2x2": 4}  # TPUs that split every layer
-TRITON = 'custom_call_target="__gpu$xla.gpu.triton"'
+TRITON, MOSAIC = (f'custom_call_target="{name}' for name in ("__gpu$xla.gpu.triton", "mosaic_gpu"))
 NARROW, WIDE, PREFILL = Shape("decode", 8, 1), Shape("decode", 64, 1), Shape("prefill", 1, 512)
 DENSE, MIXTURE = Dense(1024), Experts(8, 2, 256)
 LATENT, DELTA = Latent(128, 512, 128, 64, 128), DeltaNet(4, 8, 128, 128)
@@ -130,7 +130,9 @@ def compiled_text(plan: EnginePlan, cell: Cell) -> str:
 @pytest.mark.parametrize("name", CHIPS)
 def test_every_gpu_compiles_every_kind_of_layer(name: str, cell: Cell):
     text = compiled_text(plan_of(name, cell), cell._replace(draws=cell.draws and name in DRAWING))
-    assert text.count(TRITON) == (0 if name == "t4" else sum(cell.layers.values()))
+    kernels = text.count(TRITON) + text.count(MOSAIC)
+    assert kernels == (0 if name == "t4" else sum(cell.layers.values()))
+    assert (MOSAIC in text) == (name in ("h100", "h200") and cell.shape.phase == "prefill")
 
 
 @pytest.mark.extras
@@ -169,7 +171,7 @@ def test_devices_of_a_mesh_are_the_gpu_that_is_described(name: str):
     plan = plan_of(name, cell)
     assert {gpu_of(device) for device in plan.target.devices} == {CHIPS[name[2:]].gpu}
     text = compiled_text(plan, cell)
-    assert text.count(TRITON) == 5 and "mosaic_gpu" not in text
+    assert text.count(TRITON) == 5 and MOSAIC not in text
 
 
 @pytest.mark.extras
