@@ -99,8 +99,8 @@ def attention_cases(
     for T in (1, CHUNK):
         inputs = partial(attention_inputs, (T, N, H), row, sizes.page_size, kept, dtype, reading)
         for kernel, reason in attention_kernels(*jax.eval_shape(inputs), reading):
-            run, reference = (partial(f, reading=reading) for f in (by_pages, by_blocks))
-            yield KernelCase(kernel, what, reason, inputs, partial(run, kernel=kernel), reference)
+            run = partial(by_pages, reading=reading, kernel=kernel)
+            yield KernelCase(kernel, what, reason, inputs, run, partial(by_blocks, reading=reading))
 
 
 def attention_kernels(
