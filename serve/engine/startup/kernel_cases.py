@@ -98,7 +98,8 @@ def attention_cases(
     what += ", sinks" * (reading.sinks is not None) + ", chunked" * reading.chunked
     for T in (1, CHUNK):
         inputs = partial(attention_inputs, (T, N, H), row, sizes.page_size, kept, dtype, reading)
-        for kernel, reason in attention_kernels(*jax.eval_shape(inputs), reading):
+        q, pages = jax.eval_shape(inputs)
+        for kernel, reason in attention_kernels(q, pages, reading):
             run = partial(by_pages, reading=reading, kernel=kernel)
             yield KernelCase(kernel, what, reason, inputs, run, partial(by_blocks, reading=reading))
 
