@@ -104,6 +104,7 @@ def both(name: str, module: str, engine: str, needs: str) -> dict[str, Variant]:
 
 OURS, OURS_NARROW, OURS_FREE = "duetto", "duetto bfloat16", "duetto, no contract"
 OURS_XLA, OURS_CODES = "duetto without kernels", "duetto quantised"
+OURS_STEPS, OURS_CODES_STEPS = "duetto, 4 steps a call", "duetto quantised, 4 steps a call"
 STATIC, CONTINUOUS, LLAMA = "Transformers static", "Transformers continuous", "llama.cpp"
 VARIANTS: dict[str, Variant] = {
     OURS: Variant("ours", "Ours", "auto"),
@@ -112,6 +113,10 @@ VARIANTS: dict[str, Variant] = {
     f"{OURS_FREE} bfloat16": Variant("ours", "Ours", "bfloat16", options={"reproducible": False}),
     f"{OURS_XLA} bfloat16": Variant("ours", "Ours", "bfloat16", options={"cpu_kernels": False}),
     f"{OURS_CODES} int8": Variant("ours", "Ours", "bfloat16", options={"quantization": "int8"}),
+    f"{OURS_STEPS} bfloat16": Variant("ours", "Ours", "bfloat16", options={"decode_steps": 4}),
+    f"{OURS_CODES_STEPS} int8": Variant(
+        "ours", "Ours", "bfloat16", options={"quantization": "int8", "decode_steps": 4}
+    ),
     **both(LLAMA, "llamacpp", "LlamaCpp", "llama-cpp-python"),
     **both(STATIC, "hugging_face", "Static", "transformers"),
     **both(CONTINUOUS, "hugging_face", "Continuous", "transformers"),

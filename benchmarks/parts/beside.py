@@ -11,7 +11,9 @@ from benchmarks.engines import (
     LLAMA,
     OURS,
     OURS_CODES,
+    OURS_CODES_STEPS,
     OURS_FREE,
+    OURS_STEPS,
     OURS_XLA,
     STATIC,
     Served,
@@ -23,7 +25,7 @@ from benchmarks.worker import Worker
 
 def decode(bench: Bench) -> Iterator[Row]:
     """Seconds of a decode step by rows and context."""
-    engines = bench.chosen(OURS, OURS_FREE, OURS_XLA, OURS_CODES, LLAMA, STATIC)
+    engines = bench.chosen(OURS, OURS_STEPS, OURS_FREE, OURS_XLA, OURS_CODES, OURS_CODES_STEPS, LLAMA, STATIC)
     yield from steps(bench, "decode", engines, bench.amount.contexts)
 
 

@@ -89,9 +89,8 @@ def has_kernel(
     q: Shaped[Given, "B T N _"], pools: tuple[GivenPool, GivenPool | None], reading: AttentionParams
 ) -> bool:
     """True if a kernel attends in programs for the GPU that is compiled for."""
-    if not supported(q, *pools, reading):
-        return False
-    return refusal_of(q, *pools, reading) is None or hopper_attention.has_kernel(q, *pools, reading)
+    by_triton = supported(q, *pools, reading) and refusal_of(q, *pools, reading) is None
+    return by_triton or hopper_attention.has_kernel(q, *pools, reading)
 
 
 def refusal_of(

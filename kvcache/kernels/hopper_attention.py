@@ -19,13 +19,15 @@ from jaxtyping import Array, Bool, Float, Shaped
 from ...model.attention import UNSEEN, AttentionParams
 from ...model.gpus import Kernel, may_use
 from ..quantised import QuantisedPool
-from .tiles import LOG2_E, LayerPages, Running
+from .tiles import LOG2_E, LayerPages, Running, seen
 
 ROWS, MULTIPLIERS = 64, 2  # rows of a warp group, and the groups that multiply
 STAGES = 2  # tiles in the ring
 TILES = {64: 128, 128: 128, 192: 64, 256: 64}  # keys of a tile by the size of a head
 COLUMNS = 64  # of a piece of shared memory, as it is laid out for the products
 REGISTERS = 232, 40  # of a thread that multiplies, and of one that copies
+# Of a block in the grid, and of its warp groups. A mesh has no axes of these names, which would come first.
+BLOCK_AXIS, HEAD_AXIS, ROW_AXIS, GROUP_AXIS = (f"attend_{name}" for name in ("block", "head", "row", "group"))
 HOPPER_PREFILL = Kernel("attention_prefill_hopper", "mosaic", "Triton's kernel attends to prompts")
 
 
@@ -106,9 +108,9 @@ def many_queries(
         out_type=jax.ShapeDtypeStruct(rows.shape, q.dtype),
         scratch_types=list(ring(H, pages.k.shape[2], q.dtype)),
         grid=(pl.cdiv(rows.shape[1], each), rows.shape[2], B),
-        grid_names=("block", "head", "row"),
+        grid_names=(BLOCK_AXIS, HEAD_AXIS, ROW_AXIS),
         num_threads=MULTIPLIERS + 1,
-        thread_name="group",
+        thread_name=GROUP_AXIS,
         compiler_params=mosaic().CompilerParams(approx_math=True),
         kernel_name="attend_chunk",
     )(rows, pages.k, pages.v, pages.table, pages.start, pages.count, given.reshape(-1, members))
@@ -133,7 +135,7 @@ def block_kernel(
     has_sinks: bool, reading: AttentionParams,
 ):  # fmt: skip
     at = block_of(q, start, count, sinks.shape[1], reading)
-    group, own = jax.lax.axis_index("group"), Ring(*shared)
+    group, own = jax.lax.axis_index(GROUP_AXIS), Ring(*shared)
 
     @pl.when(group < MULTIPLIERS)
     def _():
@@ -149,12 +151,11 @@ def block_kernel(
 def block_of(q: Any, start: Any, count: Any, G: int, reading: AttentionParams) -> Block:
     """The block's place, and the keys that its tokens see; none if no token is real."""
     each, S = MULTIPLIERS * ROWS, TILES[q.shape[3]]
-    row, head, first = (jax.lax.axis_index(name) for name in ("row", "head", "block"))
+    row, head, first = map(jax.lax.axis_index, (ROW_AXIS, HEAD_AXIS, BLOCK_AXIS))
     first = (pl.cdiv(q.shape[1], each) - 1 - first) * each
     begin, tokens = start[row], count[row]
     token, final = jax.lax.div(first, G), jax.lax.div(first + (each - 1), G)
-    low = jnp.maximum(reading.first(begin + token), 0)
-    end = jnp.where(token < tokens, begin + jnp.minimum(tokens, final + 1), 0)
+    low, end = seen(begin, tokens, begin + token, final + 1 - token, reading)
     tiles = jax.lax.div(low, S), jax.lax.div(end + (S - 1), S)
     return Block(row, head, q.shape[2], G, first, begin, low, end, *tiles)
 
@@ -177,8 +178,8 @@ def multiply(q: Any, out: Any, sinks: Any, at: Block, own: Ring, group: Any, rea
         gpu.barrier_wait(own.keys_here.at[slot])
         scores = products(mine, own.keys.at[slot])
         gpu.barrier_arrive(own.keys_free.at[slot])
-        seen = sees(at, first, i * S, S, reading) if masked else None
-        weights, top, total, sums = weighted(scores, seen, state, reading.scale * LOG2_E)
+        found = sees(at, first, i * S, S, reading) if masked else None
+        weights, top, total, sums = weighted(scores, found, state, reading.scale * LOG2_E)
         gpu.barrier_wait(own.values_here.at[slot])
         sums = add_products(sums, weights.astype(q.dtype), own.values.at[slot])
         gpu.barrier_arrive(own.values_free.at[slot])

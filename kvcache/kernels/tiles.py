@@ -81,7 +81,7 @@ def cost(q: Float[Array, "B T K G H"], pages: LayerPages, reading: AttentionPara
     )
 
 
-def seen(start: Any, count: Any, first: Any, tokens: int, reading: AttentionParams) -> tuple[Any, Any]:
+def seen(start: Any, count: Any, first: Any, tokens: Any, reading: AttentionParams) -> tuple[Any, Any]:
     """The range [low, end) of keys that `tokens` tokens from position `first` on read; empty if no token is
     real."""
     low = jnp.maximum(reading.first(first), 0)

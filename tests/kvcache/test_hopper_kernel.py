@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from cases.gpus import traced_for
 from cases.paged_attention import Case, inputs, real, reference, small_pages
+from cases.targets import found_target
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from duetto.kvcache.kernels import attention, hopper_attention
 from duetto.kvcache.kernels.hopper_attention import HOPPER_PREFILL
@@ -20,6 +22,8 @@ from duetto.kvcache.kernels.tiles import LayerPages
 from duetto.kvcache.quantised import empty_pool, kept_as
 from duetto.model.attention import AttentionParams
 from duetto.model.gpus import without
+from duetto.model.sharding import GROUP, KV
+from duetto.serve.planner.roofline.targets import described
 
 INTERPRETER = "jax._src.pallas.mosaic_gpu.interpret"  # not public in all versions
 CASES = {
@@ -94,6 +98,28 @@ def test_heads_alone_and_together_have_the_same_bits(interpreted: Any):
     )
     rest = pages._replace(start=np.asarray([140], np.int32), count=np.asarray([28], np.int32))
     np.testing.assert_array_equal(interpreted(q[:, 100:], rest, reading), found[:, 100:])
+
+
+@pytest.mark.extras
+@pytest.mark.as_served
+def test_a_group_of_a_mesh_is_no_warp_group(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Axes of meshes have names of their own: one warp group copies, whatever device it is of."""
+    target = found_target("4xh200")
+    mesh = Mesh(np.array(target.devices).reshape(2, 2), (KV, GROUP))
+
+    def shaped(*shape: int, dtype: Any = jnp.bfloat16, split: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(split)))
+
+    pool, rows = shaped(2, 64, 64, 128, split=KV), shaped(1, dtype=jnp.int32)
+    pages = LayerPages(pool, pool, shaped(1, 8, dtype=jnp.int32), rows, rows)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    with described(target):
+        attend = jax.jit(lambda q, pages: attention.attend_pages(q, pages, AttentionParams(0.1)))
+        attend.lower(shaped(1, 256, 8, 128), pages).compile()
+    program = capfd.readouterr().out
+    assert program.count("setmaxnreg.dec") == 1 and program.count("expect_tx") > 2
 
 
 def test_where_it_attends():

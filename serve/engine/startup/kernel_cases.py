@@ -33,6 +33,7 @@ from ....model.weights.quant import Quantised, by_kernel, ragged_by_kernel
 from ...runtime.compiled.shapes import Sizes
 
 BEFORE, CHUNK = (150, 7), 96  # tokens in the cache of two rows, and of each in a prefill
+LONG = 160  # of each in a prefill whose heads a Hopper's kernel takes one by one
 MANY = 5000  # of the first of them where kernels are not interpreted: several blocks and parts
 EXPERTS = 4  # that a product of experts is checked with, at most
 
@@ -96,12 +97,16 @@ def attention_cases(
     known = {"window": reading.window, "softcap": reading.softcap}
     what += "".join(f", {name} {value:g}" for name, value in known.items() if value is not None)
     what += ", sinks" * (reading.sinks is not None) + ", chunked" * reading.chunked
-    for T in (1, CHUNK):
+    for T in (1, CHUNK, LONG):
         inputs = partial(attention_inputs, (T, N, H), row, sizes.page_size, kept, dtype, reading)
         q, pages = jax.eval_shape(inputs)
         for kernel, reason in attention_kernels(q, pages, reading):
+            if T == LONG and kernel != HOPPER_PREFILL:
+                continue
             run = partial(by_pages, reading=reading, kernel=kernel)
-            yield KernelCase(kernel, what, reason, inputs, run, partial(by_blocks, reading=reading))
+            tokens = f", {T} tokens" * (T == LONG)
+            reference = partial(by_blocks, reading=reading)
+            yield KernelCase(kernel, what + tokens, reason, inputs, run, reference)
 
 
 def attention_kernels(
@@ -139,15 +144,18 @@ def attention_inputs(
     dtype: Any,
     reading: AttentionParams,
 ) -> tuple[Array, LayerPages]:
-    """Queries of two rows, and random pages in a random order; a token has rows in the pool, and numbers in
-    each."""
+    """Queries of two rows, the second shorter, and random pages in a random order; a token has rows in the
+    pool, and numbers in each. Those behind the last token are no numbers."""
     (T, N, H), (K, size), before = of, row, BEFORE if on_cpu() else (MANY, BEFORE[1])
     B, M = len(before), -(-(max(before) + T) // W)
-    q, P = numbers(0, (B, T, N, H), dtype), B * M
-    empty = empty_pool((1, 1, 1, size), kept_as(kept, dtype))
-    k, v = (encoded(empty, numbers(seed, (K, P, W, size), dtype)) for seed in (1, 2))
+    q, P, tokens = numbers(0, (B, T, N, H), dtype), B * M, (T, max(1, T - 9))
     table = np.random.default_rng(0).permutation(P).reshape(B, M)
-    pages, start, count = (jnp.asarray(x, jnp.int32) for x in (table, before, [T] * B))
+    written = np.zeros((P, W), bool)
+    written[table] = (np.arange(M * W) < np.add(before, tokens)[:, None]).reshape(B, M, W)
+    drawn = (numbers(seed, (K, P, W, size), dtype) for seed in (1, 2))
+    empty = empty_pool((1, 1, 1, size), kept_as(kept, dtype))
+    k, v = (encoded(empty, jnp.where(written[None, ..., None], x, jnp.nan)) for x in drawn)
+    pages, start, count = (jnp.asarray(x, jnp.int32) for x in (table, before, tokens))
     return q, LayerPages(k, v if reading.rank is None else None, pages, start, count)
 
 
@@ -160,7 +168,13 @@ def by_pages(q: Array, pages: LayerPages, reading: AttentionParams, kernel: Kern
         with without({HOPPER_PREFILL.name} - {kernel.name}):
             return attention.attend_pages(q, pages, reading, on_cpu())
 
-    return in_lanes(attend, q, pages.k, reading.heads)
+    return real(in_lanes(attend, q, pages.k, reading.heads), pages)
+
+
+def real(out: Array, pages: LayerPages) -> Array:
+    """The outputs [B,T,N,U] of real tokens, and zeros."""
+    is_real = jnp.arange(out.shape[1])[None] < pages.count[:, None]
+    return jnp.where(is_real[..., None, None], out, 0)
 
 
 def by_blocks(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
@@ -169,7 +183,7 @@ def by_blocks(q: Array, pages: LayerPages, reading: AttentionParams) -> Array:
     batch = Batch(jnp.zeros(q.shape[:2], jnp.int32), start, count, (table,), start)
     read = partial(read_keys, pages[:2], table, reading, q.dtype)
     attend = partial(running_softmax, batch=batch, read=read, reading=reading)
-    return jax.jit(lambda q: in_lanes(attend, q, pages.k, reading.heads).astype(q.dtype))(q)
+    return jax.jit(lambda q: real(in_lanes(attend, q, pages.k, reading.heads).astype(q.dtype), pages))(q)
 
 
 def turning_cases(mixer: GroupedQuery, sizes: Sizes, dtype: Any) -> Iterator[KernelCase]:

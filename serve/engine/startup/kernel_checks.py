@@ -129,7 +129,7 @@ def all_checked(cases: list[KernelCase], device: Any) -> Iterator[tuple[KernelCa
 
 
 def checked(case: KernelCase, device: Any = None) -> KernelCheck:
-    """Compile a case and run it once on a device, unless a rule refuses it."""
+    """Compile a case and run it on a device, unless a rule refuses it."""
     return compiled(case, device)()
 
 
