@@ -8,7 +8,7 @@ of layers adds. Times are estimates (bytes at the vendor's peak bandwidth), neve
 import argparse
 from dataclasses import dataclass, replace
 
-from duetto.model.config import Dense, Experts, Latent, LayerKind, ModelConfig
+from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
 from duetto.model.pair import target_of
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
@@ -20,6 +20,18 @@ from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 LITE = Latent(16, 512, 128, 64, 128)
 MODELS = {
     "8B dense": (PRESETS["8b"], 0, 1),
+    "Qwen3-0.6B": (PRESETS["0.6b"], 0, 1),
+    "Mistral-Small-24B": (ModelConfig.uniform(131072, 5120, 32768, 40, 32, 8, 128, 32768), 0, 1),
+    "Qwen3-32B": (
+        ModelConfig(
+            151936,
+            5120,
+            64 * (LayerKind(GroupedQuery(64, 8, 128, qk_norm=NormKind(eps=1e-6)), Dense(25600)),),
+            40960,
+        ),
+        0,
+        1,
+    ),
     "Qwen3-30B-A3B": (PRESETS["30b-a3b"], 0, 1),
     "Qwen3.5-4B": (PRESETS["qwen3.5-4b"], 0, 4),
     "Qwen3-Next-80B-A3B": (PRESETS["qwen3-next-80b"], 0, 4),
