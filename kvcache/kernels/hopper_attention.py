@@ -179,7 +179,7 @@ def multiply(q: Any, out: Any, sinks: Any, at: Block, own: Ring, group: Any, rea
         scores = products(mine, own.keys.at[slot])
         gpu.barrier_arrive(own.keys_free.at[slot])
         found = sees(at, first, i * S, S, reading) if masked else None
-        weights, top, total, sums = weighted(scores, found, state, reading.scale * LOG2_E)
+        weights, (top, total, sums) = weighted(scores, found, state, reading.scale * LOG2_E)
         gpu.barrier_wait(own.values_here.at[slot])
         sums = add_products(sums, weights.astype(q.dtype), own.values.at[slot])
         gpu.barrier_arrive(own.values_free.at[slot])
@@ -229,14 +229,14 @@ def sees(at: Block, first: Any, key: Any, S: int, reading: AttentionParams) -> B
 
 def weighted(
     scores: Float[Array, "rows S"], seen: Any, state: Running, scale: float
-) -> tuple[Array, Array, Array, Array]:
+) -> tuple[Float[Array, "rows S"], Running]:
     """Weights of the keys, and the state with its sums faded. What is not seen may be no number."""
     top, total, sums = state
     found = scores if seen is None else jnp.where(seen, scores, UNSEEN)
     new = jnp.maximum(top, found.max(axis=1) * scale)
     fade, weights = jnp.exp2(top - new), jnp.exp2(scores * scale - across(new, scores.shape))
     weights = weights if seen is None else jnp.where(seen, weights, 0.0)
-    return weights, new, total * fade + weights.sum(axis=1), sums * across(fade, sums.shape)
+    return weights, (new, total * fade + weights.sum(axis=1), sums * across(fade, sums.shape))
 
 
 def across(x: Float[Array, " rows"], shape: tuple[int, ...]) -> Float[Array, "rows S"]:
