@@ -178,20 +178,16 @@ def multiply(q: Any, out: Any, sinks: Any, at: Block, own: Ring, group: Any, rea
         gpu.barrier_wait(own.keys_here.at[slot])
         scores = products(mine, own.keys.at[slot])
         gpu.barrier_arrive(own.keys_free.at[slot])
-        found = sees(at, first, i * S, S, reading) if masked else None
-        weights, (top, total, sums) = weighted(scores, found, state, reading.scale * LOG2_E)
+        mask = sees(at, first, i * S, S, reading) if masked else None
+        weights, (top, total, sums) = weighted(scores, mask, state, reading.scale * LOG2_E)
         gpu.barrier_wait(own.values_here.at[slot])
         sums = add_products(sums, weights.astype(q.dtype), own.values.at[slot])
         gpu.barrier_arrive(own.values_free.at[slot])
         return top, total, sums
 
     # all queries see the keys of the tiles before `whole`
-    whole = (
-        at.begin
-        if reading.window is not None
-        else jax.lax.div(at.start + jax.lax.div(at.first, at.members) + 1, S)
-    )
-    whole = jnp.minimum(whole, at.stop)
+    whole = jax.lax.div(at.start + jax.lax.div(at.first, at.members) + 1, S)
+    whole = jnp.minimum(whole if reading.window is None else at.begin, at.stop)
     state = no_keys(sinks, at, first, H)
     state = jax.lax.fori_loop(at.begin, whole, partial(tile, masked=False), state)
     _, total, sums = jax.lax.fori_loop(whole, at.stop, partial(tile, masked=True), state)
@@ -228,14 +224,14 @@ def sees(at: Block, first: Any, key: Any, S: int, reading: AttentionParams) -> B
 
 
 def weighted(
-    scores: Float[Array, "rows S"], seen: Any, state: Running, scale: float
+    scores: Float[Array, "rows S"], mask: Any, state: Running, scale: float
 ) -> tuple[Float[Array, "rows S"], Running]:
-    """Weights of the keys, and the state with its sums faded. What is not seen may be no number."""
+    """Weights of the keys, and the state with its sums faded. Masked scores may be no numbers."""
     top, total, sums = state
-    found = scores if seen is None else jnp.where(seen, scores, UNSEEN)
+    found = scores if mask is None else jnp.where(mask, scores, UNSEEN)
     new = jnp.maximum(top, found.max(axis=1) * scale)
     fade, weights = jnp.exp2(top - new), jnp.exp2(scores * scale - across(new, scores.shape))
-    weights = weights if seen is None else jnp.where(seen, weights, 0.0)
+    weights = weights if mask is None else jnp.where(mask, weights, 0.0)
     return weights, (new, total * fade + weights.sum(axis=1), sums * across(fade, sums.shape))
 
 
