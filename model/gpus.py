@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 KERNELS = "jax.experimental.pallas.ops.gpu"
 TRITON = (8, 0)  # the least compute capability that Triton compiles for
-HOPPER = (9, 0)  # the only one with the instructions that jax's Mosaic kernels are made of
+HOPPER = (9, 0)  # the only one with the instructions that the Mosaic kernels are made of
 E4M3 = (8, 9)  # the least with conversions of float8_e4m3fn
 # Compute capabilities by a part of the name, of GPUs that are described and have only that.
 CAPABILITIES = {
@@ -97,8 +97,8 @@ class Gpu:
 class Kernel(NamedTuple):
     """A kernel by the name that reports show.
 
-    backend: what compiles it: Triton, Mosaic GPU as jax ships it, or Mosaic for TPUs.
-    replaced_by: the way of the reference, for messages.
+    backend: what compiles it: Triton, Mosaic GPU, or Mosaic for TPUs.
+    replaced_by: what stands in, for messages.
     """
 
     name: str

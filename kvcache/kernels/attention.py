@@ -6,7 +6,8 @@ a key head are rows of one product. A single query's keys are split into parts t
 that work follows the rows' lengths (as in Stream-K, Osama et al., arXiv 2301.03598). Several queries go in
 tiles of their own. Tiles of keys begin at multiples of their size and a row's parts follow from its own
 length, so bits depend neither on neighbours, nor on the page size, nor on the widths of table and chunk.
-The backend is deprecated since jax 0.11. The engine uses `attend_with`, `has_kernel` and `LayerPages` alone.
+The backend is deprecated since jax 0.11. On Hopper GPUs another kernel attends to prompts
+(`hopper_attention.py`). The engine uses `attend_with`, `has_kernel` and `LayerPages` alone.
 """
 
 from collections.abc import Callable

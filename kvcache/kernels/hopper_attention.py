@@ -24,6 +24,7 @@ from .tiles import LOG2_E, LayerPages, Running, seen
 ROWS, MULTIPLIERS = 64, 2  # rows of a warp group, and the groups that multiply
 STAGES = 2  # tiles in the ring
 TILES = {64: 128, 128: 128, 192: 64, 256: 64}  # keys of a tile by the size of a head
+SMALLEST_PAGE = 16  # of fewer tokens a tile would take more than eight copies
 COLUMNS = 64  # of a piece of shared memory, as it is laid out for the products
 REGISTERS = 232, 40  # of a thread that multiplies, and of one that copies
 # Of a block in the grid, and of its warp groups. A mesh has no axes of these names, which would come first.
@@ -50,16 +51,14 @@ class Ring(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Place and keys of a block: a row of the batch, one of `heads` heads, in which a token has `members`
-    rows of queries, its first row, the position of the row's first token, the keys in [low, end), and the
-    tiles [begin, stop) that hold them."""
+    """Place of a block, and the keys in [low, end) that its queries see, in the tiles [begin, stop)."""
 
-    row: Any
-    head: Any
-    heads: int
+    row: Any  # of the batch
+    head: Any  # of queries
+    heads: int  # of queries, each with all rows of a token (`members`) that the block has
     members: int
-    first: Any
-    start: Any
+    first: Any  # of its rows of queries
+    start: Any  # the position of the first token of the batch's row
     low: Any
     end: Any
     begin: Any
@@ -77,10 +76,10 @@ def supported(q: Shaped[Any, "B T N H"], k: Any, v: Any, reading: AttentionParam
     if v is None or isinstance(k, QuantisedPool) or reading.rank is not None or reading.softcap is not None:
         return False
     plain = reading.selection is None and reading.expand is None and q.dtype.itemsize == 2
-    W, H = k.shape[2:]
-    fits = q.shape[1] > 1 and q.shape[-1] == H in TILES and W >= 16 and W & (W - 1) == 0
-    same = k.dtype == v.dtype == q.dtype and k.shape == v.shape
-    return plain and fits and same
+    (W, H), S = k.shape[2:], TILES.get(q.shape[-1], 0)
+    whole = S > 0 and W >= SMALLEST_PAGE and (W % S == 0 or S % W == 0)
+    same = k.dtype == v.dtype == q.dtype and k.shape == v.shape and H == q.shape[-1]
+    return q.shape[1] > 1 and plain and whole and same
 
 
 def has_kernel(q: Shaped[Any, "B T N H"], k: Any, v: Any, reading: AttentionParams) -> bool:
@@ -93,7 +92,7 @@ def many_queries(
     pages: LayerPages,
     sinks: Float[Array, "K G"] | None,
     reading: AttentionParams,
-    _: bool = False,
+    _: bool = False,  # Mosaic's interpreter is entered otherwise
 ) -> Float[Array, "B T K G H"]:
     """Attention of the rows' tokens over their pages; blocks of 128 rows of queries, the last ones first: of
     one query head, or of all of a key head where a head has fewer, which changes no bits."""
@@ -112,7 +111,7 @@ def many_queries(
         num_threads=MULTIPLIERS + 1,
         thread_name=GROUP_AXIS,
         compiler_params=mosaic().CompilerParams(approx_math=True),
-        kernel_name="attend_chunk",
+        kernel_name="attend_chunk_hopper",
     )(rows, pages.k, pages.v, pages.table, pages.start, pages.count, given.reshape(-1, members))
     out = out[:, : T * members].reshape(B, T, *((K, G) if members == 1 else (G, K)), H)
     return out if members == 1 else out.swapaxes(2, 3)
@@ -122,7 +121,7 @@ def ring(H: int, W: int, dtype: Any) -> Ring:
     """Shared memory of a block."""
     gpu, S = mosaic(), TILES[H]
     laid_out = {"transforms": (gpu.TilingTransform((8, COLUMNS)), gpu.SwizzleTransform(128))}
-    tile, copies = gpu.SMEM((STAGES, S, H), dtype, **laid_out), max(1, S // W)
+    tile, copies = gpu.SMEM((STAGES, S, H), dtype, **laid_out), S // copied(S, W)
     arriving = gpu.Barrier(num_arrivals=copies, num_barriers=STAGES)
     free = gpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STAGES)
     queries = gpu.SMEM((MULTIPLIERS, ROWS, H), dtype, **laid_out)
@@ -134,6 +133,7 @@ def block_kernel(
     q: Any, k: Any, v: Any, table: Any, start: Any, count: Any, sinks: Any, out: Any, *shared: Any,
     has_sinks: bool, reading: AttentionParams,
 ):  # fmt: skip
+    """Give each warp group of a block its part."""
     at = block_of(q, start, count, sinks.shape[1], reading)
     group, own = jax.lax.axis_index(GROUP_AXIS), Ring(*shared)
 
@@ -148,16 +148,15 @@ def block_kernel(
         copy(k, v, table, at, own)
 
 
-def block_of(q: Any, start: Any, count: Any, G: int, reading: AttentionParams) -> Block:
+def block_of(q: Any, start: Any, count: Any, members: int, reading: AttentionParams) -> Block:
     """The block's place, and the keys that its tokens see; none if no token is real."""
     each, S = MULTIPLIERS * ROWS, TILES[q.shape[3]]
-    row, head, first = map(jax.lax.axis_index, (ROW_AXIS, HEAD_AXIS, BLOCK_AXIS))
-    first = (pl.cdiv(q.shape[1], each) - 1 - first) * each
-    begin, tokens = start[row], count[row]
-    token, final = jax.lax.div(first, G), jax.lax.div(first + (each - 1), G)
-    low, end = seen(begin, tokens, begin + token, final + 1 - token, reading)
+    row, head, block = map(jax.lax.axis_index, (ROW_AXIS, HEAD_AXIS, BLOCK_AXIS))
+    first, position = (pl.cdiv(q.shape[1], each) - 1 - block) * each, start[row]
+    token, last = jax.lax.div(first, members), jax.lax.div(first + (each - 1), members)
+    low, end = seen(position, count[row], position + token, last + 1 - token, reading)
     tiles = jax.lax.div(low, S), jax.lax.div(end + (S - 1), S)
-    return Block(row, head, q.shape[2], G, first, begin, low, end, *tiles)
+    return Block(row, head, q.shape[2], members, first, position, low, end, *tiles)
 
 
 # ---------------------------------------------------------------- the groups that multiply
@@ -167,8 +166,8 @@ def multiply(q: Any, out: Any, sinks: Any, at: Block, own: Ring, group: Any, rea
     """The running softmax of a group's queries over all tiles."""
     gpu, (S, H) = mosaic(), own.keys.shape[1:]
     # behind the last rows a group computes these again, and stores nothing
-    mine, end = own.queries.at[group], q.shape[1]
-    first = jnp.minimum(at.first + group * ROWS, end - ROWS)
+    mine, rows = own.queries.at[group], q.shape[1]
+    first = jnp.minimum(at.first + group * ROWS, rows - ROWS)
     place = at.row, pl.ds(first, ROWS), at.head
     gpu.copy_gmem_to_smem(q.at[place], mine, own.queries_here.at[group])
     gpu.barrier_wait(own.queries_here.at[group])
@@ -194,7 +193,7 @@ def multiply(q: Any, out: Any, sinks: Any, at: Block, own: Ring, group: Any, rea
     mine[...] = (sums / across(jnp.maximum(total, 1e-30), sums.shape)).astype(q.dtype)
     gpu.commit_smem()
 
-    @pl.when(at.first + group * ROWS < end)
+    @pl.when(at.first + group * ROWS < rows)
     def _():
         gpu.copy_smem_to_gmem(mine, out.at[place])
         gpu.wait_smem_to_gmem(0)
@@ -291,19 +290,24 @@ def copy_tile(pool: Any, table: Any, at: Block, i: Any, tile: Any, barrier: Any)
     """The copies of a tile's pages, or of a part of one. Beside keys that are seen are those of pages that
     the row has."""
     W, S = pool.shape[2], tile.shape[0]
-    n, head = min(W, S), jax.lax.div(at.head, at.heads // pool.shape[0])
+    n, key_head = copied(S, W), jax.lax.div(at.head, at.heads // pool.shape[0])
     for j in range(S // n):
         place = i * S + j * n
         page = jnp.clip(jax.lax.div(place, W), jax.lax.div(at.low, W), jax.lax.div(at.end - 1, W))
         offset = pl.multiple_of(jax.lax.rem(place, W), n)
-        rows = pool.at[head, table[at.row, page], pl.ds(offset, n)]
+        rows = pool.at[key_head, table[at.row, page], pl.ds(offset, n)]
         mosaic().copy_gmem_to_smem(rows, tile.at[pl.ds(j * n, n)], barrier)
+
+
+def copied(S: int, W: int) -> int:
+    """Keys of a tile that one copy brings."""
+    return min(S, W)
 
 
 def copy_values(v: Any, table: Any, at: Block, i: Any, slot: Any, own: Ring):
     """A tile of values; zeros stand for those that are not seen."""
     gpu, tile = mosaic(), own.values.at[slot]
-    S, copies = tile.shape[0], max(1, tile.shape[0] // v.shape[2])
+    S = tile.shape[0]
     is_whole = (i * S >= at.low) & ((i + 1) * S <= at.end)
 
     @pl.when(is_whole)
@@ -316,7 +320,7 @@ def copy_values(v: Any, table: Any, at: Block, i: Any, slot: Any, own: Ring):
         gpu.barrier_wait(own.raw)
         clear(tile, at.low - i * S, at.end - i * S)
         gpu.commit_smem()
-        for _ in range(copies):
+        for _ in range(S // copied(S, v.shape[2])):
             gpu.barrier_arrive(own.values_here.at[slot])
 
 

@@ -108,7 +108,7 @@ ROWS = {
     "serve/runtime/compiled/test_executable_cache.py": r"test_(other_parameters|a_folder)",
     # kernels that an interpreter runs for long
     "model/test_fixed_interpreted.py": r"",
-    "kvcache/test_hopper_kernel.py": r"test_(?!where|a_group|.*behind others)",
+    "kvcache/test_hopper_attention.py": r"test_(?!where|a_group|.*behind others)",
     # kills, and examples that run for long
     "serve/runtime/multihost/test_two_processes.py": r"test_(a_batch_whose|rank_0|what_the_ranks)",
     "serve/jobs/batch/test_batch_kill.py": r".*\[(15-143|20)\]",

@@ -29,10 +29,10 @@ INTERPRETER = "jax._src.pallas.mosaic_gpu.interpret"  # not public in all versio
 CASES = {
     "behind others": Case((382, 0), (20, 24), T=24, K=1, G=4, W=64, M=7, dtype=jnp.bfloat16),
     "window and sinks": Case(
-        (170, 5), (30, 1), T=30, K=1, G=3, W=16, M=13, dtype=jnp.bfloat16, window=60, sinks=True
+        (170, 5), (30, 1), T=30, K=1, G=3, H=256, W=16, M=13, dtype=jnp.bfloat16, window=60, sinks=True
     ),
     "chunked": Case(
-        (170, 30), (30, 4), T=30, K=1, G=3, W=64, M=4, dtype=jnp.bfloat16, window=64, chunked=True
+        (170, 30), (30, 4), T=30, K=1, G=3, H=128, W=64, M=4, dtype=jnp.bfloat16, window=64, chunked=True
     ),
     "several blocks, wide heads": Case(
         (90, 0, 7), (70, 0, 9), T=70, K=2, G=2, H=192, W=128, M=2, dtype=jnp.float16
