@@ -243,7 +243,7 @@ def products(queries: Any, keys: Any) -> Float[Array, "rows S"]:
     gpu = mosaic()
 
     def found(sums: Any) -> Any:
-        gpu.wgmma(sums, queries, gpu.transpose_ref(keys, (1, 0)))
+        gpu.wgmma(sums, queries, keys.transpose((1, 0)))
         return sums[...]
 
     return pl.run_scoped(found, gpu.ACC((queries.shape[0], keys.shape[0]), jnp.float32))

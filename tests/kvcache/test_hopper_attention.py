@@ -48,8 +48,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     params, callbacks = (import_module(f"{INTERPRETER}.{name}") for name in ("params", "gpu_callbacks"))
     monkeypatch.setattr(gpu, "layout_cast", lambda x, _: x)
     monkeypatch.setattr(gpu, "broadcasted_iota", lambda *given, layout: plain(*given))
-    monkeypatch.setattr(hopper_attention, "products", lambda q, k: dot(q[...], k[...].T))
-    monkeypatch.setattr(hopper_attention, "add_products", lambda sums, p, v: sums + dot(p, v[...]))
+    monkeypatch.setattr(hopper_attention, "products", lambda q, k: dot(read(q), read(k).T))
+    monkeypatch.setattr(hopper_attention, "add_products", lambda sums, p, v: sums + dot(p, read(v)))
 
     def attend(q: Any, pages: LayerPages, reading: AttentionParams) -> np.ndarray:
         with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
@@ -60,6 +60,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     yield attend
     cast(Any, of_heads).clear_cache()
+
+
+def read(ref: Any) -> Any:
+    """Shared memory as `wgmma` would read it: not as plain loads, behind which a copy needs a fence."""
+    found = ref[...]
+    hopper_attention.mosaic().commit_smem()
+    return found
 
 
 def dot(x: Any, y: Any) -> Any:
