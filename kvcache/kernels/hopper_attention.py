@@ -2,9 +2,10 @@
 
 Warp groups have roles, as in FlashAttention-3 (Shah et al., arXiv 2407.08608): one copies tiles of keys and
 values from their pages into a ring of shared memory (TMA), two multiply them with queries (`wgmma`). Rows are
-the tokens' query heads of one key head. Tiles of keys begin at multiples of their size, so bits depend
-neither on neighbours, nor on the page size, nor on the widths of table and chunk. Keys that no query sees may
-hold anything: their scores are replaced, and zeros written over their values in shared memory.
+tokens of a query head, or tokens' query heads of one key head. Tiles of keys begin at multiples of their
+size, so bits depend neither on neighbours, nor on the page size, nor on the widths of table and chunk. Keys
+that no query sees may hold anything: their scores are replaced, and zeros written over their values in shared
+memory.
 """
 
 from functools import cache, partial
@@ -265,15 +266,15 @@ def copy(k: Any, v: Any, table: Any, at: Block, own: Ring):
     @pl.loop(at.begin, at.stop)
     def _(i: Any):
         slot = jax.lax.rem(i - at.begin, STAGES)
-        is_first = i - at.begin < STAGES
+        is_taken = i - at.begin >= STAGES
 
-        @pl.when(jnp.logical_not(is_first))
+        @pl.when(is_taken)
         def _():
             gpu.barrier_wait(own.keys_free.at[slot])
 
         copy_tile(k, table, at, i, own.keys.at[slot], own.keys_here.at[slot])
 
-        @pl.when(jnp.logical_not(is_first))
+        @pl.when(is_taken)
         def _():
             gpu.barrier_wait(own.values_free.at[slot])
 
