@@ -34,7 +34,7 @@ class Ours:
 
     def serve(self, requests: Sequence[Request]) -> Served:
         self._idle()
-        self.llm.update_params(self.llm.params)  # forgets the pages that other requests have written
+        self.llm.reset_prefix_cache()
         before = self.llm.report()
         due = deque(sorted(enumerate(requests), key=lambda item: item[1].arrival))
         found: dict[str, RequestOutput] = {}
@@ -75,7 +75,7 @@ class Ours:
 
     def score(self, texts: Sequence[tuple[list[int], int]], rows: int) -> float:
         self._idle()
-        self.llm.update_params(self.llm.params)
+        self.llm.reset_prefix_cache()
         begin = time.perf_counter()
         contexts, ends = [ids[:first] for ids, first in texts], [ids[first:] for ids, first in texts]
         self.llm.log_likelihood(contexts, ends)

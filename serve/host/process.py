@@ -54,13 +54,15 @@ def keep_freed() -> None:
 
 
 def use_huge_pages(arrays: Any) -> int:
-    """Move the larger arrays of a tree, which lie in this process's memory, into huge pages, so that reading
+    """Move the larger arrays of a tree that lie in this process's memory into huge pages, so that reading
     them takes fewer look-ups of addresses. Return the number of pages; 0 before Linux 6.1, and where the
     system's setting is `never`."""
     if "[never]" in setting_of_huge_pages():
         return 0
-    shards = (s.data for x in jax.tree.leaves(jax.block_until_ready(arrays)) for s in x.addressable_shards)
-    found = [(x.unsafe_buffer_pointer(), x.nbytes) for x in shards if x.nbytes >= HUGE_PAGE // 32]
+    there = (x for x in jax.tree.leaves(arrays) if isinstance(x, jax.Array))
+    shards = (shard for x in there for shard in x.addressable_shards)
+    own = jax.block_until_ready([s.data for s in shards if s.device.platform == "cpu"])
+    found = [(x.unsafe_buffer_pointer(), x.nbytes) for x in own if x.nbytes >= HUGE_PAGE // 32]
     pages = {n for start, size in found for n in range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE))}
     with suppress(AttributeError, OSError, TypeError):
         madvise = ctypes.CDLL(None).madvise

@@ -31,7 +31,8 @@ def only(options: "EngineOptions", most: Mapping[str, int], beside: str) -> None
     """Check that options are at most `most`, next to another option."""
     for name, limit in most.items():
         value = getattr(options, name)
-        require(value <= limit, f"{name} {value} is not allowed with {beside}: only {limit}")
+        is_allowed = value is None or value <= limit
+        require(is_allowed, f"{name} {value} is not allowed with {beside}: only {limit}")
 
 
 def check_no_draft_model(options: "EngineOptions", beside: str) -> None:

@@ -14,6 +14,7 @@ from .checks import round_up
 from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds the results of all of its steps
+FEW_ROWS, FEW_ROW_STEPS = 4, 4  # rows of a dispatch that takes several steps by default, and these steps
 OUTBOX = 1.0  # GiB of pages that wait to be fetched by another engine
 FREE = ("seed", "max_logprobs", "node_rank")  # numbers that may be 0 or less
 PROCESSES = ("nnodes", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds")
@@ -93,7 +94,11 @@ class EngineOptions:
     experimental_ffn_devices: int | None = knob(
         None, "experimental: devices that have only the feed-forward layers; default: none has only those"
     )
-    decode_steps: int = knob(1, "decode steps in one dispatch while no prompt waits")
+    decode_steps: int | None = knob(
+        None,
+        "decode steps in one dispatch while no prompt waits; default: 1, but 4 for up to 4 requests at once "
+        "where CPU kernels compute at most 1 GiB of weights",
+    )
     reproducible: bool = knob(
         True, "batch invariance: a request's bits depend on that request alone; False may narrow decode"
     )
@@ -255,8 +260,9 @@ class EngineOptions:
         if self.stations > 1:
             self.check_stages(self.stations)
         steps, share = self.decode_steps, self.gpu_memory_utilization
-        require(steps <= MAX_DECODE_STEPS, f"decode_steps {steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
-        is_one = not self.guesses or steps == 1
+        is_possible = steps is None or steps <= MAX_DECODE_STEPS
+        require(is_possible, f"decode_steps {steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
+        is_one = not self.guesses or steps in (None, 1)
         require(is_one, f"decode_steps {steps} is not allowed with speculative_config: only 1")
         require(0 < share <= 1, f"gpu_memory_utilization {share} is not allowed: above 0, at most 1")
 
@@ -361,10 +367,23 @@ class EngineOptions:
         """Tokens of a row that a verification of a token tree computes; 0 without a tree."""
         return 0 if self.speculation.tree is None else self.speculation.tree.nodes
 
+    def steps_of(self, rows: int) -> int:
+        """Decode steps in one dispatch of `rows` rows. By default CPU kernels take several of few rows: the
+        host's work for a dispatch, which shares a CPU's cores, is then done once for all of them."""
+        if self.decode_steps is not None:
+            return self.decode_steps
+        is_single = self.guesses or self.is_observing or self.stations > 1
+        return FEW_ROW_STEPS if self.cpu_kernels and rows <= FEW_ROWS and not is_single else 1
+
+    @property
+    def most_steps(self) -> int:
+        """Maximum decode steps in one dispatch."""
+        return self.steps_of(1)
+
     @property
     def most_tokens(self) -> int:
         """Maximum tokens of one sequence that a step computes."""
-        return most_tokens(self.prefill_tokens, self.decode_steps, self.guesses)
+        return most_tokens(self.prefill_tokens, self.most_steps, self.guesses)
 
 
 def most_tokens(max_prefill_tokens: int, decode_steps: int, guesses: int) -> int:

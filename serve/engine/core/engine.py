@@ -17,6 +17,7 @@ from ....model.pair import Params, target_of, with_target
 from ....model.transformer import Decoder
 from ....model.weights.adapted import unadapted
 from ....model.weights.packed import kernels_in, target_in
+from ...host.process import use_huge_pages
 from ...kv.offload.mover import PageMover
 from ...kv.offload.tiering import KVOffloader, PageFinder
 from ...options.checks import round_up
@@ -218,6 +219,7 @@ class Engine:
         if self.scheduler.has_work and not keep:
             raise RuntimeError("update_params: requests are unfinished; run or abort them, or keep them")
         params = exchanged(target_of(self._state.params), params)
+        use_huge_pages(params)
         if self.scheduler.has_work:
             self.vacate()
         if self.warmup is not None:
@@ -265,6 +267,7 @@ class Engine:
     def wake_up(self, tags: Iterable[str]) -> None:
         """Restore "weights" or "kv_cache", as `tags` say. Steps are taken once both are there."""
         self._state = self.sleeper.end(self._state, tags, self.programs.empty)
+        use_huge_pages(self.everything)
         self.tiers.woke(self.everything)
 
     def warm(self) -> bool:
@@ -308,8 +311,9 @@ class Engine:
         self.need.forget()
         self.since = dict.fromkeys(classes.shapes, age) | self.since
         steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
+        several = max(s.rows for s in classes.decode if s.tokens >= steps)
         self._limits = self._limits._replace(row=round_up(least_row(classes.prefill), self.config.block))
-        self.scheduler.limits = self._limits._replace(decode_steps=steps)
+        self.scheduler.limits = self._limits._replace(decode_steps=steps, several=several)
         self.scheduler.recompute_outputs = classes.same_bits
 
     def _advance(self) -> list[Request]:

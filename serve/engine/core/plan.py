@@ -81,14 +81,20 @@ class SchedulerConfig(NamedTuple):
     max_num_seqs: int  # slots
     max_prefill_tokens: int  # prompt tokens of a step, in each shard
     row: int  # prompt tokens charged for each row that is begun
-    decode_steps: int  # decode steps of one dispatch
+    decode_steps: int  # decode steps of one dispatch of at most `several` rows
     guesses: int = 0  # draft tokens of a row
     groups: int = 1  # groups of slots whose steps are in flight together, micro-batches of a pipeline
     shards: int = 1  # data-parallel shards; each has an equal range of the slots
+    several: int | None = None  # rows of a shard; None: any number
 
     @property
     def shard_seats(self) -> int:
         return self.max_num_seqs // self.shards
+
+    def steps_of(self, taken: Collection[int]) -> int:
+        """Return the decode steps of one dispatch for requests in the slots `taken`."""
+        is_wide = self.several is not None and max(self.loads(taken)) > self.several
+        return 1 if is_wide else self.decode_steps
 
     def shard(self, slot: int) -> int:
         return slot // self.shard_seats

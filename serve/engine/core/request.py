@@ -161,11 +161,6 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def in_turn(self, steps: int) -> int:
-        """Return how many of `steps` decode steps one dispatch may take: a grammar reads each sampled token
-        before the next is sampled."""
-        return steps if self.constraint is None else min(steps, max(1, len(self.tokens) - self.computed))
-
     def obey(self) -> None:
         """Pass new tokens to the grammar; abort a request that it cannot bring to an end."""
         if self.constraint is not None and not self.finished:

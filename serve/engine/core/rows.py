@@ -43,7 +43,8 @@ Call = tuple[Shape, dict[int, ScheduledTokens]]  # and its work by the rows
 
 def calls_of_plan(classes: ShapeClasses, plan: SchedulerOutput, sizes: Sizes) -> Iterator[Call]:
     yield from calls(classes.prefill, prompt_rows(classes.prefill, plan.prefill, sizes), sizes)
-    for shape, works in calls(classes.decode, plan.decode, sizes):
+    decodes = classes.single_steps if any(work.is_awaiting for work in plan.decode) else classes.decode
+    for shape, works in calls(decodes, plan.decode, sizes):
         yield shape.deferred if any(work.is_awaiting for work in works.values()) else shape, works
     yield from calls(classes.verify, plan.verify, sizes)
 

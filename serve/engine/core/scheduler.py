@@ -100,8 +100,7 @@ class Scheduler:
         The group's must be settled too if `guess` is given.
         """
         most = self.admission_limit()
-        steps = 1 if self.prefilling or most else self.limits.decode_steps
-        rows = self._decode(steps, settled)
+        rows = self._decode(1 if most else self._steps(), settled)
         if rows is None:
             return None
         admitted = self.admit(most)
@@ -231,7 +230,7 @@ class Scheduler:
         most = free = len(self.free_slots)
         if self.gathering is not None and not self.prefilling and len(self.waiting) > free:
             most = self.gathering.limit(
-                free, len(self.running), self.limits.decode_steps, self._queued_tokens()
+                free, len(self.running), self.limits.steps_of(self.running), self._queued_tokens()
             )
         self._why = AdmissionReason.PREFILL_BATCHING if most < free else AdmissionReason.NO_SLOT
         return most
@@ -342,6 +341,12 @@ class Scheduler:
                 yield work
                 budget[shard] -= round_up(new, self.limits.row)
 
+    def _steps(self) -> int:
+        """Return the decode steps of one dispatch: one while prompts are prefilled, or while a grammar has to
+        read each sampled token before the next is sampled."""
+        is_read = any(request.constraint is not None for request in self.running.values())
+        return 1 if self.prefilling or is_read else self.limits.steps_of(self.running)
+
     def _decode(self, steps: int, settled: bool) -> list[ScheduledTokens] | None:
         """Return a row for every decoding request of the group; None if one lacks a page and no request may
         be preempted yet."""
@@ -349,7 +354,7 @@ class Scheduler:
         for request in sorted(self.running.values(), key=lambda r: r.rank):
             if request.slot in self.prefilling or self.group_of(request) != self.group:
                 continue
-            count = min(request.in_turn(steps), request.reach - 1 - request.computed)
+            count = min(steps, request.reach - 1 - request.computed)
             if count <= 0:
                 continue
             if not self._grow(request, request.computed + count, settled):

@@ -98,8 +98,7 @@ def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) ->
     params = roomy(params, config, options)
     beside = read_beside(options.speculation, config, params)
     pair, everything = PairConfig(config, beside.config), beside.join(params)
-    if device.platform == "cpu":
-        use_huge_pages(everything)
+    use_huge_pages(everything)
     check_states(pair, options.speculation, count)
     sizes = choose_sizes(pair, options, everything, memory_limit(device))
     own = processors_of(options.logits_processors, config.vocab_size, sizes.max_model_len)
@@ -179,7 +178,7 @@ def limits_of(
         max_num_seqs=sizes.seats,
         max_prefill_tokens=round_up(options.prefill_tokens, block),
         row=least_row(shapes),
-        decode_steps=options.decode_steps,
+        decode_steps=options.most_steps,
         guesses=options.guesses,
         groups=options.micro_batches or min(stages, sizes.max_num_seqs),
         shards=sizes.shards,
@@ -212,16 +211,15 @@ def deferral(
     options: EngineOptions, programs: Programs, canonical: Canonical
 ) -> Callable[[ShapeClasses], Warmup] | None:
     """Return a maker of deferred draws, which wait for the masks of grammars while other rows go on; None if
-    programs may not come late, if a step takes several tokens of a row, or if it has several programs or
+    programs may not come late, if steps verify draft tokens, or if a step has several programs or
     processes."""
-    several = options.guesses or options.decode_steps > 1
-    several = several or isinstance(programs, StagedPrograms | SharedPrograms)
-    if several or options.is_observing or not may_compile_late(options):
+    several = isinstance(programs, StagedPrograms | SharedPrograms)
+    if several or options.guesses or options.is_observing or not may_compile_late(options):
         return None
     aim = WarmupGoal(canonical, options.reproducible, depths=())
 
     def later(classes: ShapeClasses) -> Warmup:
-        return Warmup(programs, [s.deferred for s in classes.decode], classes, aim, lambda *_: None)
+        return Warmup(programs, [s.deferred for s in classes.single_steps], classes, aim, lambda *_: None)
 
     return later
 

@@ -95,7 +95,7 @@ class Candidate:
         parts += [f"keys {o.kv_cache_dtype}"] if o.kv_cache_dtype != "auto" else []
         parts += [f"{o.max_num_seqs} seats", f"prefill {o.max_prefill_tokens}"]
         parts += [f"{o.micro_batches} micro-batches"] if o.micro_batches else []
-        parts += [f"{o.decode_steps} steps"] if o.decode_steps > 1 else []
+        parts += [f"{o.most_steps} steps"] if o.most_steps > 1 else []
         parts += [f"{o.guesses} guesses"] if o.guesses else []
         parts += [f"prefill apart, 1 for {self.apart}"] if self.apart else []
         return ", ".join(parts)
@@ -217,7 +217,7 @@ class Space:
                 yield "micro-batches", {"micro_batches": count}
         elif self.acceptance is None or not o.guesses:
             yield "decode steps", {"decode_steps": 4}
-        if self.acceptance is not None and o.decode_steps == 1:
+        if self.acceptance is not None and o.most_steps == 1:
             for guesses in GUESSES:
                 config = {"method": "ngram", "num_speculative_tokens": guesses}
                 yield "speculation", {"speculative_config": config}

@@ -93,7 +93,7 @@ def between_tokens(own: Candidate, context: float, rows: int) -> float:
     groups = (o.micro_batches or lay.stages) * lay.data
     each = max(1, -(-rows // groups))
     phase = "verify" if o.guesses else "decode"
-    shape = call_shape(own.shapes, phase, each, 1 + o.guesses if o.guesses else o.decode_steps)
+    shape = call_shape(own.shapes, phase, each, 1 + o.guesses if o.guesses else o.steps_of(each))
     calls = -(-each // shape.rows)
     call = StepCall(
         shape, min(each, shape.rows), each * (1 + o.guesses), round(min(each, shape.rows) * context)
@@ -102,13 +102,13 @@ def between_tokens(own: Candidate, context: float, rows: int) -> float:
     groups //= lay.data
     step = groups * cycle(seconds, groups) if lay.stages > 1 else sum(seconds)
     host = own.times.efficiency.step + own.times.efficiency.row * rows
-    return max(step, host) / tokens_of(own)
+    return max(step, host) / tokens_of(own, shape)
 
 
-def tokens_of(own: Candidate) -> float:
-    """Tokens that a row's call gives: steps, or the guesses that are right and one."""
+def tokens_of(own: Candidate, shape: Shape) -> float:
+    """Tokens that a row's call of a shape gives: steps, or the guesses that are right and one."""
     o, a = own.options, own.acceptance
-    return sum(a**i for i in range(o.guesses + 1)) if o.guesses else o.decode_steps
+    return sum(a**i for i in range(o.guesses + 1)) if o.guesses else shape.tokens
 
 
 def call_shape(shapes: Iterable[Shape], phase: str, rows: int, tokens: int) -> Shape:

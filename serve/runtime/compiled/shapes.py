@@ -8,8 +8,10 @@ from typing import Any, Literal, NamedTuple, get_args
 from ....kvcache.kernels.cpu_attention import layers_read
 from ....kvcache.pages import BLOCK
 from ....kvcache.quantised import kept_as
+from ....kvcache.stages import stations
 from ....model.config import LayerKind
 from ....model.pair import Params
+from ....model.tree import nbytes
 from ....model.weights.packed import kernels_in
 from ....sampling.checks import MAX_LOGPROBS
 from ....sampling.custom import LogitsProcessor
@@ -27,6 +29,7 @@ ROW_TOKENS = 32
 SHORT_ROW_TOKENS = 2
 SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
 WIDEST = 4  # tokens of a verification for each slot
+LIGHT = 1 << 30  # bytes of weights that a CPU reads in some 40 ms: beside a longer step the host costs little
 
 Phase = Literal["prefill", "decode", "verify", "deferred"]
 PHASES = get_args(Phase)
@@ -128,9 +131,13 @@ def doublings(first: int, last: int) -> list[int]:
 
 
 def with_kernels_of(options: EngineOptions, params: Params) -> EngineOptions:
-    """Return the options without `cpu_kernels` if kernels multiply no weight of prepared parameters, or of
-    ShapeDtypeStructs: their shapes are those of XLA's products."""
-    return options if kernels_in(params) else replace(options, cpu_kernels=False)
+    """Return the options with what prepared parameters, or ShapeDtypeStructs, decide: without `cpu_kernels`
+    if kernels multiply none of them, whose shapes are then those of XLA's products, and with one decode step
+    in a dispatch by default where these are large or of several stages."""
+    if not kernels_in(params):
+        return replace(options, cpu_kernels=False)
+    has_light_steps = nbytes(params) <= LIGHT and stations(params) == 1
+    return options if has_light_steps else replace(options, decode_steps=options.decode_steps or 1)
 
 
 def shared_row(options: EngineOptions, layers: Sequence[LayerKind], kv_cache_dtype: str, dtype: Any) -> int:
@@ -156,7 +163,7 @@ def table(
 
     Without the reproducibility contract decode may be narrow, and prefill on a CPU too; with CPU kernels both
     may be, and small."""
-    seats, steps = sizes.max_num_seqs, sorted({1, options.decode_steps})
+    seats = sizes.max_num_seqs
     canonical = Canonical.on(platform, options, sizes)
     may_differ = options.reproducible and not options.batch_invariant_matmul
     fewest, chunk = SMALLEST_WIDTH, SMALLEST_CHUNK
@@ -166,7 +173,7 @@ def table(
         fewest, chunk = 1, EDGE
     narrowest = fewest if options.reproducible else 1
     widths = {narrowest, *doublings(fewest, max(fewest, round_up(seats, SMALLEST_WIDTH)))}
-    decode = {Shape("decode", width, n) for width in widths for n in steps}
+    decode = {Shape("decode", width, n) for width in widths for n in (1, options.steps_of(width))}
     prefill = prefills(options, sizes.max_model_len, shared, platform, chunk, row)
     beside = options.speculation.model is not None
     verify = verifications(seats, options.guesses, options.nodes, narrowest, beside)

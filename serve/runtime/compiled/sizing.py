@@ -48,7 +48,7 @@ def scratch_bytes(config: PairConfig, options: EngineOptions, dtype: Any) -> int
     shared = shared_row(options, config.target.layers, options.kv_cache_dtype, dtype)
     sampled = max(options.shard_seats, FEWEST_LOGITS, rows // shared)
     V = config.target.vocab_size
-    reported = options.alternatives(V) * max(rows, sampled * options.decode_steps)
+    reported = options.alternatives(V) * max(rows, sampled * options.most_steps)
     activations += 3 * rows * config.target.input_size  # looked up, projected, and added up
     return activations * size + attention + 16 * (sampled * V + reported)
 
@@ -268,7 +268,7 @@ def group_pages(
             return pages
         if window == STATE:
             work = round_up(options.most_tokens, STATE_BLOCK)
-            one = min(state_pages(work, max(options.decode_steps, options.guesses + 1), W, stride), whole)
+            one = min(state_pages(work, max(options.most_steps, options.guesses + 1), W, stride), whole)
             return one * options.shard_seats + pages // stride
         one = min(window_pages(window, options.most_tokens, W), whole)
         return max(one, min(pages, one * options.shard_seats))

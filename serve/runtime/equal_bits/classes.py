@@ -40,9 +40,14 @@ class ShapeClasses:
         return (*self.prefill, *self.decode, *self.verify, *self.deferred)
 
     @property
+    def single_steps(self) -> tuple[Shape, ...]:
+        """Decodes of one step in a dispatch."""
+        return tuple(s for s in self.decode if s.tokens == 1)
+
+    @property
     def may_defer(self) -> bool:
-        """True if each decode has a twin that draws later."""
-        return bool(self.decode) and {s.deferred for s in self.decode} == {*self.deferred}
+        """True if each decode of one step has a twin that draws later."""
+        return bool(self.decode) and {s.deferred for s in self.single_steps} == {*self.deferred}
 
     def joined(self, shape: Shape) -> "ShapeClasses":
         return ShapeClasses.of([*self.shapes, shape], self.same_bits)

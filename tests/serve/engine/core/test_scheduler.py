@@ -2,11 +2,15 @@
 
 import heapq
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from fakes.engine import ask, expected, prompt_of, run, start
+
+from duetto.serve.runtime.compiled.shapes import Shape
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 
@@ -131,6 +135,19 @@ def test_several_decode_steps_while_no_prompt_can_start():
     run(engine)
     decodes = [works[0][2] for shape, works in programs.ran if shape.phase == "decode"]
     assert decodes[:2] == [4, 4]
+
+
+def test_several_decode_steps_of_as_many_rows_as_one_call_takes():
+    engine, programs = start(decode_steps=4)
+    few = tuple(shape for shape in engine.classes.decode if shape.rows == 1 or shape.tokens == 1)
+    engine._serve_with(replace(engine.classes, decode=few))
+    requests = [ask(prompt_of(0, 6), 13, 0), ask(prompt_of(1, 6), 4, 1)]
+    for request in requests:
+        engine.submit(request)
+    run(engine)
+    ran = Counter(shape for shape, _ in programs.ran if shape.phase == "decode")
+    assert ran[Shape("decode", 4, 1)] >= 3 and ran[Shape("decode", 1, 4)] >= 2
+    assert [r.outputs for r in requests] == [expected(r)[0] for r in requests]
 
 
 def test_work_of_a_step_does_not_grow_with_the_queue():

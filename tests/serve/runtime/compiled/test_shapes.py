@@ -73,6 +73,22 @@ def test_shapes_are_narrow_where_kernels_of_a_cpu_were_packed(monkeypatch: pytes
     assert [narrowest(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)] == [1, 1, 8]
 
 
+def test_kernels_of_a_cpu_take_several_steps_of_few_rows_of_a_small_model(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepared, "library", lambda: KernelLibrary(("avx2",)))
+
+    def several(layers: int, **options: Any) -> set[tuple[int, int]]:
+        config = ModelConfig.uniform(256, 2048, 8192, layers, 16, 4, 128, 512)
+        chosen = EngineOptions(max_num_seqs=8, cpu_kernels=True, **options)
+        params = prepared.prepared(abstract_params(config, jnp.bfloat16, here()), False, cpu_kernels=True)
+        found = table(with_kernels_of(chosen, params), Sizes(512, 8, (64,), 64), True, "cpu")
+        return {(s.rows, s.tokens) for s in found if s.phase == "decode" and s.tokens > 1}
+
+    assert several(8) == {(1, 4), (2, 4), (4, 4)}
+    assert several(9) == several(8, decode_steps=1) == set()  # above 1 GiB
+    assert several(8, speculative_config={"method": "ngram"}) == several(8, hidden_state_layers=(0,)) == set()
+    assert several(9, decode_steps=3) == {(1, 3), (2, 3), (4, 3), (8, 3)}
+
+
 def test_prompts_share_prefills_in_short_rows_where_kernels_of_a_cpu_read_all_keys():
     config = ModelConfig.uniform(256, 64, 128, 2, 4, 2, 16, 512)
     options = EngineOptions(max_num_seqs=8, max_prefill_tokens=128, cpu_kernels=True)

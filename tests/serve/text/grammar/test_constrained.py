@@ -127,7 +127,7 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, few_shapes, mon
     they come, when they are there, when one fails, and when requests are preempted."""
     wanted = [bits(o) for o in base.generate(prompts(), PARAMS, use_tqdm=False)]
     sizes = {"max_batched_token_mem": 320, "page_size": 16}
-    with serve(decode_steps=1, **sizes) as llm:
+    with serve(**sizes) as llm:
         while llm.engine.warmup is not None:  # of programs that every engine has
             llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
         end = time.monotonic() + 600.0
@@ -156,7 +156,7 @@ def test_neighbours_with_adapters_wait_for_no_grammar(serve, one_layer, few_shap
     folders = [write(tmp_path / name, one_layer.config, 2 + i, i) for i, name in enumerate("abc")]
     asked = [LoRARequest(folder.name, i, str(folder)) for i, folder in enumerate(folders, 1)]
     whose = [asked[0], None, asked[1], asked[2], None, asked[0], asked[1]]
-    lora = {"enable_lora": True, "max_loras": 2, "decode_steps": 1}
+    lora = {"enable_lora": True, "max_loras": 2}
 
     def answered(llm: LLM) -> list[Any]:
         llm.engine.tables.forget()
