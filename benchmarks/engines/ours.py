@@ -29,7 +29,6 @@ class Ours:
         options["background_compilation"] = False  # what is timed is to be the same each time
         self.llm = LLM(folder, dtype=dtype, **options)
         self.longest, self.draw = setting.longest, np.random.default_rng(2)
-        self.each = setting.options.get("decode_steps", 1)  # steps of a call
         self.decoding: tuple[int, int] | None = None
 
     def serve(self, requests: Sequence[Request]) -> Served:
@@ -60,11 +59,17 @@ class Ours:
             while seen < (seen := prefills(self.llm)):  # until a step has none left to dispatch
                 self.llm.step()
             self.decoding = rows, context
-        self.llm.step()  # one step is always on its way: this one was awaited long ago
+        before = self._generated()
+        self.llm.step()  # one call is always on its way: this one was awaited long ago
         begin = time.perf_counter()
-        for _ in range(steps // self.each):
+        first = self._generated()
+        for _ in range(max(1, steps * rows // (first - before))):
             self.llm.step()
-        return (time.perf_counter() - begin) / (steps // self.each * self.each)
+        seconds = time.perf_counter() - begin
+        return seconds * rows / (self._generated() - first)
+
+    def _generated(self) -> int:
+        return self.llm.report()["generated_tokens"]
 
     def prefill(self, length: int) -> float:
         self._idle()

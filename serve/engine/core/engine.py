@@ -311,9 +311,9 @@ class Engine:
         self.need.forget()
         self.since = dict.fromkeys(classes.shapes, age) | self.since
         steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
-        several = max(s.rows for s in classes.decode if s.tokens >= steps)
+        rows = max(s.rows for s in classes.decode if s.tokens >= steps)
         self._limits = self._limits._replace(row=round_up(least_row(classes.prefill), self.config.block))
-        self.scheduler.limits = self._limits._replace(decode_steps=steps, several=several)
+        self.scheduler.limits = self._limits._replace(decode_steps=steps, multi_step_rows=rows)
         self.scheduler.recompute_outputs = classes.same_bits
 
     def _advance(self) -> list[Request]:

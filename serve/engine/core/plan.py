@@ -81,11 +81,11 @@ class SchedulerConfig(NamedTuple):
     max_num_seqs: int  # slots
     max_prefill_tokens: int  # prompt tokens of a step, in each shard
     row: int  # prompt tokens charged for each row that is begun
-    decode_steps: int  # decode steps of one dispatch of at most `several` rows
+    decode_steps: int  # decode steps of one dispatch, of at most `multi_step_rows` rows
     guesses: int = 0  # draft tokens of a row
     groups: int = 1  # groups of slots whose steps are in flight together, micro-batches of a pipeline
     shards: int = 1  # data-parallel shards; each has an equal range of the slots
-    several: int | None = None  # rows of a shard; None: any number
+    multi_step_rows: int | None = None  # of a shard; None: any number
 
     @property
     def shard_seats(self) -> int:
@@ -93,8 +93,8 @@ class SchedulerConfig(NamedTuple):
 
     def steps_of(self, taken: Collection[int]) -> int:
         """Return the decode steps of one dispatch for requests in the slots `taken`."""
-        is_wide = self.several is not None and max(self.loads(taken)) > self.several
-        return 1 if is_wide else self.decode_steps
+        most = self.multi_step_rows
+        return self.decode_steps if most is None or max(self.loads(taken)) <= most else 1
 
     def shard(self, slot: int) -> int:
         return slot // self.shard_seats

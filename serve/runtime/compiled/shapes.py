@@ -136,8 +136,8 @@ def with_kernels_of(options: EngineOptions, params: Params) -> EngineOptions:
     in a dispatch by default where these are large or of several stages."""
     if not kernels_in(params):
         return replace(options, cpu_kernels=False)
-    has_light_steps = nbytes(params) <= LIGHT and stations(params) == 1
-    return options if has_light_steps else replace(options, decode_steps=options.decode_steps or 1)
+    is_light = nbytes(params) <= LIGHT and stations(params) == 1
+    return options if is_light else replace(options, decode_steps=options.decode_steps or 1)
 
 
 def shared_row(options: EngineOptions, layers: Sequence[LayerKind], kv_cache_dtype: str, dtype: Any) -> int:

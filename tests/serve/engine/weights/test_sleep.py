@@ -10,6 +10,7 @@ import pytest
 from cases.requests import SIZES
 
 from duetto import LLM, RequestOutput, SamplingParams
+from duetto.serve.engine.core import engine
 
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=10, logprobs=2)
 PROMPTS = [[5, 17, 200, 31, 8], list(range(20, 60)), [7]]
@@ -133,6 +134,15 @@ def test_new_parameters_may_come_while_it_sleeps(llm):
     llm.wake_up(["weights"])
     llm.update_params(jax.device_put(old))
     llm.wake_up(["kv_cache"])
+
+
+def test_weights_that_come_after_the_start_lie_in_huge_pages_too(llm, monkeypatch: pytest.MonkeyPatch):
+    moved: list[object] = []
+    monkeypatch.setattr(engine, "use_huge_pages", moved.append)
+    llm.update_params(llm.params)
+    llm.sleep(level=1)
+    llm.wake_up()
+    assert [bytes_of(tree) for tree in moved] == 2 * [bytes_of(llm.engine.everything)]
 
 
 def test_level_0_only_pauses(llm, expected):
