@@ -33,7 +33,7 @@ class Ours:
 
     def serve(self, requests: Sequence[Request]) -> Served:
         self._idle()
-        self.llm.reset_prefix_cache()
+        assert self.llm.reset_prefix_cache(reset_connector=True)
         before = self.llm.report()
         due = deque(sorted(enumerate(requests), key=lambda item: item[1].arrival))
         found: dict[str, RequestOutput] = {}
@@ -59,17 +59,13 @@ class Ours:
             while seen < (seen := prefills(self.llm)):  # until a step has none left to dispatch
                 self.llm.step()
             self.decoding = rows, context
-        before = self._generated()
+        meter = self.llm.engine.meter
+        before = meter.generated_tokens
         self.llm.step()  # one call is always on its way: this one was awaited long ago
-        begin = time.perf_counter()
-        first = self._generated()
+        first, begin = meter.generated_tokens, time.perf_counter()
         for _ in range(max(1, steps * rows // (first - before))):
             self.llm.step()
-        seconds = time.perf_counter() - begin
-        return seconds * rows / (self._generated() - first)
-
-    def _generated(self) -> int:
-        return self.llm.report()["generated_tokens"]
+        return (time.perf_counter() - begin) * rows / (meter.generated_tokens - first)
 
     def prefill(self, length: int) -> float:
         self._idle()
@@ -80,7 +76,7 @@ class Ours:
 
     def score(self, texts: Sequence[tuple[list[int], int]], rows: int) -> float:
         self._idle()
-        self.llm.reset_prefix_cache()
+        assert self.llm.reset_prefix_cache(reset_connector=True)
         begin = time.perf_counter()
         contexts, ends = [ids[:first] for ids, first in texts], [ids[first:] for ids, first in texts]
         self.llm.log_likelihood(contexts, ends)

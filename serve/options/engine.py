@@ -97,7 +97,7 @@ class EngineOptions:
     decode_steps: int | None = knob(
         None,
         "decode steps in one dispatch while no prompt waits; default: 1, but 4 for up to 4 requests at once "
-        "where CPU kernels compute at most 1 GiB of weights",
+        "where CPU kernels read at most 1 GiB of weights in a step",
     )
     reproducible: bool = knob(
         True, "batch invariance: a request's bits depend on that request alone; False may narrow decode"

@@ -27,7 +27,7 @@ from ..engine.startup.origin import Origin, stored_form
 from ..engine.startup.stages import with_head
 from ..options.engine import EngineOptions
 from ..runtime.compiled.compile import StepArguments, arguments_like, lower
-from ..runtime.compiled.shapes import Shape, Sizes, shapes_of, with_kernels_of
+from ..runtime.compiled.shapes import Shape, Sizes, decided, shapes_of
 from ..runtime.compiled.sizing import choose_sizes
 from ..runtime.pipeline.lowering import StageLowering
 from ..runtime.pipeline.route import route
@@ -105,7 +105,8 @@ def plan_job(
     target = on_devices(target, layout_of(options).size)
     params = abstract_params(config, chosen, target, weights, layout_on(options, target))
     if options.cpu_kernels:
-        options = with_kernels_of(options, prepared(params, options.batch_invariant_matmul, True))
+        packed = prepared(params, options.batch_invariant_matmul, True, options.tied_head)
+        options = decided(options, packed)
     without = kernels_refusal(options, device_of(target), config, chosen, len(target.devices))
     sizes = choose_sizes(PairConfig(config), options, params, target.memory)
     config = config.within(sizes.max_model_len)

@@ -148,9 +148,9 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def with_few_shapes(verifications: int | None = None) -> Iterator[None]:
-    """Engines compile one prefill, one decode and the narrowest verifications that compute as many tokens as
-    it does, by default all: what serves every request."""
+def with_few_shapes(verifications: int | None = None, decodes: int = 1) -> Iterator[None]:
+    """Engines compile one prefill, `decodes` decodes of one width and the narrowest verifications that
+    compute as many tokens as the first of these, by default all: what serves every request."""
     shapes_of = start.shapes_of
 
     def few(options: EngineOptions, sizes: Sizes, layers: Any, platform: str, dtype: Any) -> list[Shape]:
@@ -158,7 +158,9 @@ def with_few_shapes(verifications: int | None = None) -> Iterator[None]:
         first = first_shapes(found, Canonical.on(platform, options, sizes))
         width = max(shape.area for shape in first if shape.phase == "decode")
         verify = [shape for shape in found if shape.phase == "verify" and shape.area >= width]
-        return [*(shape for shape in found if shape in first), *verify[:verifications]]
+        alike = [shape for shape in found if shape.phase == "decode" and shape.rows == width]
+        kept = {*first, *alike[:decodes]}
+        return [*(shape for shape in found if shape in kept), *verify[:verifications]]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "shapes_of", few)

@@ -311,8 +311,7 @@ def run(args: argparse.Namespace) -> int:
     if default_device().platform == "cpu":
         keep_freed()  # as an engine does; else each call would fault in its temporaries
     model = load_model(args, options)
-    if default_device().platform == "cpu":
-        use_huge_pages(model.params)
+    use_huge_pages(model.params)
     target = here(measure=True)
     rows = []
     peaks = target.peaks

@@ -267,7 +267,6 @@ class Engine:
     def wake_up(self, tags: Iterable[str]) -> None:
         """Restore "weights" or "kv_cache", as `tags` say. Steps are taken once both are there."""
         self._state = self.sleeper.end(self._state, tags, self.programs.empty)
-        use_huge_pages(self.everything)
         self.tiers.woke(self.everything)
 
     def warm(self) -> bool:
@@ -311,9 +310,11 @@ class Engine:
         self.need.forget()
         self.since = dict.fromkeys(classes.shapes, age) | self.since
         steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
-        rows = max(s.rows for s in classes.decode if s.tokens >= steps)
+        several, most = (max(s.rows for s in classes.decode if s.tokens >= n) for n in (steps, 1))
         self._limits = self._limits._replace(row=round_up(least_row(classes.prefill), self.config.block))
-        self.scheduler.limits = self._limits._replace(decode_steps=steps, multi_step_rows=rows)
+        self.scheduler.limits = self._limits._replace(
+            decode_steps=steps, multi_step_rows=several if several < most else None
+        )
         self.scheduler.recompute_outputs = classes.same_bits
 
     def _advance(self) -> list[Request]:

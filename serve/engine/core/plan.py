@@ -91,7 +91,7 @@ class SchedulerConfig(NamedTuple):
     def shard_seats(self) -> int:
         return self.max_num_seqs // self.shards
 
-    def steps_of(self, taken: Collection[int]) -> int:
+    def steps_for(self, taken: Collection[int]) -> int:
         """Return the decode steps of one dispatch for requests in the slots `taken`."""
         most = self.multi_step_rows
         return self.decode_steps if most is None or max(self.loads(taken)) <= most else 1

@@ -73,6 +73,13 @@ class Scheduler:
         return self._decoding[self.group]
 
     @property
+    def steps(self) -> int:
+        """Decode steps of one dispatch while no prompt can start: one while prompts are prefilled, or while a
+        grammar has to read each sampled token before the next is sampled."""
+        is_read = any(request.constraint is not None for request in self.running.values())
+        return 1 if self.prefilling or is_read else self.limits.steps_for(self.running)
+
+    @property
     def most_flights(self) -> int:
         """Most steps in flight: one of each group that decodes, or of every group while prompts are
         prefilled."""
@@ -100,7 +107,7 @@ class Scheduler:
         The group's must be settled too if `guess` is given.
         """
         most = self.admission_limit()
-        rows = self._decode(1 if most else self._steps(), settled)
+        rows = self._decode(1 if most else self.steps, settled)
         if rows is None:
             return None
         admitted = self.admit(most)
@@ -229,9 +236,7 @@ class Scheduler:
             return 0
         most = free = len(self.free_slots)
         if self.gathering is not None and not self.prefilling and len(self.waiting) > free:
-            most = self.gathering.limit(
-                free, len(self.running), self.limits.steps_of(self.running), self._queued_tokens()
-            )
+            most = self.gathering.limit(free, len(self.running), self.steps, self._queued_tokens())
         self._why = AdmissionReason.PREFILL_BATCHING if most < free else AdmissionReason.NO_SLOT
         return most
 
@@ -340,12 +345,6 @@ class Scheduler:
                 self.tables.advance(request.pages, work.start, work.start + work.count, request.marks)
                 yield work
                 budget[shard] -= round_up(new, self.limits.row)
-
-    def _steps(self) -> int:
-        """Return the decode steps of one dispatch: one while prompts are prefilled, or while a grammar has to
-        read each sampled token before the next is sampled."""
-        is_read = any(request.constraint is not None for request in self.running.values())
-        return 1 if self.prefilling or is_read else self.limits.steps_of(self.running)
 
     def _decode(self, steps: int, settled: bool) -> list[ScheduledTokens] | None:
         """Return a row for every decoding request of the group; None if one lacks a page and no request may

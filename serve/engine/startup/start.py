@@ -32,9 +32,9 @@ from ...runtime.compiled.shapes import (
     Canonical,
     Shape,
     Sizes,
+    decided,
     least_row,
     shapes_of,
-    with_kernels_of,
 )
 from ...runtime.compiled.sizing import choose_sizes
 from ...runtime.equal_bits.classes import ShapeClasses, choose_classes, record, step_seconds
@@ -154,7 +154,7 @@ def settled(
     """Return the options with `cpu_kernels` where it has an effect on prepared parameters, and why an engine
     on a CPU has none, or not the best."""
     asked, isa = options.cpu_kernels, kernels_in(params)
-    options = with_kernels_of(options, params) if asked else options
+    options = decided(options, params) if asked else options
     without = kernels_refusal(options, device, config, params.embed.dtype, len(devices(params)))
     if asked:
         none = "cpu_kernels has no effect: none of the weights is one that CPU kernels multiply"

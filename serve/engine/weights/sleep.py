@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ....model.pair import Params, target_of, with_target
+from ...host.process import use_huge_pages
 from ...runtime.compiled.compile import StepArguments
 from .params import require_own
 
@@ -101,4 +102,6 @@ def on_device(params: Any, shapes: Any) -> Any:
     def placed(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
         return x if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, shape.sharding)
 
-    return jax.block_until_ready(jax.tree.map(placed, params, shapes))
+    there = jax.block_until_ready(jax.tree.map(placed, params, shapes))
+    use_huge_pages(there)
+    return there

@@ -140,6 +140,8 @@ class Space:
     fixed: frozenset[str] = frozenset()
 
     def __post_init__(self):
+        if self.job.target.platform != "cpu":
+            self.base = replace(self.base, cpu_kernels=None)
         self._params: dict[str | None, Decoder] = {}
         self._demands: dict[tuple[str | None, str], Demands] = {}
         self.refused: dict[str, str] = {}  # layouts, and why not

@@ -105,7 +105,7 @@ class DecodeFastForward:
 
     def _gather(self) -> bool:
         """Take over the step that is on its way in the engine, if its rows may go on together."""
-        if not self._may or self._steps() > 1 or len(self.engine.flights) != 1:
+        if not self._may or self.engine.scheduler.steps > 1 or len(self.engine.flights) != 1:
             return False
         flight = self.engine.flights.oldest()
         calls = [ran for ran in flight if ran.shape.phase == "decode"]
@@ -127,11 +127,6 @@ class DecodeFastForward:
                 read, len(works), calls[0].shape, cast(SimulatedResult, calls[0].output).at
             )
         return True
-
-    def _steps(self) -> int:
-        """Decode steps of a dispatch of the requests that have slots now."""
-        scheduler = self.engine.scheduler
-        return scheduler.limits.steps_of(scheduler.running)
 
     def _ready(self) -> Iterable[Request]:
         """Requests whose prompts are on their way or computed."""
@@ -173,7 +168,9 @@ class DecodeFastForward:
         """Tell if joining rows have their last token next, and every row has a page for the next step, which
         is one of each."""
         tables, number = self.engine.tables, self.number + 1
-        if self._steps() > 1 or any(len(row.request.tokens) > row.start + 1 for row in self._joining):
+        if self.engine.scheduler.steps > 1 or any(
+            len(row.request.tokens) > row.start + 1 for row in self._joining
+        ):
             return False
         parts = tables.shards
         wanted = [0] * len(parts)

@@ -10,7 +10,7 @@ from ....kvcache.pages import BLOCK
 from ....kvcache.quantised import kept_as
 from ....kvcache.stages import stations
 from ....model.config import LayerKind
-from ....model.pair import Params
+from ....model.pair import Params, target_of
 from ....model.tree import nbytes
 from ....model.weights.packed import kernels_in
 from ....sampling.checks import MAX_LOGPROBS
@@ -29,7 +29,7 @@ ROW_TOKENS = 32
 SHORT_ROW_TOKENS = 2
 SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
 WIDEST = 4  # tokens of a verification for each slot
-LIGHT = 1 << 30  # bytes of weights that a CPU reads in some 40 ms: beside a longer step the host costs little
+LIGHT = 1 << 30  # bytes that a CPU reads in some 40 ms: beside a longer step the host costs little
 
 Phase = Literal["prefill", "decode", "verify", "deferred"]
 PHASES = get_args(Phase)
@@ -130,13 +130,15 @@ def doublings(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def with_kernels_of(options: EngineOptions, params: Params) -> EngineOptions:
+def decided(options: EngineOptions, params: Params) -> EngineOptions:
     """Return the options with what prepared parameters, or ShapeDtypeStructs, decide: without `cpu_kernels`
     if kernels multiply none of them, whose shapes are then those of XLA's products, and with one decode step
     in a dispatch by default where these are large or of several stages."""
     if not kernels_in(params):
         return replace(options, cpu_kernels=False)
-    is_light = nbytes(params) <= LIGHT and stations(params) == 1
+    target = target_of(params)
+    looked_up = 0 if target.head is None else nbytes(target.embed)  # a step reads some rows of it
+    is_light = nbytes(params) - looked_up <= LIGHT and stations(params) == 1
     return options if is_light else replace(options, decode_steps=options.decode_steps or 1)
 
 

@@ -11,6 +11,7 @@ from cases.requests import SIZES
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.serve.engine.core import engine
+from duetto.serve.engine.weights import sleep
 
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=10, logprobs=2)
 PROMPTS = [[5, 17, 200, 31, 8], list(range(20, 60)), [7]]
@@ -138,7 +139,8 @@ def test_new_parameters_may_come_while_it_sleeps(llm):
 
 def test_weights_that_come_after_the_start_lie_in_huge_pages_too(llm, monkeypatch: pytest.MonkeyPatch):
     moved: list[object] = []
-    monkeypatch.setattr(engine, "use_huge_pages", moved.append)
+    for module in (engine, sleep):
+        monkeypatch.setattr(module, "use_huge_pages", moved.append)
     llm.update_params(llm.params)
     llm.sleep(level=1)
     llm.wake_up()

@@ -43,17 +43,25 @@ def workload(count: int = 60) -> list[TraceEntry]:
 
 
 @pytest.mark.parametrize(
-    "name, pages, shards", [("tiny", 99, 1), ("tiny", 18, 1), ("windows", 99, 1), ("tiny", 17, 2)]
+    "name, pages, shards, cpu_kernels",
+    [
+        ("tiny", 99, 1, False),
+        ("tiny", 18, 1, False),
+        ("windows", 99, 1, False),
+        ("tiny", 17, 2, False),
+        ("tiny", 99, 1, True),  # which take several steps of few rows
+    ],
 )
-def test_rows_taken_together_are_those_of_the_steps_one_by_one(name, pages, shards):
+def test_rows_taken_together_are_those_of_the_steps_one_by_one(name, pages, shards, cpu_kernels):
     found = []
     for together in (False, True):
-        own = simulation(pages=pages, config=RANDOM[name], host=0.01, shards=shards)
+        own = simulation(pages=pages, config=RANDOM[name], host=0.01, shards=shards, cpu_kernels=cpu_kernels)
         own.together = own.together if together else None
         found.append(served(own, workload(), SLO(1.5, 1)))
         assert all(pool.free == pages for pool in first_pools(own.engine.tables))
         assert own.together is None or own.together.number > 100
     assert found[0] == found[1]
+    assert any(name.endswith(",4]") for name in found[0]["steps"]) == cpu_kernels
     assert found[0]["requests"] == 60 and 0 < found[0]["in_time"] < 1 and found[0]["prefix_hit_rate"] > 0
     assert (found[0]["preemptions"] > 0) == (pages < 20)
 

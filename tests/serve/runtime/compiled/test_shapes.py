@@ -20,10 +20,10 @@ from duetto.serve.planner.roofline.targets import here
 from duetto.serve.runtime.compiled.shapes import (
     Canonical,
     Sizes,
+    decided,
     shape_of_one,
     shared_row,
     table,
-    with_kernels_of,
 )
 from duetto.serve.runtime.compiled.sizing import choose_sizes, group_pages
 
@@ -67,7 +67,7 @@ def test_shapes_are_narrow_where_kernels_of_a_cpu_were_packed(monkeypatch: pytes
     def narrowest(dtype: Any) -> int:
         options = EngineOptions(max_num_seqs=8, cpu_kernels=True)
         params = prepared.prepared(abstract_params(config, dtype, here()), False, cpu_kernels=True)
-        found = table(with_kernels_of(options, params), Sizes(512, 8, (64,), 64), True, "cpu")
+        found = table(decided(options, params), Sizes(512, 8, (64,), 64), True, "cpu")
         return min(shape.rows for shape in found if shape.phase == "decode")
 
     assert [narrowest(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)] == [1, 1, 8]
@@ -80,7 +80,7 @@ def test_kernels_of_a_cpu_take_several_steps_of_few_rows_of_a_small_model(monkey
         config = ModelConfig.uniform(256, 2048, 8192, layers, 16, 4, 128, 512)
         chosen = EngineOptions(max_num_seqs=8, cpu_kernels=True, **options)
         params = prepared.prepared(abstract_params(config, jnp.bfloat16, here()), False, cpu_kernels=True)
-        found = table(with_kernels_of(chosen, params), Sizes(512, 8, (64,), 64), True, "cpu")
+        found = table(decided(chosen, params), Sizes(512, 8, (64,), 64), True, "cpu")
         return {(s.rows, s.tokens) for s in found if s.phase == "decode" and s.tokens > 1}
 
     assert several(8) == {(1, 4), (2, 4), (4, 4)}

@@ -4,7 +4,7 @@ however they are served; their neighbours keep every bit."""
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from cases.oracle import Model, next_token
 from cases.programs import StoredJit
 from cases.sampling import admit_jit
 from cases.text.letters import letters
+from suite.fixtures import with_few_shapes
 from tokenizers import AddedToken
 
 from duetto import LLM, RequestOutput, SamplingParams
@@ -121,8 +122,15 @@ def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
         assert [bits(o) for o in together] == [bits(o) for o in alone]
 
 
-@pytest.mark.usefixtures("early")
-def test_draws_that_wait_for_grammars_change_no_bit(serve, base, few_shapes, monkeypatch):
+@pytest.fixture
+def two_decodes() -> Iterator[None]:
+    """One width, of one step and of several in a dispatch."""
+    with with_few_shapes(decodes=2):
+        yield
+
+
+@pytest.mark.usefixtures("early", "two_decodes")
+def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
     """Programs for them come with the first grammar; rows without one, and all others, keep their bits while
     they come, when they are there, when one fails, and when requests are preempted."""
     wanted = [bits(o) for o in base.generate(prompts(), PARAMS, use_tqdm=False)]
@@ -146,6 +154,7 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, few_shapes, mon
         before = llm.report()["preemptions"]
         assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
         assert llm.report()["preemptions"] > before and not [*turns]
+        assert {"decode[8,4]", "deferred[8,1]"} <= llm.report()["steps"].keys()
         assert llm.report()["compilations"] == 0 and llm.engine.tables.occupancy == 0
         assert "deferred[8,1]" in llm.report(explained=True)["explained"]
 
