@@ -99,6 +99,12 @@ def test_a_search_without_time_still_simulates_the_best():
     assert len({answer.candidate.name for answer in found}) == len(found)
 
 
+def test_an_accelerator_is_planned_without_the_kernels_of_a_cpu():
+    plain, asked = (Space(job(), replace(BASE, cpu_kernels=value), STATED).made() for value in (None, True))
+    assert estimate(asked, LOAD, AIM.within) == estimate(plain, LOAD, AIM.within)
+    assert (asked.name, asked.shapes) == (plain.name, plain.shapes)
+
+
 def test_limits_cost_and_replicas_are_counted():
     own = Space(job(), BASE, STATED).candidate()
     assert own is not None
