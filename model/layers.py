@@ -142,10 +142,11 @@ def row_product(
 
 
 def is_row(equation: str, x: Float[Array, "..."]) -> bool:
-    """True if x [1,...,1,D] is one row of a product."""
-    of_x, of_w = equation.partition("->")[0].split(",")
+    """True if x [1,...,1,D] is one row of a product that begins with it."""
+    operands, out = equation.split("->")
+    of_x, of_w = operands.split(",")
     rows = x.shape[: x.ndim - sum(axis in of_w for axis in of_x)]
-    return of_x[0] not in of_w and len(rows) > 0 and max(rows) == 1
+    return of_x[0] not in of_w and out[0] == of_x[0] and len(rows) > 0 and max(rows) == 1
 
 
 @cache

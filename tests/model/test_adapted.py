@@ -57,6 +57,20 @@ def test_each_row_has_its_own_term_or_the_bits_of_the_weight(equation, form):
                 np.testing.assert_allclose(found[row], plain[row] + term, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("equation", EQUATIONS)
+def test_a_row_that_is_alone_has_its_term_in_sixteen_bits(equation):
+    x, base, weight, whole = made(equation, "array", jnp.bfloat16)
+    x = x[:1, :1]
+    found = product(equation, x, replace(weight, owner=jnp.array([2], jnp.int32)))
+    plain, term = (
+        product(equation, x, base),
+        np.einsum(equation, *(np.asarray(y, np.float32) for y in (x, whole[2]))),
+    )
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32), np.asarray(plain, np.float32) + term, rtol=0.02, atol=0.05
+    )
+
+
 def test_no_place_rounds_otherwise():
     """Where one product over all ranks does, on a CPU."""
     x, w = np.ones((64, 1, 64), np.float32), np.zeros((64, 100), np.float32)

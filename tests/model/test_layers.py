@@ -44,4 +44,5 @@ def test_one_row_is_known_by_its_shape():
     assert found("btnh,nhd->btd", 1, 1, 2, 4)
     assert not found("btd,dnh->btnh", 1, 2, 8) and not found("btd,dnh->btnh", 2, 1, 8)
     assert not found("...d,df->...f", 8)
+    assert not found("btYZ,YZnh->Ybtnh", 1, 1, 3, 4)  # the first axis of what is made is another
     assert not found("kbqh,kbsh->kbqs", 1, 1, 1, 8)  # k and b are of both

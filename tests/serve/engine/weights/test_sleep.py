@@ -138,10 +138,10 @@ def test_new_parameters_may_come_while_it_sleeps(llm):
 
 
 def test_weights_that_come_after_the_start_lie_in_huge_pages_too(llm, monkeypatch: pytest.MonkeyPatch):
-    moved: list[object] = []
+    old, moved = jax.tree.map(np.array, llm.params), list[object]()
     for module in (engine, sleep):
         monkeypatch.setattr(module, "use_huge_pages", moved.append)
-    llm.update_params(llm.params)
+    llm.update_params(jax.device_put(old))
     llm.sleep(level=1)
     llm.wake_up()
     assert [bytes_of(tree) for tree in moved] == 2 * [bytes_of(llm.engine.everything)]
