@@ -241,7 +241,7 @@ def test_attention_by_kernels_of_a_cpu_gives_the_same_bits(model, serve, oracle)
     """Alone, beside others, in other chunks and pages, through preemption, and with draft tokens. An engine
     of the demo model, whose programs are optimised, has several of these. The first has programs of all
     widths, the others those that serve every request. By default a request that is alone takes several steps
-    in a dispatch, and many take one."""
+    in a dispatch, and many take one; of programs that are not optimised, those of one row have other bits."""
     texts = prompts(model.config.vocab_size)
     with serve(cpu_kernels=True, decode_steps=None) as llm:
         assert llm.report()["cpu_attention_layers"] > 0
@@ -249,7 +249,8 @@ def test_attention_by_kernels_of_a_cpu_gives_the_same_bits(model, serve, oracle)
         alone = [bits(llm.generate(t, p, use_tqdm=False)[0]) for t, p in zip(texts, PARAMS, strict=True)]
         llm.engine.tables.forget()
         assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == alone
-        assert {"decode[1,4]", "decode[8,1]"} <= llm.report()["steps"].keys()
+        used = {"decode[8,1]"} if model.name == "borrowed" else {"decode[1,4]", "decode[8,1]"}
+        assert used <= llm.report()["steps"].keys()
     wanted = [plain(text, params) for text, params in zip(texts, PARAMS, strict=True)]
     assert [[token for token, *_ in x] for x in alone] == wanted
     drafts = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
