@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
+from ...cpu_kernels import library
 from ..layers import einsum, ragged_product
 from ..sharding import fitted
 from ..tree import pytree, static
-from . import quant
+from . import bf12, quant
 from .quant import Quantised
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class CodesForm:
 class Packed:
     """A weight [*inputs, *outputs] in panels of COLUMNS outputs: [panels, inputs, COLUMNS], or in bfloat16
     and int8 [panels, pairs of inputs, COLUMNS, 2]; the last ones are filled up with zeros. A byte of 4-bit
-    codes holds a pair: [panels, pairs of inputs, COLUMNS].
+    codes holds a pair: [panels, pairs of inputs, COLUMNS]. Some kernels read bfloat16 as `bf12` has it.
 
     Experts' weights have one axis more, before all others. scales: [panels, groups of inputs, COLUMNS], of
     codes, whose form is `codes`. target: the kernel's name for XLA. is_head: the weight was an output matrix
@@ -68,7 +69,7 @@ class Packed:
     @property
     def experts(self) -> tuple[int, ...]:
         """Their number, or nothing."""
-        is_pair = self.array.dtype in (jnp.bfloat16, jnp.int8)
+        is_pair = self.array.dtype in (jnp.bfloat16, jnp.uint16, jnp.int8)
         return self.array.shape[: self.array.ndim - (4 if is_pair else 3)]
 
     @property
@@ -108,7 +109,8 @@ class Packed:
     def multiplies(self, *dtypes: Any) -> bool:
         """True if a kernel takes x, and makes products, of these dtypes."""
         x, made = dtypes
-        return made in OUTPUTS and (x in OUTPUTS if self.codes else x == self.array.dtype)
+        own = jnp.bfloat16 if self.array.dtype == jnp.uint16 else self.array.dtype
+        return made in OUTPUTS and (x in OUTPUTS if self.codes else x == own)
 
 
 def products(
@@ -153,6 +155,8 @@ def from_panels(w: Packed) -> Any:
     form, K, N = w.codes, prod(w.inputs), prod(w.outputs)
     is_narrow = form is not None and form.scheme == "int4"
     panels = quant.unpack(w.array[..., None], -1) if is_narrow else w.array
+    if panels.dtype == jnp.uint16:
+        panels = bf12.widened(panels)
     matrix = jnp.moveaxis(panels, 2, 1).reshape(panels.shape[0] * COLUMNS, -1)[:N, :K]
     shape = (*w.outputs, *w.inputs) if w.is_head else (*w.inputs, *w.outputs)
     array = (matrix if w.is_head else matrix.T).reshape(shape)
@@ -189,6 +193,13 @@ def applied(f: Any, weight: Any) -> Any:
     return f(weight)
 
 
+def narrowed(panels: Any, target: str) -> Any:
+    """Panels as `bf12` has them, where the kernels read those."""
+    if panels.dtype != jnp.bfloat16 or not library.reads_bf12(target):
+        return panels
+    return applied(bf12.narrowed, panels)
+
+
 def pack_matrix(
     matrix: Any,
     inputs: tuple[int, ...],
@@ -198,7 +209,7 @@ def pack_matrix(
 ) -> Packed:
     """A matrix [outputs, inputs]."""
     panels = applied(to_panels, matrix)
-    return Packed(panels, None, inputs, outputs, target, is_head=is_head)
+    return Packed(narrowed(panels, target), None, inputs, outputs, target, is_head=is_head)
 
 
 def pack_codes(weight: Quantised, inputs: int, target: str) -> Packed:
@@ -213,7 +224,7 @@ def pack_experts(weight: Any, target: str) -> Packed:
     _, K, N = weight.shape
     if not isinstance(weight, Quantised):
         panels = applied(lambda w: to_panels_each(jnp.swapaxes(w, 1, 2)), weight)
-        return Packed(panels, None, (K,), (N,), target)
+        return Packed(narrowed(panels, target), None, (K,), (N,), target)
     array, scales = applied(to_code_panels_each, weight)
     form = CodesForm(weight.scheme, weight.packed, weight.scales.shape[1:], weight.scales.dtype.name)
     return Packed(array, scales, (K,), (N,), target, form)

@@ -55,32 +55,53 @@ static void expect(const char* what, float found, double wanted, double off) {
   std::exit(1);
 }
 
+// Packed numbers in 12 bits, some of them as outliers.
+static std::vector<char> narrowed(const Numbers& numbers, int64_t panels) {
+  int64_t size = numbers.size();
+  std::vector<char> made(2 * size + panels * COLS * 4);
+  auto* outliers = (Outlier*)&made[size * 3 / 2];
+  auto* exponents = (Exponents*)&made[2 * size];
+  int32_t before = 115, count = 0;
+  for (int64_t i = 0; i < size; i++) {
+    uint16_t bits;
+    std::memcpy(&bits, &numbers.bytes[2 * i], 2);
+    int exponent = bits >> 7 & 255;
+    char* at = &made[i / 32 * 48];
+    if (i % 37 == 5) outliers[count++] = {uint32_t(i), bits};
+    else at[i % 32] = char(bits >> 8 & 128 | bits & 127), at[32 + i % 32 / 2] |= char((exponent ? exponent - before : 0) << i % 2 * 4);
+    exponents[i / (size / panels)] = {before, count};
+  }
+  return made;
+}
+
 // A product whose sums no order rounds, of a weight in a form; codes have scales of 0.5.
 static void multiply(const Products& kernels, bool is_bf16, Form form, int64_t M, int64_t N, int64_t K, bool y_is_bf16) {
   int64_t panels = (N + COLS - 1) / COLS, pairs = (K + 1) / 2, group = form == INT4 && K % 4 == 0 ? K / 2 : K;
-  bool has_pairs = is_bf16 || form != NUMBERS;
-  Numbers x = some(M * K, is_bf16), y(M * N, y_is_bf16), scales(form == NUMBERS ? 0 : panels * (K / group) * COLS, is_bf16);
+  bool has_pairs = is_bf16 || form != NUMBERS, are_codes = form == INT8 || form == INT4;
+  Numbers x = some(M * K, is_bf16), y(M * N, y_is_bf16), scales(are_codes ? panels * (K / group) * COLS : 0, is_bf16);
   for (int64_t i = 0; i < scales.size(); i++) scales.put(i, 0.5);
-  Numbers numbers(form == NUMBERS ? panels * COLS * (has_pairs ? 2 * pairs : K) : 0, is_bf16);
-  std::vector<char> codes(form == NUMBERS ? 0 : panels * COLS * pairs * (form == INT8 ? 2 : 1));
+  Numbers numbers(are_codes ? 0 : panels * COLS * (has_pairs ? 2 * pairs : K), is_bf16);
+  std::vector<char> codes(are_codes ? panels * COLS * pairs * (form == INT8 ? 2 : 1) : 0);
   std::vector<float> matrix(N * K);
   for (int64_t n = 0; n < N; n++)
     for (int64_t k = 0; k < K; k++) {
       float v = matrix[n * K + k] = form == INT4 ? std::fmin(small(), 7) : small();
       int64_t panel = n / COLS * (has_pairs ? pairs : K), column = n % COLS;
       int64_t at = has_pairs ? ((panel + k / 2) * COLS + column) * 2 + k % 2 : (panel + k) * COLS + column;
-      if (form == NUMBERS) numbers.put(at, v);
+      if (!are_codes) numbers.put(at, v);
       else if (form == INT8) codes[at] = char(int(v));
       else codes[at / 2] |= char((int(v) + 8) << (k % 2 * 4));
     }
+  if (form == BF12) codes = narrowed(numbers, panels);
   const char* w = form == NUMBERS ? numbers.bytes.data() : codes.data();
-  Product p{x.bytes.data(), w, scales.bytes.data(), y.bytes.data(), M, N, K, group, y_is_bf16, is_bf16, form};
+  const char* of = form == BF12 ? w + panels * COLS * pairs * 4 : scales.bytes.data();
+  Product p{x.bytes.data(), w, of, y.bytes.data(), M, N, K, group, y_is_bf16, is_bf16, form};
   Panels f = (is_bf16 ? kernels.bf16 : kernels.f32)[form];
   auto check = [&] {
     for (int64_t i = 0; i < M * N; i++) {
       double sum = 0;
       for (int64_t k = 0; k < K; k++) sum += x[i / N * K + k] * matrix[i % N * K + k];
-      sum *= form == NUMBERS ? 1 : 0.5;
+      sum *= are_codes ? 0.5 : 1;
       expect("product", y[i], sum, y_is_bf16 ? std::fabs(sum) / 256 : 0);
       y.put(i, NAN);
     }
@@ -130,9 +151,9 @@ static void multiply_all(const Products& kernels) {
   for (int64_t M : {0, 1, 2, 7, 13, 32, 250})
     for (int64_t N : {1, 33, 100})
       for (int64_t K : {1, 7, 64, 385, 1025, 1028})
-        for (Form form : {NUMBERS, INT8, INT4})
+        for (Form form : {NUMBERS, INT8, INT4, BF12})
           for (bool is_bf16 : {false, true})
-            if ((form != INT4 || K % 2 == 0) && M * N * K < 80000) multiply(kernels, is_bf16, form, M, N, K, !is_bf16);
+            if ((is_bf16 ? kernels.bf16 : kernels.f32)[form] && (form != INT4 || K % 2 == 0) && M * N * K < 80000) multiply(kernels, is_bf16, form, M, N, K, !is_bf16);
 }
 
 // Two rows over pages, of which the second's tokens are a chunk, with what a layer may ask for.

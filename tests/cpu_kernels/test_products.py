@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from duetto.cpu_kernels import build
 from duetto.cpu_kernels.build import ISAS
 from duetto.cpu_kernels.library import is_right, library, register, target
 from duetto.model.layers import einsums
-from duetto.model.weights.panels import Packed, pack_codes, pack_matrix
+from duetto.model.weights.panels import Packed, narrowed, pack_codes, pack_matrix, to_panels
 from duetto.model.weights.quant import Quantised, Scheme, quantised
 
 # No multiple of a panel, of a pair, of a tile or of a block of inputs; one number; and those of a model.
@@ -127,6 +128,26 @@ def test_weights_of_other_kinds_are_multiplied_apart(kernel):
     assert nothing is None
     np.testing.assert_array_equal(of_kernel, product(x, weight(matrix, kernel), jnp.bfloat16))
     np.testing.assert_allclose(wide(of_xla), wide(x) @ wide(matrix).T, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("outliers", [0, 1, 40, 1900])
+@pytest.mark.parametrize("size", [(33, 63), (1025, 100), (576, 576)], ids=str)
+def test_weights_in_12_bits_have_the_products_of_those_in_16(size, outliers):
+    """Zeros of both signs and denormals among them. With many outliers they have 16 bits."""
+    if "avx512_bf16" not in library().isas:
+        pytest.skip("no kernels of weights in 12 bits")
+    made, (inputs, outputs) = target("product", "avx512_bf16"), size
+    x, matrix = (numbers(n, inputs, dtype=jnp.bfloat16, seed=n) for n in (ROWS[-1], outputs))
+    places = np.random.default_rng(2).permutation(matrix.size)[: 3 + outliers]
+    matrix.flat[places] *= jnp.bfloat16(2.0**-40)
+    matrix.flat[places[:3]] = 0.0, -0.0, 1e-39
+    panels = to_panels(matrix)
+    narrow = Packed(narrowed(panels, made), None, (inputs,), (outputs,), made)
+    plain, body = replace(narrow, array=panels), np.asarray(narrow.array).reshape(-1)[: panels.size]
+    assert (body.tobytes() == np.asarray(panels).tobytes()) == (outliers > panels.size / 512)
+    for rows in ROWS:
+        np.testing.assert_array_equal(product(x[:rows], narrow), product(x[:rows], plain))
+    assert np.asarray(narrow.whole).tobytes() == matrix.T.tobytes()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 LIBRARY = "kernels.so"
 # Of the bits, of the layout of packed weights and of the calls. A change of any needs another: the names of
 # handlers have it, in the library and for XLA.
-VERSION = 5
+VERSION = 6
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 BF16 = (*AVX512, "-mavx512bf16")

@@ -119,6 +119,11 @@ def isa_of(target: str) -> str:
     return next(isa for isa in ALL_ISAS if name.endswith(f"_{isa}_{VERSION}"))
 
 
+def reads_bf12(target: str) -> bool:
+    """True for kernels that read bfloat16 in 12 bits. Those of AMX do not: they have not been timed."""
+    return isa_of(target) == "avx512_bf16"
+
+
 @cache
 def digest(path: Path) -> str:
     """The first digits of the hash of a library as it was at the first call: compilers give other bits."""

@@ -26,10 +26,16 @@ inline Pair signed_bytes(const char* w) {
 
 struct NoScale {};
 
+// The scales of a vector of a panel's outputs, in a group of inputs.
+inline Floats scales_of(const Product& p, int64_t panel, int64_t vector, int64_t group) {
+  int64_t at = (panel * (p.K / p.group) + group) * COLS + vector * LANES;
+  return p.scales_are_bf16 ? widened((const uint16_t*)p.scales + at) : load((const float*)p.scales + at);
+}
+
 // What holds the sums of a tile of one panel: its rows at most, and those of a chunk.
 struct Vectors {
   static constexpr bool ARE_TILES = false;
-  static constexpr int TALL = SUMS / VECTORS, ROWS = 240;
+  static constexpr int TALL = SUMS / VECTORS, ROWS = 264;
 };
 #if defined(__AMX_BF16__)
 using OfBf16 = Tiles;
@@ -45,6 +51,7 @@ struct Bf16 {
   using Registers = OfBf16;
   using Scale = NoScale;
   static constexpr int PAIR = 2, BITS = 16;
+  static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
 #if HAS_PAIRS
   using Row = Bits;
   using X = Bits;
@@ -88,6 +95,7 @@ struct F32 {
   using Row = Floats;
   using X = Floats;
   static constexpr int PAIR = 1, BITS = 32;
+  static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
   static Row row(const char* w, Scale) { return load((const float*)w); }
   static X inputs(const Number* x) { return all(*x); }
   static X last(const Number* x) { return all(*x); }
@@ -117,6 +125,7 @@ template <class Kind>
 struct Int8 : Kind {
   using Scale = NoScale;
   static constexpr int BITS = 8;
+  static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
   static typename Kind::Row row(const char* w, Scale) { return Kind::of_bytes(w); }
 };
 
@@ -124,6 +133,7 @@ template <class Kind>
 struct Int4 : Kind {
   using Scale = Floats;
   static constexpr int BITS = 4;
+  static Scale scale(const Product& p, int64_t panel, int64_t vector, int64_t group) { return scales_of(p, panel, vector, group); }
   static typename Kind::Row row(const char* w, Scale scale) {
     Bits both = load_bytes(w);
     return Kind::of({mul(nibble<0>(both), scale), mul(nibble<1>(both), scale)});
@@ -138,11 +148,46 @@ inline int64_t panel_bytes(int64_t K) {
   return (K + T::PAIR - 1) / T::PAIR * T::PAIR * COLS * T::BITS / 8;
 }
 
-// The scales of a vector of a panel's outputs, in a group of inputs.
-inline Floats scales_of(const Product& p, int64_t panel, int64_t vector, int64_t group) {
-  int64_t at = (panel * (p.K / p.group) + group) * COLS + vector * LANES;
-  return p.scales_are_bf16 ? widened((const uint16_t*)p.scales + at) : load((const float*)p.scales + at);
-}
+// The outliers of consecutive panels from an input on, in order; none of weights of other numbers of bits than 12.
+template <int BITS, int PANELS>
+struct Outliers {
+  Outliers(const Product&, int64_t, int64_t) {}
+};
+
+#if HAS_BF12
+struct Bf12 : Bf16 {
+  using Scale = Bits;
+  static constexpr int BITS = 12;
+  static Scale scale(const Product& p, int64_t panel, int64_t, int64_t) { return exponents_from(((const Exponents*)p.scales)[panel].first); }
+  static Row row(const char* w, Scale exponents) { return with_exponents(w, w + LANES * 2, exponents); }
+};
+
+template <int PANELS>
+struct Outliers<12, PANELS> {
+  const Outlier *next[PANELS], *end[PANELS];
+  const char *w, *at[PANELS];  // all weights, and a panel's next vector that has some
+
+  Outliers(const Product& p, int64_t panel, int64_t from) : w((const char*)p.w) {
+    const auto* exponents = (const Exponents*)p.scales + panel;
+    const auto* all = (const Outlier*)(w + p.panels() * panel_bytes<Bf12>(p.K));
+    for (int i = 0; i < PANELS; i++) {
+      next[i] = all + (panel + i ? exponents[i - 1].end : 0);
+      end[i] = all + exponents[i].end;
+      int64_t first = ((panel + i) * ((p.K + 1) / 2) + from / 2) * COLS * 2;
+      while (next[i] < end[i] && next[i]->place < first) next[i]++;
+      find(i);
+    }
+  }
+  void find(int i) { at[i] = next[i] < end[i] ? w + next[i]->place / (LANES * 2) * (LANES * 3) : nullptr; }
+  Bits put(Bits weights, int i) {  // the next vector's weights
+    for (const char* vector = at[i]; at[i] == vector; next[i]++, find(i))
+      weights = with_half(weights, next[i]->place % (LANES * 2), next[i]->weight);
+    return weights;
+  }
+};
+#else
+using Bf12 = Bf16;
+#endif
 
 // Calls f(from, to, group) for the inputs [from,to) of each group of 4-bit codes; for all of them at once elsewhere.
 template <class T, class F>
@@ -178,7 +223,8 @@ void put(const Product& p, int64_t row, int64_t column, Floats v) {
 struct Place {
   int64_t row, panel, from, to;
   const char* w;
-  float* sums;  // [rows][COLS], for tiles of one panel
+  float* sums;    // [rows][COLS], for tiles of one panel
+  void* numbers;  // where it keeps codes as numbers of x's kind, packed as such, or null
 };
 
 template <class T, int R, int PANELS>
@@ -188,16 +234,22 @@ void tile(const Product& p, const Place& at) {
   const int64_t panel = panel_bytes<T>(p.K);
   Floats sums[R][C];
   UNROLL(r, R) UNROLL(c, C) sums[r][c] = at.from ? load(at.sums + r * COLS + c * LANES) : zeros();
+  [[maybe_unused]] Outliers<T::BITS, PANELS> outliers(p, at.panel, at.from);
   by_groups<T>(p, at.from, at.to, [&](int64_t k, int64_t end, int64_t group) __attribute__((always_inline)) {
     typename T::Scale scales[C];
-    if constexpr (T::BITS == 4) UNROLL(c, C) scales[c] = scales_of(p, at.panel + c / VECTORS, c % VECTORS, group);
+    UNROLL(c, C) scales[c] = T::scale(p, at.panel + c / VECTORS, c % VECTORS, group);
     auto step = [&](auto inputs_of) __attribute__((always_inline)) {
       const char* w = at.w + (k - at.from) * COLS * T::BITS / 8;
       auto row = [&](int c) __attribute__((always_inline)) {
         const char* vector = w + (c / VECTORS) * panel + (c % VECTORS) * VECTOR_BYTES<T>;
         // once for each line of floats; to fetch a line of codes once only was slower
         if (c % (64 / sizeof(Floats)) == 0) fetch_near(vector + AHEAD);
-        return T::row(vector, scales[c]);
+        typename T::Row found = T::row(vector, scales[c]);
+        if constexpr (T::BITS == 12)
+          if (__builtin_expect(vector == outliers.at[c / VECTORS], 0)) found = outliers.put(found, c / VECTORS);
+        if constexpr (T::BITS < 16)
+          if (at.numbers) T::keep((typename T::Number*)at.numbers + (k - at.from) * COLS, c, found);
+        return found;
       };
       if constexpr (ADDS_FROM_MEMORY) {
         typename T::Row rows[C];
@@ -241,10 +293,25 @@ void tile_in(Vectors&, int64_t rows, const Product& p, const Place& at) {
 }
 
 #if defined(__AMX_BF16__)
+// Keeps codes as numbers of x's kind.
+template <class T>
+void widen(const Product& p, const Place& at) {
+  by_groups<T>(p, at.from, at.to, [&](int64_t k, int64_t end, int64_t group) {
+    typename T::Scale scales[VECTORS];
+    UNROLL(c, VECTORS) scales[c] = T::scale(p, at.panel, c, group);
+    for (; k < end; k += T::PAIR) {
+      const char* w = at.w + (k - at.from) * COLS * T::BITS / 8;
+      UNROLL(c, VECTORS) T::keep((typename T::Number*)at.numbers + (k - at.from) * COLS, c, T::row(w + c * VECTOR_BYTES<T>, scales[c]));
+    }
+  });
+}
+
 template <class T>
 void tile_in(Tiles& tiles, int64_t rows, const Product& p, const Place& at) {
   const uint16_t* x = (const uint16_t*)p.x + at.row * p.K + at.from;
-  tiles.add(rows, x, p.K, at.to - at.from, at.w, at.sums, !at.from);
+  if constexpr (T::BITS < 16) widen<T>(p, at);
+  const char* w = T::BITS < 16 ? (const char*)at.numbers : at.w;
+  tiles.add(rows, x, p.K, at.to - at.from, w, at.sums, !at.from);
   if (at.to < p.K) return;
   UNROLL(c, VECTORS) {
     int64_t column = at.panel * COLS + c * LANES;
@@ -254,18 +321,6 @@ void tile_in(Tiles& tiles, int64_t rows, const Product& p, const Place& at) {
   }
 }
 #endif
-
-// Codes of a panel's inputs [from,to) as numbers of x's kind, packed as such.
-template <class T>
-void widen(const Product& p, int64_t panel, int64_t from, int64_t to, typename T::Number* numbers) {
-  const char* w = (const char*)p.w + panel * panel_bytes<T>(p.K);
-  by_groups<T>(p, from, to, [&](int64_t k, int64_t end, int64_t group) {
-    typename T::Scale scales[VECTORS];
-    if constexpr (T::BITS == 4) UNROLL(c, VECTORS) scales[c] = scales_of(p, panel, c, group);
-    for (; k < end; k += T::PAIR)
-      UNROLL(c, VECTORS) T::keep(numbers + (k - from) * COLS, c, T::row(w + k * COLS * T::BITS / 8 + c * VECTOR_BYTES<T>, scales[c]));
-  });
-}
 
 // Rows [first,last) of a panel: blocks of inputs, whose part of the panel all tiles read.
 template <class T>
@@ -279,16 +334,15 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typ
   do {
     int64_t to = from + BLOCK + BLOCK / 2 < p.K ? from + BLOCK : p.K;
     const char* w = (const char*)p.w + panel * panel_bytes<T>(p.K) + from * COLS * T::BITS / 8;
-    if constexpr (T::BITS < 16) {
-      widen<T>(p, panel, from, to, numbers);
-      w = (const char*)numbers;
-    }
     const char* next = (const char*)p.w + panel * panel_bytes<T>(p.K) + to * COLS * T::BITS / 8;  // or the next panel
     int64_t bytes = (to - from) * COLS * T::BITS / 8;
     for (int64_t i = 0; i < tiles; i++) {
       for (int64_t at = bytes * i / tiles; at < bytes * (i + 1) / tiles; at += 64) fetch_far(next + at);
       int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;  // tiles of like height
-      tile_in<typename T::Plain>(registers, end - row, p, {first + row, panel, from, to, w, sums + row * COLS});
+      Place at{first + row, panel, from, to, w, sums + row * COLS, numbers};
+      if (i && T::BITS < 16) at.w = (const char*)numbers;
+      if (i) tile_in<typename T::Plain>(registers, end - row, p, at);
+      else tile_in<T>(registers, end, p, at);
     }
     from = to;
   } while (from < p.K);
@@ -298,7 +352,7 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typ
 template <class T>
 void few_rows(const Product& p, int64_t first, int64_t last) {
   for (int64_t i = first; i < last;) {
-    Place at{0, i, 0, p.K, (const char*)p.w + i * panel_bytes<T>(p.K), nullptr};
+    Place at{0, i, 0, p.K, (const char*)p.w + i * panel_bytes<T>(p.K), nullptr, nullptr};
     bool is_wide = p.M <= SHORT && i + MOST_PANELS <= last;
     if (is_wide) tile_of<T, MOST_PANELS, SHORT>(p.M, p, at);
     else tile_of<T, 1, TALL>(p.M, p, at);
@@ -320,7 +374,7 @@ void panels(const Product& p, int64_t first, int64_t last) {
 
 }  // namespace
 
-const Products products = {{panels<Bf16>, panels<Int8<Bf16>>, panels<Int4<Bf16>>},
-                           {panels<F32>, panels<Int8<F32Pairs>>, panels<Int4<F32Pairs>>}};
+const Products products = {{panels<Bf16>, panels<Int8<Bf16>>, panels<Int4<Bf16>>, HAS_BF12 ? panels<Bf12> : nullptr},
+                           {panels<F32>, panels<Int8<F32Pairs>>, panels<Int4<F32Pairs>>, nullptr}};
 
 }  // namespace ISA

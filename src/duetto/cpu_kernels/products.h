@@ -9,11 +9,24 @@ constexpr int COLS = 32;
 
 // What the weights are: numbers of x's kind, or codes. A sum over 8-bit codes is multiplied by the scale of its
 // output, [panels][COLS] floats. A 4-bit code less 8 is multiplied by the scale of its group of inputs,
-// [panels][groups][COLS], and rounded to x's kind.
-enum Form { NUMBERS, INT8, INT4, FORMS };
+// [panels][groups][COLS], and rounded to x's kind. BF12 are numbers of bfloat16 in 12 bits each: of 32 that are read
+// together a byte each, with the sign above the 7 bits of the mantissa, then 4 bits each, which are 0 for an exponent
+// of 0 and otherwise the exponent less its panel's. What has another exponent is a zero there, and an Outlier.
+enum Form { NUMBERS, INT8, INT4, BF12, FORMS };
+
+// A weight whose exponent its panel lacks. They lie behind the weights of all panels, in order.
+struct Outlier {
+  uint32_t place;  // in the order of weights in 16 bits
+  uint32_t weight;  // its bits
+};
+
+// Of a panel in 12 bits: what its codes of exponents are added to, and where its outliers end.
+struct Exponents {
+  int32_t first, end;
+};
 
 struct Product {
-  const void *x, *w, *scales;
+  const void *x, *w, *scales;  // or Exponents of each panel in 12 bits, in the scales' place
   void* y;
   int64_t M, N, K, group;  // group: inputs that share a scale
   bool y_is_bf16, scales_are_bf16;

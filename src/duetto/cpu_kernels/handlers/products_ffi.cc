@@ -15,17 +15,35 @@ using In = ffi::AnyBuffer;
 
 static int64_t last_of(const In& x) { return x.dimensions().size() ? x.dimensions().back() : 0; }
 
+static Form form_of(const In& w) {
+  switch (w.element_type()) {
+    case ffi::DataType::S8: return INT8;
+    case ffi::DataType::U8: return INT4;
+    case ffi::DataType::U16: return BF12;
+    default: return NUMBERS;
+  }
+}
+
 // Panels of a product that one thread multiplies.
 struct Part {
   int64_t product, first, last;
 };
+
+static int64_t bits_of(Form form, int64_t number_bits) {
+  switch (form) {
+    case INT8: return 8;
+    case INT4: return 4;
+    case BF12: return 12;
+    default: return number_bits;
+  }
+}
 
 static std::vector<Part> parts_of(const std::vector<Product>& products, int64_t number_bits, int64_t threads) {
   std::vector<Part> parts;
   for (size_t i = 0; i < products.size(); i++) {
     const Product& p = products[i];
     int64_t panels = p.panels(), sums = p.M * p.K * COLS;
-    int64_t bytes = p.K * COLS * (p.form == NUMBERS ? number_bits : p.form == INT8 ? 8 : 4) / 8;  // of a panel
+    int64_t bytes = p.K * COLS * bits_of(p.form, number_bits) / 8;  // of a panel
     int64_t least = std::min(LEAST_BYTES / std::max<int64_t>(bytes, 1), LEAST_SUMS / std::max<int64_t>(sums, 1)) + 1;
     int64_t n = std::clamp<int64_t>(panels / least, 1, PARTS * std::max<int64_t>(threads, 1));
     for (int64_t j = 0; j < n; j++) parts.push_back({int64_t(i), panels * j / n, panels * (j + 1) / n});
@@ -52,27 +70,33 @@ static void add_ragged(const Product& all, const In& sizes, int64_t x_bytes, int
 }
 
 // Adds the product of x [...,K] with a packed weight, with scales [panels,groups,COLS] of codes, of no elements
-// otherwise. With sizes [E] both have E before their axes, otherwise sizes has no elements.
+// otherwise. With sizes [E] both have E before their axes, otherwise sizes has no elements. A weight in 12 bits has a
+// pair of inputs more, of Exponents.
 static ffi::Error add_products(const In& x, const In& sizes, const In& w, const In& scales, const In& y,
                                std::vector<Product>& products) {
-  bool is_bf16 = x.element_type() == ffi::DataType::BF16, is_ragged = sizes.element_count() > 0;
+  using ffi::DataType;
+  bool is_bf16 = x.element_type() == DataType::BF16, is_ragged = sizes.element_count() > 0;
   auto packed = w.dimensions(), scaled = scales.dimensions();
-  Form form = w.element_type() == ffi::DataType::S8 ? INT8 : w.element_type() == ffi::DataType::U8 ? INT4 : NUMBERS;
-  size_t axes = is_ragged + (form == INT8 || (form == NUMBERS && is_bf16) ? 4 : 3);
-  if ((!is_bf16 && x.element_type() != ffi::DataType::F32) || (form == NUMBERS && w.element_type() != x.element_type()) ||
-      packed.size() != axes || scaled.size() != (form == NUMBERS ? 3 : size_t(3 + is_ragged)))
+  Form form = form_of(w);
+  bool are_codes = form == INT8 || form == INT4;
+  size_t axes = is_ragged + (form == INT8 || (form != INT4 && is_bf16) ? 4 : 3);
+  if ((!is_bf16 && (x.element_type() != DataType::F32 || form == BF12)) || (form == NUMBERS && w.element_type() != x.element_type()) ||
+      packed.size() != axes || scaled.size() != size_t(3 + (are_codes && is_ragged)))
     return ffi::Error::InvalidArgument("a product of other arrays than it is compiled for");
   int64_t K = last_of(x), N = last_of(y), M = y.element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
-  int64_t groups = form == NUMBERS ? 1 : scaled[1 + is_ragged], group = K / std::max<int64_t>(groups, 1);
+  int64_t groups = are_codes ? scaled[1 + is_ragged] : 1, group = K / std::max<int64_t>(groups, 1);
   Product p{x.untyped_data(), w.untyped_data(), scales.untyped_data(), y.untyped_data(), M, N, K, group,
-            y.element_type() == ffi::DataType::BF16, scales.element_type() == ffi::DataType::BF16, form};
-  int64_t depth = form != NUMBERS || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
+            y.element_type() == DataType::BF16, scales.element_type() == DataType::BF16, form};
+  int64_t depth = are_codes || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
+  if (form == BF12) p.scales = (const char*)p.w + p.panels() * depth++ * COLS * 4;
   if (packed[is_ragged] != p.panels() || packed[is_ragged + 1] != depth || int64_t(x.element_count()) != M * K ||
       (is_ragged && int64_t(sizes.element_count()) != E) || (form == INT8 && groups != 1) || (form == INT4 && group % 2) ||
-      (form != NUMBERS && (int64_t(scales.element_count()) != E * scale_count || group * groups != K)))
+      (are_codes && (int64_t(scales.element_count()) != E * scale_count || group * groups != K)))
     return ffi::Error::InvalidArgument("a product of other shapes than it is compiled for");
+  int64_t w_bytes = w.size_bytes() / std::max<int64_t>(E, 1);
+  int64_t scale_bytes = form == BF12 ? w_bytes : scales.size_bytes() / std::max<int64_t>(E, 1);
   if (!is_ragged) products.push_back(p);
-  else add_ragged(p, sizes, is_bf16 ? 2 : 4, w.size_bytes() / std::max<int64_t>(E, 1), scales.size_bytes() / std::max<int64_t>(E, 1), products);
+  else add_ragged(p, sizes, is_bf16 ? 2 : 4, w_bytes, scale_bytes, products);
   return ffi::Error::Success();
 }
 
@@ -86,6 +110,8 @@ static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, 
     if (!w || !scales || !y) return ffi::Error::InvalidArgument("products of other arrays than they are compiled for");
     if (ffi::Error error = add_products(x, sizes, *w, *scales, **y, products); error.failure()) return error;
   }
+  for (Product& p : products)  // whose outliers found no room
+    if (p.form == BF12 && ((const Exponents*)p.scales)->first < 0) p.form = NUMBERS;
   bool is_bf16 = x.element_type() == ffi::DataType::BF16;
   std::vector<Part> parts = parts_of(products, is_bf16 ? 16 : 32, pool.num_threads());
   const Panels* panels = is_bf16 ? kernels.bf16 : kernels.f32;

@@ -20,6 +20,10 @@ inline Bits paired(const uint16_t*, const uint16_t*) { return as_bits(zeros()); 
 inline Bits first_words(const char*, int64_t) { return as_bits(zeros()); }
 #endif
 
+#if !defined(HAS_BF12)
+#define HAS_BF12 0
+#endif
+
 inline void fetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }  // into the first cache
 inline void fetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }   // into the second
 
