@@ -5,31 +5,36 @@ into their places. A step of few rows takes as long as its weights take to be re
 bits of information is DFloat11's observation (Zhang et al., 2025), whose codes differ in length; those of
 one length are decoded in registers.
 
-The array, of whole numbers of 16 bits, has the size of the panels, [panels, pairs of inputs, COLUMNS, 2], and
-one pair more, where each panel's exponents are: weights with more outliers than kernels are fast with stay as
-they were. So the array's shape, which programs are compiled for, does not depend on the weights.
+The array, of whole numbers of 16 bits, has room for the panels as they were, [panels, pairs of inputs,
+COLUMNS, 2], and behind all of them for the panels' exponents, a pair of inputs more. Weights with more
+outliers than kernels are fast with stay as they were. So the array's shape, which programs are compiled for,
+does not depend on the weights.
 """
 
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, BFloat16, Bool, Int, UInt8, UInt16
 
 LANES = 16  # outputs whose weights a kernel reads together
 CODES = 15  # exponents of a panel, besides that of zeros
-MOST_OUTLIERS = 1 / 512  # of all weights: with more, 16 bits are read as fast
-MOST_WEIGHTS = 1 << 31  # of which an outlier has its place
+MOST_OUTLIERS = 1 / 512  # of all weights: with more, those in 16 bits are multiplied as fast
+MOST_WEIGHTS = (1 << 31) - 1  # an outlier's place must fit int32
 
 
-def narrowed(panels: BFloat16[Array, "*E panels pairs C 2"]) -> UInt16[Array, "*E panels more C 2"]:
-    """Return panels, or each expert's, in 12 bits a weight, or as they are if they have many outliers."""
+def can_be_narrowed(panels: Any) -> bool:
+    return panels.dtype == jnp.bfloat16 and prod(panels.shape[-4:]) <= MOST_WEIGHTS
+
+
+def narrowed(panels: Any) -> Any:
+    """Return panels [*experts, panels, pairs, C, 2], or a ShapeDtypeStruct, in an array for 12 bits."""
     *experts, P, pairs, C, _ = panels.shape
     shape = *experts, P, pairs + 1, C, 2
-    if isinstance(panels, Tracer):  # of which the shape alone is wanted
-        return jnp.zeros(shape, jnp.uint16)
+    if isinstance(panels, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, jnp.uint16, sharding=panels.sharding)
     made = np.zeros(shape, np.uint16)
     for expert in np.ndindex(*experts):
         narrow(panels[expert], made[expert])
@@ -37,12 +42,12 @@ def narrowed(panels: BFloat16[Array, "*E panels pairs C 2"]) -> UInt16[Array, "*
 
 
 def narrow(panels: BFloat16[Array, "panels pairs C 2"], made: UInt16[np.ndarray, "panels more C 2"]) -> None:
-    """Write an array's bytes."""
+    """Write panels in 12 bits into an array, or in 16 if they have many outliers."""
     coded, before, are_outliers = coded_panels(panels)
     numbers, places = np.asarray(panels).view(np.uint16).reshape(-1), np.flatnonzero(are_outliers)
     body, rest = np.split(made.reshape(-1), [numbers.size])
     exponents = rest[: 4 * len(panels)].view(np.int32).reshape(-1, 2)
-    if len(places) > MOST_OUTLIERS * numbers.size or numbers.size > MOST_WEIGHTS:
+    if len(places) > MOST_OUTLIERS * numbers.size:
         body[:], exponents[:, 0] = numbers, -1
         return
     weights, room = np.split(body.view(np.uint8), [coded.size])

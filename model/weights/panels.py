@@ -195,9 +195,8 @@ def applied(f: Any, weight: Any) -> Any:
 
 def narrowed(panels: Any, target: str) -> Any:
     """Panels as `bf12` has them, where the kernels read those."""
-    if panels.dtype != jnp.bfloat16 or not library.reads_bf12(target):
-        return panels
-    return applied(bf12.narrowed, panels)
+    is_read = library.reads_bf12(target) and bf12.can_be_narrowed(panels)
+    return bf12.narrowed(panels) if is_read else panels
 
 
 def pack_matrix(

@@ -67,7 +67,7 @@ static std::vector<char> narrowed(const Numbers& numbers, int64_t panels) {
     std::memcpy(&bits, &numbers.bytes[2 * i], 2);
     int exponent = bits >> 7 & 255;
     char* at = &made[i / 32 * 48];
-    if (i % 37 == 5) outliers[count++] = {uint32_t(i), bits};
+    if (i % 37 / 2 == 3) outliers[count++] = {uint32_t(i), bits};
     else at[i % 32] = char(bits >> 8 & 128 | bits & 127), at[32 + i % 32 / 2] |= char((exponent ? exponent - before : 0) << i % 2 * 4);
     exponents[i / (size / panels)] = {before, count};
   }
@@ -152,8 +152,10 @@ static void multiply_all(const Products& kernels) {
     for (int64_t N : {1, 33, 100})
       for (int64_t K : {1, 7, 64, 385, 1025, 1028})
         for (Form form : {NUMBERS, INT8, INT4, BF12})
-          for (bool is_bf16 : {false, true})
-            if ((is_bf16 ? kernels.bf16 : kernels.f32)[form] && (form != INT4 || K % 2 == 0) && M * N * K < 80000) multiply(kernels, is_bf16, form, M, N, K, !is_bf16);
+          for (bool is_bf16 : {false, true}) {
+            bool is_there = (is_bf16 ? kernels.bf16 : kernels.f32)[form];
+            if (is_there && (form != INT4 || K % 2 == 0) && M * N * K < 80000) multiply(kernels, is_bf16, form, M, N, K, !is_bf16);
+          }
 }
 
 // Two rows over pages, of which the second's tokens are a chunk, with what a layer may ask for.

@@ -120,7 +120,7 @@ def isa_of(target: str) -> str:
 
 
 def reads_bf12(target: str) -> bool:
-    """True for kernels that read bfloat16 in 12 bits. Those of AMX do not: they have not been timed."""
+    """True for kernels that read bfloat16 in 12 bits. Those of AMX would not see the outliers."""
     return isa_of(target) == "avx512_bf16"
 
 

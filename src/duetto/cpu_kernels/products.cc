@@ -24,18 +24,22 @@ inline Pair signed_bytes(const char* w) {
   return {signed_byte<0>(both), signed_byte<1>(both)};
 }
 
-struct NoScale {};
-
 // The scales of a vector of a panel's outputs, in a group of inputs.
 inline Floats scales_of(const Product& p, int64_t panel, int64_t vector, int64_t group) {
   int64_t at = (panel * (p.K / p.group) + group) * COLS + vector * LANES;
   return p.scales_are_bf16 ? widened((const uint16_t*)p.scales + at) : load((const float*)p.scales + at);
 }
 
+// Weights that no scale makes numbers.
+struct Unscaled {
+  struct Scale {};
+  static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
+};
+
 // What holds the sums of a tile of one panel: its rows at most, and those of a chunk.
 struct Vectors {
   static constexpr bool ARE_TILES = false;
-  static constexpr int TALL = SUMS / VECTORS, ROWS = 264;
+  static constexpr int TALL = SUMS / VECTORS, ROWS = 264;  // 256 in tiles of 12
 };
 #if defined(__AMX_BF16__)
 using OfBf16 = Tiles;
@@ -45,13 +49,11 @@ using OfBf16 = Vectors;
 constexpr int TALL = Vectors::TALL;
 
 // Weights of x's kind: their rows, of PAIR inputs, and the sums' next terms.
-struct Bf16 {
+struct Bf16 : Unscaled {
   using Number = uint16_t;
   using Plain = Bf16;
   using Registers = OfBf16;
-  using Scale = NoScale;
   static constexpr int PAIR = 2, BITS = 16;
-  static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
 #if HAS_PAIRS
   using Row = Bits;
   using X = Bits;
@@ -87,15 +89,13 @@ struct Bf16 {
   static X last(const Number* x) { return pair(*x); }  // of an odd number: what follows it is another row's
 };
 
-struct F32 {
+struct F32 : Unscaled {
   using Number = float;
   using Plain = F32;
   using Registers = Vectors;
-  using Scale = NoScale;
   using Row = Floats;
   using X = Floats;
   static constexpr int PAIR = 1, BITS = 32;
-  static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
   static Row row(const char* w, Scale) { return load((const float*)w); }
   static X inputs(const Number* x) { return all(*x); }
   static X last(const Number* x) { return all(*x); }
@@ -103,7 +103,7 @@ struct F32 {
 };
 
 // Floats as codes have them: in pairs, whose sums are those of F32.
-struct F32Pairs {
+struct F32Pairs : Unscaled {
   using Number = float;
   using Plain = F32;
   using Registers = Vectors;
@@ -123,10 +123,8 @@ struct F32Pairs {
 
 template <class Kind>
 struct Int8 : Kind {
-  using Scale = NoScale;
   static constexpr int BITS = 8;
-  static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
-  static typename Kind::Row row(const char* w, Scale) { return Kind::of_bytes(w); }
+  static typename Kind::Row row(const char* w, typename Kind::Scale) { return Kind::of_bytes(w); }
 };
 
 template <class Kind>
@@ -148,7 +146,7 @@ inline int64_t panel_bytes(int64_t K) {
   return (K + T::PAIR - 1) / T::PAIR * T::PAIR * COLS * T::BITS / 8;
 }
 
-// The outliers of consecutive panels from an input on, in order; none of weights of other numbers of bits than 12.
+// The outliers of consecutive panels from an input on, in order; empty for weights of other sizes.
 template <int BITS, int PANELS>
 struct Outliers {
   Outliers(const Product&, int64_t, int64_t) {}
@@ -158,7 +156,7 @@ struct Outliers {
 struct Bf12 : Bf16 {
   using Scale = Bits;
   static constexpr int BITS = 12;
-  static Scale scale(const Product& p, int64_t panel, int64_t, int64_t) { return exponents_from(((const Exponents*)p.scales)[panel].first); }
+  static Scale scale(const Product& p, int64_t panel, int64_t, int64_t) { return exponents_from(((const Exponents*)p.scales)[panel].before); }
   static Row row(const char* w, Scale exponents) { return with_exponents(w, w + LANES * 2, exponents); }
 };
 
@@ -227,6 +225,15 @@ struct Place {
   void* numbers;  // where it keeps codes as numbers of x's kind, packed as such, or null
 };
 
+template <int R, int C>
+inline __attribute__((always_inline)) void put_all(const Product& p, const Place& at, const Floats (&sums)[R][C]) {
+  UNROLL(c, C) {
+    int64_t column = (at.panel * VECTORS + c) * LANES;
+    Floats scale = p.form == INT8 ? scales_of(p, at.panel + c / VECTORS, c % VECTORS, 0) : all(1.0f);
+    UNROLL(r, R) if (column < p.N) put(p, at.row + r, column, p.form == INT8 ? mul(sums[r][c], scale) : sums[r][c]);
+  }
+}
+
 template <class T, int R, int PANELS>
 void tile(const Product& p, const Place& at) {
   constexpr int C = VECTORS * PANELS;
@@ -274,11 +281,7 @@ void tile(const Product& p, const Place& at) {
     UNROLL(r, R) UNROLL(c, C) store(at.sums + r * COLS + c * LANES, sums[r][c]);
     return;
   }
-  UNROLL(c, C) {
-    int64_t column = (at.panel * VECTORS + c) * LANES;
-    Floats scale = p.form == INT8 ? scales_of(p, at.panel + c / VECTORS, c % VECTORS, 0) : all(1.0f);
-    UNROLL(r, R) if (column < p.N) put(p, at.row + r, column, p.form == INT8 ? mul(sums[r][c], scale) : sums[r][c]);
-  }
+  put_all(p, at, sums);
 }
 
 template <class T, int PANELS, int R>
@@ -337,12 +340,13 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typ
     const char* next = (const char*)p.w + panel * panel_bytes<T>(p.K) + to * COLS * T::BITS / 8;  // or the next panel
     int64_t bytes = (to - from) * COLS * T::BITS / 8;
     for (int64_t i = 0; i < tiles; i++) {
-      for (int64_t at = bytes * i / tiles; at < bytes * (i + 1) / tiles; at += 64) fetch_far(next + at);
+      for (int64_t b = bytes * i / tiles; b < bytes * (i + 1) / tiles; b += 64) fetch_far(next + b);
       int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;  // tiles of like height
       Place at{first + row, panel, from, to, w, sums + row * COLS, numbers};
-      if (i && T::BITS < 16) at.w = (const char*)numbers;
-      if (i) tile_in<typename T::Plain>(registers, end - row, p, at);
-      else tile_in<T>(registers, end, p, at);
+      if (!i) {
+        tile_in<T>(registers, end, p, at);
+        if (T::BITS < 16) w = (const char*)numbers;  // for the other tiles
+      } else tile_in<typename T::Plain>(registers, end - row, p, at);
     }
     from = to;
   } while (from < p.K);

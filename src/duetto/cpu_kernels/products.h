@@ -11,7 +11,7 @@ constexpr int COLS = 32;
 // output, [panels][COLS] floats. A 4-bit code less 8 is multiplied by the scale of its group of inputs,
 // [panels][groups][COLS], and rounded to x's kind. BF12 are numbers of bfloat16 in 12 bits each: of 32 that are read
 // together a byte each, with the sign above the 7 bits of the mantissa, then 4 bits each, which are 0 for an exponent
-// of 0 and otherwise the exponent less its panel's. What has another exponent is a zero there, and an Outlier.
+// of 0 and otherwise the exponent less `before`. What has another exponent is a zero there, and an Outlier.
 enum Form { NUMBERS, INT8, INT4, BF12, FORMS };
 
 // A weight whose exponent its panel lacks. They lie behind the weights of all panels, in order.
@@ -20,9 +20,9 @@ struct Outlier {
   uint32_t weight;  // its bits
 };
 
-// Of a panel in 12 bits: what its codes of exponents are added to, and where its outliers end.
+// Of a panel in 12 bits: the exponent before that of code 1, or -1 if all weights have 16, and where its outliers end.
 struct Exponents {
-  int32_t first, end;
+  int32_t before, end;
 };
 
 struct Product {

@@ -110,8 +110,11 @@ static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, 
     if (!w || !scales || !y) return ffi::Error::InvalidArgument("products of other arrays than they are compiled for");
     if (ffi::Error error = add_products(x, sizes, *w, *scales, **y, products); error.failure()) return error;
   }
-  for (Product& p : products)  // whose outliers found no room
-    if (p.form == BF12 && ((const Exponents*)p.scales)->first < 0) p.form = NUMBERS;
+  for (Product& p : products) {
+    if (p.form != BF12) continue;
+    if (!kernels.bf16[BF12]) return ffi::Error::InvalidArgument("a product in 12 bits, which these kernels do not have");
+    if (((const Exponents*)p.scales)->before < 0) p.form = NUMBERS;
+  }
   bool is_bf16 = x.element_type() == ffi::DataType::BF16;
   std::vector<Part> parts = parts_of(products, is_bf16 ? 16 : 32, pool.num_threads());
   const Panels* panels = is_bf16 ? kernels.bf16 : kernels.f32;

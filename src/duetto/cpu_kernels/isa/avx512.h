@@ -112,10 +112,9 @@ inline Bits bytes_in_order(const char* p) {  // numbers of 8 bits with a sign
 }
 #if !defined(__AMX_BF16__)
 #define HAS_BF12 1
-#endif
-inline Bits exponents_from(int first) {  // what codes of 4 bits stand for, twice, where bfloat16 has its exponent
+inline Bits exponents_from(int before) {  // what codes of 4 bits stand for, twice, where bfloat16 has its exponent
   alignas(64) uint16_t of[32];
-  for (int i = 0; i < 32; i++) of[i] = i % 16 ? (first + i % 16) << 7 : 0;
+  for (int i = 0; i < 32; i++) of[i] = i % 16 ? (before + i % 16) << 7 : 0;
   return _mm512_load_si512(of);
 }
 inline Bits with_exponents(const char* signs_and_mantissas, const char* codes, Bits exponents) {
@@ -124,6 +123,7 @@ inline Bits with_exponents(const char* signs_and_mantissas, const char* codes, B
   return _mm512_ternarylogic_epi32(_mm512_set1_epi16((short)0x807f), others, found, 0xca);  // by the mask's bits
 }
 inline Bits with_half(Bits v, int64_t place, uint16_t x) { return _mm512_mask_set1_epi16(v, __mmask32(1) << place, x); }
+#endif
 inline Bits first_words(const char* p, int64_t n) {  // zeros behind the first n
   return _mm512_maskz_loadu_epi32(n >= 16 ? 0xffff : (1 << n) - 1, p);
 }
