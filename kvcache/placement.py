@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from ..model.config import Keyed, LayerKind, Mixer
 from ..model.pair import Params, layers_of, target_of
 from ..model.sharding import DATA
-from ..model.weights.packed import kernels_in
+from ..model.weights.cpu.packed import kernels_in
 from .pages import KVCache
 
 

@@ -21,8 +21,8 @@ from ..ffn import FFN, activate, feed_forward, ffn_spec
 from ..layers import Norm, RowWeight, Weight, apart, biased, einsum, norm_spec, ragged_product
 from ..sharding import on_several_devices
 from ..tree import Spec, is_spec, pytree, static, unwrapped
+from ..weights.cpu.panels import Packed
 from ..weights.grouped import expert_kernel
-from ..weights.panels import Packed
 
 
 @pytree

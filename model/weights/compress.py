@@ -18,8 +18,8 @@ from ..config import ModelConfig
 from ..sharding import fitted
 from ..transformer import Decoder, decoder_spec
 from ..tree import Spec, holds, is_spec
+from .cpu.panels import Packed
 from .lowrank import LowRank, low_rank
-from .panels import Packed
 from .quant import Quantised, Scheme, quantised
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from ..experts import parted, unparted
 from ..gpus import gpu_of
 from ..tree import holds, pytree, static, unwrapped
 from .compress import replaced
+from .cpu.packed import packed, packed_as, unpacked
 from .fixed import fixed, is_fixed, unfixed
-from .packed import packed, packed_as, unpacked
 from .quant import Scheme
 from .transposed import is_transposed, like, transposed, untransposed
 

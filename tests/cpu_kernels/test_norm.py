@@ -12,7 +12,7 @@ from duetto.cpu_kernels.build import ISAS
 from duetto.cpu_kernels.library import library, target
 from duetto.model.config import NormKind
 from duetto.model.layers import Norm, normalise
-from duetto.model.weights.kernel_norm import KernelNorm
+from duetto.model.weights.cpu.kernel_norm import KernelNorm
 
 KINDS = NormKind(), NormKind(offset=1.0), NormKind("layer")
 # Sizes that no vector divides, one number, those of a model; heads with a gain each, and all heads together.

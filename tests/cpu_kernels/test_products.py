@@ -17,7 +17,7 @@ from duetto.cpu_kernels import build
 from duetto.cpu_kernels.build import ISAS
 from duetto.cpu_kernels.library import is_right, library, register, target
 from duetto.model.layers import einsums
-from duetto.model.weights.panels import Packed, narrowed, pack_codes, pack_matrix, to_panels
+from duetto.model.weights.cpu.panels import Packed, narrowed, pack_codes, pack_matrix, to_panels
 from duetto.model.weights.quant import Quantised, Scheme, quantised
 
 # No multiple of a panel, of a pair, of a tile or of a block of inputs; one number; and those of a model.

@@ -20,8 +20,8 @@ from duetto.model.layers import einsum
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import abstract, paths
 from duetto.model.weights.compress import in_form, quantize_params
-from duetto.model.weights.packed import can_be_packed, is_packed, kernels_in, pack, packed, unpacked
-from duetto.model.weights.panels import Packed
+from duetto.model.weights.cpu.packed import can_be_packed, is_packed, kernels_in, pack, packed, unpacked
+from duetto.model.weights.cpu.panels import Packed
 from duetto.model.weights.prepared import laid_out, prepared_as, unprepared
 from duetto.model.weights.quant import quantised
 from duetto.model.weights.transposed import Transposed, transpose, transposed

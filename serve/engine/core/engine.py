@@ -16,7 +16,7 @@ from ....kvcache.quantised import kept_as
 from ....model.pair import Params, target_of, with_target
 from ....model.transformer import Decoder
 from ....model.weights.adapted import unadapted
-from ....model.weights.packed import kernels_in, target_in
+from ....model.weights.cpu.packed import kernels_in, target_in
 from ...host.process import use_huge_pages
 from ...kv.offload.mover import PageMover
 from ...kv.offload.tiering import KVOffloader, PageFinder

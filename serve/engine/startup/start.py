@@ -15,7 +15,7 @@ from ....model.pair import PairConfig, Params, target_of
 from ....model.transformer import Decoder, Observe
 from ....model.tree import not_finite, paths
 from ....model.weights.compress import in_form
-from ....model.weights.packed import kernels_in
+from ....model.weights.cpu.packed import kernels_in
 from ....model.weights.prepared import prepared
 from ....sampling.custom import processors_of
 from ...host import progress

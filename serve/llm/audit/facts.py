@@ -11,7 +11,7 @@ import numpy as np
 from ....kvcache.stages import devices
 from ....model.attention import FusedQKV
 from ....model.tree import paths, unwrapped
-from ....model.weights.packed import target_in
+from ....model.weights.cpu.packed import target_in
 from ....model.weights.prepared import unprepared
 from ...engine.core.engine import Engine
 from ...host.devices import memory_limit

@@ -20,7 +20,7 @@ from ....kvcache.shards import PAGES, SEATS, in_seat, steps
 from ....kvcache.stages import around
 from ....model.gpus import gpu_of, without
 from ....model.pair import PairConfig, Params, target_of
-from ....model.weights.packed import kernels_in
+from ....model.weights.cpu.packed import kernels_in
 from ....model.weights.prepared import lanes_of
 from ....sampling.state import Allowed, load_history, load_masks
 from ...host import progress

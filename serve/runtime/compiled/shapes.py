@@ -12,7 +12,7 @@ from ....kvcache.stages import stations
 from ....model.config import LayerKind
 from ....model.pair import Params, target_of
 from ....model.tree import nbytes
-from ....model.weights.packed import kernels_in
+from ....model.weights.cpu.packed import kernels_in
 from ....sampling.checks import MAX_LOGPROBS
 from ....sampling.custom import LogitsProcessor
 from ...options.checks import EDGE, SMALLEST_CHUNK, round_up

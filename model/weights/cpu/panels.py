@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from ...cpu_kernels import library
-from ..layers import einsum, ragged_product
-from ..sharding import fitted
-from ..tree import pytree, static
-from . import bf12, quant
-from .quant import Quantised
+from ....cpu_kernels import library
+from ...layers import einsum, ragged_product
+from ...sharding import fitted
+from ...tree import pytree, static
+from .. import quant
+from ..quant import Quantised
+from . import bf12
 
 T = TypeVar("T")
 COLUMNS = 32  # outputs of a panel, as in the kernels

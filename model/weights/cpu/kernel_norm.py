@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..attention import Attention
-from ..config import NormKind
-from ..layers import Norm, normalise
-from ..tree import pytree, static, unwrapped
+from ...attention import Attention
+from ...config import NormKind
+from ...layers import Norm, normalise
+from ...tree import pytree, static, unwrapped
 
 T = TypeVar("T")
 DTYPES = jnp.bfloat16, jnp.float32

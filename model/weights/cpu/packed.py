@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ...cpu_kernels import library
-from ..transformer import Decoder
-from ..tree import holds, unwrapped
-from .compress import CONTRACTED, encode, replaced
+from ....cpu_kernels import library
+from ...transformer import Decoder
+from ...tree import holds, unwrapped
+from ..compress import CONTRACTED, encode, replaced
+from ..nibbles import grouped
+from ..quant import Quantised, Scheme
+from ..transposed import NAMES, Transposed, is_matrix_on_cpu, transpose
 from .kernel_norm import with_kernel_norms, without_kernel_norms
-from .nibbles import grouped
 from .panels import OUTPUTS, Packed, applied, pack_codes, pack_experts, pack_matrix
-from .quant import Quantised, Scheme
-from .transposed import NAMES, Transposed, is_matrix_on_cpu, transpose
 
 T = TypeVar("T")
 EXPERTS = ("gate", "up", "down")  # below ".experts."

@@ -1,0 +1,1 @@
+"""Weights as duetto's own CPU kernels read them."""
