@@ -88,8 +88,8 @@ static ffi::Error add_products(const In& x, const In& sizes, const In& w, const 
   Product p{x.untyped_data(), w.untyped_data(), scales.untyped_data(), y.untyped_data(), M, N, K, group,
             y.element_type() == DataType::BF16, scales.element_type() == DataType::BF16, form};
   int64_t depth = are_codes || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
-  if (form == BF12) p.scales = (const char*)p.w + p.panels() * depth++ * COLS * 4;
-  if (packed[is_ragged] != p.panels() || packed[is_ragged + 1] != depth || int64_t(x.element_count()) != M * K ||
+  if (form == BF12) p.scales = (const char*)p.w + p.panels() * depth * COLS * 4;
+  if (packed[is_ragged] != p.panels() || packed[is_ragged + 1] != depth + (form == BF12) || int64_t(x.element_count()) != M * K ||
       (is_ragged && int64_t(sizes.element_count()) != E) || (form == INT8 && groups != 1) || (form == INT4 && group % 2) ||
       (are_codes && (int64_t(scales.element_count()) != E * scale_count || group * groups != K)))
     return ffi::Error::InvalidArgument("a product of other shapes than it is compiled for");
