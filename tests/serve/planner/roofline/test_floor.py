@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from duetto.kvcache.pages import row_bytes
@@ -9,7 +11,7 @@ from duetto.model.config import Dense, Latent, LayerKind, ModelConfig
 from duetto.model.kinds import Indexer
 from duetto.model.pair import PairConfig
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.roofline.floor import Demand, demand
+from duetto.serve.planner.roofline.floor import Demand, demand, weight_bytes
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.compiled.sizing import scratch_bytes
 
@@ -59,3 +61,8 @@ def test_scores_have_room_among_the_temporaries():
     options = EngineOptions(max_model_len=2048, max_prefill_tokens=128)
     whole, plain = (scratch_bytes(PairConfig(config), options, "float32") for config in (CHOOSES, ALL))
     assert whole - plain >= 4 * 128 * 2048
+
+
+def test_weights_in_12_bits_are_read_as_such():
+    plain, narrow = (jax.ShapeDtypeStruct((8, 32), dtype) for dtype in (jnp.bfloat16, jnp.uint16))
+    assert weight_bytes([plain, narrow]) == 8 * 32 * (2 + 1.5)
