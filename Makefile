@@ -9,7 +9,7 @@ COVERED ?= test
 export JAX_PLATFORMS ?= cpu
 export PWD := $(CURDIR)
 
-.PHONY: demo kernels test test-full repetitions durations coverage bench docs packages notebooks lint format clean
+.PHONY: demo kernels test test-full repetitions durations coverage mutants bench docs packages notebooks lint format clean
 
 demo: $(VENV)/demo.stamp
 	@out=$$(mktemp -d)/answers.jsonl && set -x && \
@@ -49,6 +49,11 @@ coverage: $(VENV)/test.stamp
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --precision 1
 
+# What the tests prove: seeded changes of the library, each tested by the tests that `make coverage` saw run its
+# line. Hours; a run that is interrupted goes on. MUTANTS="--count 50 --folders kvcache" draws fewer.
+mutants: $(VENV)/test.stamp
+	$(BIN)/python tests/suite/mutants.py $(MUTANTS)
+
 # Beside the peers that are installed: `.venv/bin/pip install -e '.[bench]'` installs all of them (and compiles llama.cpp).
 # Flags go into BENCH, as in `make bench BENCH="--quick"`.
 bench: $(VENV)/demo.stamp
@@ -58,7 +63,7 @@ bench: $(VENV)/demo.stamp
 docs: $(VENV)/docs.stamp
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m mkdocs build --strict
 
-# Builds the wheel and the source distribution, and tests each in an environment of its own, in another folder.
+# Builds the source distribution and the wheel, and tests the wheel in environments of its own, in another folder.
 packages: $(VENV)/test.stamp
 	.ci/packages $(BIN)/python
 

@@ -15,12 +15,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from duetto.model.tree import init
-from duetto.model.weights.adapted import NO_ADAPTER, AdapterSizes
+from duetto.model.tree import init_params
 from duetto.model.weights.compress import form_spec
-from duetto.model.weights.transposed import transposed
+from duetto.model.weights.lora import NO_ADAPTER, AdapterSizes
+from duetto.model.weights.transposed import transpose_params
 from duetto.serve.cli.bench import Bench, BenchModel, group_seconds
-from duetto.serve.engine.lora.writer import with_room
+from duetto.serve.engine.lora.writer import add_lora_slots
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.runtime.compiled.shapes import Shape
@@ -33,8 +33,12 @@ WAYS = {"none": (0, 0), "room for 1": (1, 0), "1": (1, 1), "room for 3": (3, 0),
 def benches(shape: str, rank: int, dtype: str) -> dict[str, Bench]:
     """A step for each way, over the same weights."""
     config = PRESETS[shape]
-    params = transposed(init(jax.random.key(0), form_spec(config, None), jnp.dtype(dtype)), donate=True)
-    rooms = {n: with_room(params, config, AdapterSizes(n, rank)) for n in {n for n, _ in WAYS.values() if n}}
+    params = transpose_params(
+        init_params(jax.random.key(0), form_spec(config, None), jnp.dtype(dtype)), donate=True
+    )
+    rooms = {
+        n: add_lora_slots(params, config, AdapterSizes(n, rank)) for n in {n for n, _ in WAYS.values() if n}
+    }
     found = {}
     for name, (places, used) in WAYS.items():
         own = rooms.get(places, params)

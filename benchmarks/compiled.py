@@ -9,10 +9,10 @@ import argparse
 from dataclasses import dataclass, replace
 
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
-from duetto.model.pair import target_of
+from duetto.model.draft_pair import target_params
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
-from duetto.serve.planner.roofline.floor import demand
+from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments, analyze_shape_cost
+from duetto.serve.planner.roofline.floor import program_demand
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import Target, find_target
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
@@ -81,7 +81,7 @@ def plan_of(config: ModelConfig, where: Where, rows: int, context: int) -> Engin
 
 def compiled(config: ModelConfig, where: Where, shape: Shape, context: int) -> Found:
     plan = plan_of(config, where, shape.rows, context)
-    facts = make_row(plan, abstract_arguments(plan), shape).facts
+    facts = analyze_shape_cost(plan, abstract_arguments(plan), shape).facts
     assert facts is not None and facts.thunks is not None, "only GPUs' programs have thunks"
     return Found(facts.bytes, facts.thunks.kernels, facts.thunks.buffers, facts.thunks.read_backs)
 
@@ -98,8 +98,8 @@ def row(name: str, where: Where, shape: Shape, context: int) -> str:
     touched = small[0].touched + more * (small[1].touched - small[0].touched)
     kernels = (small[1].kernels - small[0].kernels) / period
     whole = plan_of(config, where, shape.rows, context)
-    params = target_of(abstract_arguments(whole).params)
-    least = demand(shape, config, "bfloat16", context, params, shards=shards).bytes / where.of_shard
+    params = target_params(abstract_arguments(whole).params)
+    least = program_demand(shape, config, "bfloat16", context, params, shards=shards).bytes / where.of_shard
     assert target.peaks is not None
     times = (x / target.peaks.bandwidth * 1e3 for x in (least, touched))
     cells = (

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from duetto.serve.planner.simulation.times import StepCall
+from duetto.serve.planner.simulation.step_times import StepCall
 from duetto.serve.runtime.compiled.shapes import Shape
 
 
@@ -20,7 +20,7 @@ class MeasuredTimes:
 
     table: Mapping[Shape, tuple[float, float]]
     spread: Mapping[Shape, Sequence[float]] = field(default_factory=dict)
-    stages: int = 1
+    num_stages: int = 1
     chance: Random = field(default_factory=lambda: Random(0), compare=False)
 
     @classmethod

@@ -44,13 +44,13 @@ def write(shape: str, folder: Path) -> None:
     import jax
     import jax.numpy as jnp
 
-    from duetto.checkpoints.huggingface import save
+    from duetto.checkpoints.huggingface import save_hf
     from duetto.model.transformer import decoder_spec
-    from duetto.model.tree import init
+    from duetto.model.tree import init_params
     from duetto.serve.planner.roofline.presets import PRESETS
 
     config = PRESETS[shape]
-    save(folder, config, init(jax.random.key(0), decoder_spec(config), jnp.dtype("bfloat16")))
+    save_hf(folder, config, init_params(jax.random.key(0), decoder_spec(config), jnp.dtype("bfloat16")))
 
 
 def gguf_for(folder: Path, dtype: str) -> Path:

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from duetto import LLM, RequestOutput, SamplingParams
-from duetto.serve.engine.speculation.drafter import host_drafter
+from duetto.serve.engine.speculation.drafter import make_host_drafter
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -138,7 +138,7 @@ def policy(llm: LLM, controller: Any) -> Any:
 def forget(llm: LLM) -> None:
     """Let a drafter that learns from finished outputs begin anew: the same prompts come again."""
     speculation: Any = llm.engine.speculation
-    speculation.drafter = host_drafter(llm.options.speculation)
+    speculation.drafter = make_host_drafter(llm.options.speculation)
 
 
 def step_seconds(times: Any, k: int) -> tuple[float, float]:
@@ -224,7 +224,7 @@ def measure(model: str | None, texts: dict[str, list[str]], plan: Plan) -> tuple
         for drafter, k in itertools.product(plan.drafters, plan.ks):
             with serve(model, rows, DRAFTERS[drafter] | {"num_speculative_tokens": k}) as llm:
                 controller = policy(llm, None)
-                alone, verified = step_seconds(controller.seconds, k)
+                alone, verified = step_seconds(controller.call_seconds, k)
                 c = max(0.0, verified - base.setdefault(k, verified if drafter in HOST else alone)) / (
                     k * alone
                 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from duetto.serve.planner.workloads import traces
-from duetto.serve.planner.workloads.traces import BLOCK, TraceEntry
+from duetto.serve.planner.workloads.traces import BLOCK_TOKENS, TraceEntry
 
 FOLDER = Path(__file__).parent / "traces"
 AZURE, MOONCAKE = FOLDER / "azure-conv.csv", FOLDER / "mooncake-conversation.csv"
@@ -43,7 +43,11 @@ class Scale:
         def size(n: int, most: int) -> int:
             return min(max(round(n / self.divisor), 1), most)
 
-        return replace(entry, prompt=size(entry.prompt, self.prompt), output=size(entry.output, self.output))
+        return replace(
+            entry,
+            prompt_tokens=size(entry.prompt_tokens, self.prompt),
+            output_tokens=size(entry.output_tokens, self.output),
+        )
 
 
 def read(file: Path) -> list[TraceEntry]:
@@ -51,7 +55,7 @@ def read(file: Path) -> list[TraceEntry]:
 
     Raises OSError, and ValueError for another form.
     """
-    return list(traces.read(file))
+    return list(traces.read_trace(file))
 
 
 def conversations(
@@ -65,7 +69,7 @@ def conversations(
     """
     found: dict[int, list[TraceEntry]] = {}
     for i, entry in enumerate(entries):
-        if entry.prompt <= longest:
+        if entry.prompt_tokens <= longest:
             found.setdefault(entry.blocks[1] if len(entry.blocks) > 1 else -i - 1, []).append(entry)
     chosen: list[TraceEntry] = []
     for conversation in found.values():
@@ -77,7 +81,7 @@ def conversations(
 def at_once(entries: Sequence[TraceEntry], vocabulary: int) -> list[Request]:
     """Requests with random tokens that all arrive at the start."""
     draw = np.random.default_rng(0).integers
-    return [Request(draw(RESERVED, vocabulary, e.prompt).tolist(), e.output) for e in entries]
+    return [Request(draw(RESERVED, vocabulary, e.prompt_tokens).tolist(), e.output_tokens) for e in entries]
 
 
 def replayed(entries: Sequence[TraceEntry], vocabulary: int, rate: float) -> list[Request]:
@@ -92,9 +96,13 @@ def with_prefixes(entries: Sequence[TraceEntry], vocabulary: int, divisor: int) 
     divisor tokens each."""
 
     def block(name: int) -> list[int]:
-        return np.random.default_rng([1, name]).integers(RESERVED, vocabulary, BLOCK // divisor).tolist()
+        return (
+            np.random.default_rng([1, name]).integers(RESERVED, vocabulary, BLOCK_TOKENS // divisor).tolist()
+        )
 
     def prompt(entry: TraceEntry) -> list[int]:
-        return [token for name in entry.blocks for token in block(name)][: max(entry.prompt // divisor, 1)]
+        return [token for name in entry.blocks for token in block(name)][
+            : max(entry.prompt_tokens // divisor, 1)
+        ]
 
-    return [Request(prompt(e), max(e.output // divisor, 1)) for e in entries]
+    return [Request(prompt(e), max(e.output_tokens // divisor, 1)) for e in entries]

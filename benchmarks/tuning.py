@@ -10,24 +10,33 @@ from pathlib import Path
 
 from duetto.model.sharding import Layout
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.roofline.bubbles import drained, endless
+from duetto.serve.planner.roofline.bubbles import drained_bubbles, steady_bubbles
 from duetto.serve.planner.roofline.presets import PRESETS
-from duetto.serve.planner.roofline.targets import known_target
-from duetto.serve.planner.simulation import candidates, estimate, fleet, offload, run, search, times, together
-from duetto.serve.planner.simulation.candidates import Candidate, Space
-from duetto.serve.planner.simulation.fitting import PlannedModel
+from duetto.serve.planner.roofline.targets import target_facts
+from duetto.serve.planner.simulation import (
+    candidates,
+    decode_fast_forward,
+    engine_simulation,
+    estimate,
+    fleet,
+    offload,
+    search,
+    step_times,
+)
+from duetto.serve.planner.simulation.candidates import Candidate, SearchSpace
+from duetto.serve.planner.simulation.memory_fit import PlannedModel
 from duetto.serve.planner.simulation.search import (
     CandidateResult,
     SearchGoal,
-    bear,
-    improved,
-    per_device,
-    ranked,
+    estimate_candidate,
+    estimated_device_rate,
+    improve_knobs,
+    simulate_until_capacity,
 )
-from duetto.serve.planner.simulation.times import STATED, Roofline, StepCall
-from duetto.serve.planner.workloads import tally
-from duetto.serve.planner.workloads.tally import SLO
-from duetto.serve.planner.workloads.traces import drawn
+from duetto.serve.planner.simulation.step_times import STATED_EFFICIENCY, RooflineTimes, StepCall
+from duetto.serve.planner.workloads import slo_stats
+from duetto.serve.planner.workloads.slo_stats import SLO
+from duetto.serve.planner.workloads.traces import draw_requests
 from duetto.serve.planner.workloads.workload import Workload
 from duetto.serve.runtime.compiled.shapes import Shape
 
@@ -35,10 +44,11 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "tuning.md"
 MODELS = "0.6b", "8b", "30b-a3b"
 BATCHES, CONTEXT = (1, 8, 32, 64), 1024
 PIPELINES = 2, 4, 8, 16
-LOAD = Workload(list(drawn(2000, rate=5.0, prompt=1000, output=250)))  # as long as Azure's conversations
+# as long as Azure's conversations
+LOAD = Workload(list(draw_requests(2000, rate=5.0, prompt=1000, output=250)))
 AIM = SearchGoal(SLO(ttft=1.0, tpot=0.05), share=0.99)
 SPLITS, SPLIT_LIMITS = (1, 3), (0.05, 0.012)  # engines that decode for one that does not; seconds
-H200 = known_target("h200").peaks
+H200 = target_facts("h200").peaks
 
 
 def table(head: str, rows: Iterator[list[str]]) -> str:
@@ -47,9 +57,9 @@ def table(head: str, rows: Iterator[list[str]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def space(shape: str, target: str, quantization: str | None = None) -> Space:
-    job = PlannedModel(shape, PRESETS[shape], known_target(target))
-    return Space(job, EngineOptions(max_model_len=8192, quantization=quantization), STATED)
+def space(shape: str, target: str, quantization: str | None = None) -> SearchSpace:
+    job = PlannedModel(shape, PRESETS[shape], target_facts(target))
+    return SearchSpace(job, EngineOptions(max_model_len=8192, quantization=quantization), STATED_EFFICIENCY)
 
 
 # ---------------------------------------------------------------- closed formulas
@@ -58,12 +68,14 @@ def space(shape: str, target: str, quantization: str | None = None) -> Space:
 def batches(shape: str) -> Iterator[list[str]]:
     """Decode of some rows on one H200."""
     own = space(shape, "h200")
-    model = Roofline(own.demands(own.base), H200)
+    model = RooflineTimes(own.demands(own.base_options), H200)
     for rows in BATCHES:
         call = StepCall(Shape("decode", rows, 1), rows, rows, rows * CONTEXT)
         (seconds,) = model(call)
         whole = range(PRESETS[shape].num_layers)
-        bound = model.demands.of(call.shape, CONTEXT, whole, 1).bound(H200.flops16, H200.bandwidth)
+        bound = model.demands.stage_demand(call.shape, CONTEXT, whole, 1).bottleneck(
+            H200.flops16, H200.bandwidth
+        )
         yield [shape, str(rows), f"{seconds * 1e3:.2f}", f"{rows / seconds:.0f}", bound]
 
 
@@ -72,19 +84,19 @@ def bubbles() -> Iterator[list[str]]:
     drain."""
     own = space("8b", "h200")
     for stages in PIPELINES:
-        model = Roofline(own.demands(own.base), H200, Layout(stages=stages))
+        model = RooflineTimes(own.demands(own.base_options), H200, Layout(stages=stages))
         row = [str(stages)]
         for count in (1, stages, 2 * stages):
             rows = max(1, 64 // count)
             call = StepCall(Shape("decode", rows, 1), rows, rows, rows * CONTEXT)
-            row.append(f"{drained(stages, count):.0%}, {endless(model(call), count):.0%}")
+            row.append(f"{drained_bubbles(stages, count):.0%}, {steady_bubbles(model(call), count):.0%}")
         yield row
 
 
 def chunks() -> Iterator[list[str]]:
     """What a chunk of a prompt beside 64 rows of decode costs them, 8B on one H200."""
     own = space("8b", "h200")
-    model = Roofline(own.demands(own.base), H200)
+    model = RooflineTimes(own.demands(own.base_options), H200)
     (alone,) = model(StepCall(Shape("decode", 64, 1), 64, 64, 64 * CONTEXT))
     for tokens in (256, 512, 1024, 2048, 4096, 8192):
         (chunk,) = model(StepCall(Shape("prefill", 1, tokens), 1, tokens, 0))
@@ -100,8 +112,8 @@ def lone() -> Iterator[list[str]]:
         for target in ("h200", "8xh200"):
             own = space(shape, target)
             call = StepCall(Shape("decode", 1, 1), 1, 1, CONTEXT)
-            best = min(own.layouts(), key=lambda c: sum(c.times(call)))
-            seconds = sum(best.times(call))
+            best = min(own.layout_candidates(), key=lambda c: sum(c.roofline(call)))
+            seconds = sum(best.roofline(call))
             yield [shape, target, layout_of(best), f"{seconds * 1e3:.2f}", f"{1 / seconds:.0f}"]
 
 
@@ -114,23 +126,34 @@ def many() -> Iterator[list[str]]:
     for shape in MODELS:
         for target in ("h200", "8xh200"):
             own = space(shape, target)
-            found = sorted((ranked(c, LOAD, AIM) for c in own.layouts()), key=per_device, reverse=True)
-            best = improved(own, found[0], LOAD, AIM, lambda: True)
-            bear(best, LOAD, AIM, best.steady.rate / search.RATIO, until=1.0, clock=lambda: 0.0)
+            found = sorted(
+                (estimate_candidate(c, LOAD, AIM) for c in own.layout_candidates()),
+                key=estimated_device_rate,
+                reverse=True,
+            )
+            best = improve_knobs(own, found[0], LOAD, AIM, lambda: True)
+            simulate_until_capacity(
+                best, LOAD, AIM, best.steady.rate / search.LOAD_RATIO, deadline=1.0, clock=lambda: 0.0
+            )
             yield [shape, target, *told(best)]
             print(f"{shape} on {target}: {best.candidate.name}", flush=True)
 
 
 def split() -> Iterator[list[str]]:
     """Prefill and decode mixed in engines, or apart in ratios: what eight devices bear of the 8B shape."""
-    own = space("8b", "8xh200").candidate()
+    own = space("8b", "8xh200").try_candidate()
     assert own is not None
     for tpot in SPLIT_LIMITS:
         aim = SearchGoal(SLO(ttft=1.0, tpot=tpot), share=0.99)
-        for candidate in (own, *(c for c in own.splits() if c.apart in SPLITS)):
-            answer = ranked(candidate, LOAD, aim)
-            bear(answer, LOAD, aim, answer.steady.rate / search.RATIO, until=1.0, clock=lambda: 0.0)
-            engines = f"1 + {candidate.apart}" if candidate.apart else "mixed"
+        for candidate in (
+            own,
+            *(c for c in own.disaggregated_candidates() if c.decoders_per_prefill in SPLITS),
+        ):
+            answer = estimate_candidate(candidate, LOAD, aim)
+            simulate_until_capacity(
+                answer, LOAD, aim, answer.steady.rate / search.LOAD_RATIO, deadline=1.0, clock=lambda: 0.0
+            )
+            engines = f"1 + {candidate.decoders_per_prefill}" if candidate.decoders_per_prefill else "mixed"
             _, rate, _, spans, _ = told(answer)
             limit = f"{tpot * 1e3:g}"
             yield [limit, f"{candidate.replicas} x ({engines})", rate, spans, answer.steady.bound]
@@ -138,13 +161,13 @@ def split() -> Iterator[list[str]]:
 
 
 def told(best: CandidateResult) -> list[str]:
-    point = best.borne(AIM.share)
+    point = best.best_point(AIM.share)
     if point is None:
         return [best.candidate.name, "-", "-", "-", best.steady.bound]
     own, o = best.candidate, point.outcome
     spans = f"{o['ttft']['p99'] * 1e3:.0f}", f"{o['tpot']['p99'] * 1e3:.1f}"
     rate = f"{point.rate * own.replicas:.1f}"
-    tokens = f"{point.rate * LOAD.output / own.devices:.0f}"
+    tokens = f"{point.rate * LOAD.output / own.num_devices:.0f}"
     return [f"{own.replicas} x ({own.name})", rate, tokens, ", ".join(spans), best.steady.bound]
 
 
@@ -169,7 +192,17 @@ SIMULATED: dict[str, tuple[str, Callable[[], Iterator[list[str]]]]] = {
         split,
     ),
 }
-MADE_OF = estimate, fleet, offload, run, search, tally, times, together, candidates
+MADE_OF = (
+    estimate,
+    fleet,
+    offload,
+    engine_simulation,
+    search,
+    slo_stats,
+    step_times,
+    decode_fast_forward,
+    candidates,
+)
 
 
 def stamp() -> str:

@@ -1,8 +1,7 @@
-"""Tables of what a folder leaves to its publisher's serving code: markers of reasoning and of tool calls, and
-pre-tokenizers of tiktoken vocabularies.
+"""Tables by model: markers of reasoning, markers of tool calls, and pre-tokenizers of tiktoken vocabularies.
 
-A chat template that knows how a model reasons and calls tools writes the markers of both. So it selects a
-model's row of a table: the first of which it has all `signs`.
+A folder does not state these; they are in its publisher's serving code. The markers are found by the chat
+template: the first row of a table counts whose `template_substrings` the template has all.
 """
 
 from collections.abc import Iterable
@@ -12,27 +11,38 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class TemplateRule:
-    """A row of a table, and what a template of its models has."""
+    """Row of a table of markers.
 
-    signs: tuple[str, ...]
+    template_substrings: substrings; the row applies to a chat template that contains all of them.
+    """
+
+    template_substrings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Marks(TemplateRule):
-    """Markers of reasoning: `begin` and `end` around it, and around the answer after it one of `opens`, and
-    `closes`, for models that mark answers."""
+class ReasoningMarks(TemplateRule):
+    """Markers around a model's reasoning, and around its answer.
+
+    begin, end: before and after the reasoning.
+    answer_begins: alternatives before the answer; empty for models that do not mark it.
+    answer_end: after the answer; "" if there is none.
+    """
 
     begin: str
     end: str
-    opens: tuple[str, ...] = ()
-    closes: str = ""
+    answer_begins: tuple[str, ...] = ()
+    answer_end: str = ""
 
 
 @dataclass(frozen=True)
-class Calls(TemplateRule):
-    """Markers of tool calls: they stand between `begin` and `end`, "" where they end with the message.
-    `name`: vLLM's `--tool-call-parser` for the notation between them; the older of Mistral's two notations,
-    which share one there, has its own name. Llama's models may omit `begin` at the start of a message."""
+class ToolCallMarks(TemplateRule):
+    """Markers around a model's tool calls.
+
+    name: notation between the markers, as vLLM's `--tool-call-parser`. Mistral's older notation, which shares
+    a name there, is "mistral_list".
+    begin: before the calls. Llama's models may omit it at the start of a message.
+    end: after the calls; "" if the end of the message ends them.
+    """
 
     name: str
     begin: str
@@ -40,81 +50,87 @@ class Calls(TemplateRule):
 
 
 REASONING = (
-    Marks(  # gpt-oss: channels of the harmony format
+    ReasoningMarks(  # gpt-oss: channels of the harmony format
         ("<|channel|>analysis",),
         "<|channel|>analysis<|message|>",
         "<|end|>",
         ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
     ),
-    Marks(("<channel|>",), "<|channel>thought\n", "<channel|>"),  # Gemma 4
-    Marks(  # Command A and R7B
+    ReasoningMarks(("<channel|>",), "<|channel>thought\n", "<channel|>"),  # Gemma 4
+    ReasoningMarks(  # Command A and R7B
         ("<|END_THINKING|>",),
         "<|START_THINKING|>",
         "<|END_THINKING|>",
         ("<|START_RESPONSE|>",),
         "<|END_RESPONSE|>",
     ),
-    Marks(("</seed:think>",), "<seed:think>", "</seed:think>"),  # Seed-OSS
-    Marks(("[/THINK]",), "[THINK]", "[/THINK]"),  # Magistral, Ministral 3
-    Marks(  # Granite 3.2
+    ReasoningMarks(("</seed:think>",), "<seed:think>", "</seed:think>"),  # Seed-OSS
+    ReasoningMarks(("[/THINK]",), "[THINK]", "[/THINK]"),  # Magistral, Ministral 3
+    ReasoningMarks(  # Granite 3.2
         ("Here is my thought process:",), "Here is my thought process:", "Here is my response:"
     ),
     # Granite 3.3, ERNIE 4.5
-    Marks(("think>", "<response>"), "<think>", "</think>", ("<response>",), "</response>"),
-    Marks(("think>", "<answer>"), "<think>", "</think>", ("<answer>",), "</answer>"),  # Hunyuan
-    # Qwen 3 and 3.5, GLM 4.5, Kimi K2, MiniMax M2, DeepSeek, EXAONE 4, SmolLM3; OLMo 3 writes the first only
-    Marks(("</think>",), "<think>", "</think>"),
-    Marks(("<think>",), "<think>", "</think>"),
+    ReasoningMarks(("think>", "<response>"), "<think>", "</think>", ("<response>",), "</response>"),
+    ReasoningMarks(("think>", "<answer>"), "<think>", "</think>", ("<answer>",), "</answer>"),  # Hunyuan
+    # Qwen 3 and 3.5, GLM 4.5, Kimi K2, MiniMax M2, DeepSeek, EXAONE 4, SmolLM3; OLMo 3 writes <think> only
+    ReasoningMarks(("</think>",), "<think>", "</think>"),
+    ReasoningMarks(("<think>",), "<think>", "</think>"),
 )
 
-CALLS = (
-    Calls(("<|channel|>commentary",), "openai", "<|channel|>commentary to=", "<|call|>"),  # gpt-oss
-    Calls(("<|tool_call>",), "gemma4", "<|tool_call>", "<tool_call|>"),
-    Calls(
+TOOL_CALLS = (
+    ToolCallMarks(("<|channel|>commentary",), "openai", "<|channel|>commentary to=", "<|call|>"),  # gpt-oss
+    ToolCallMarks(("<|tool_call>",), "gemma4", "<|tool_call>", "<tool_call|>"),
+    ToolCallMarks(
         ("<|tool_calls_section_begin|>",),
         "kimi_k2",
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
     ),
-    Calls(("<|START_ACTION|>",), "cohere_command", "<|START_ACTION|>", "<|END_ACTION|>"),
-    Calls(("<|tool_call_start|>",), "lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
-    Calls(("<|tool_call|>",), "granite", "<|tool_call|>"),  # Granite 3; the fourth has Hermes' notation
-    Calls(("[TOOL_CALLS]", "[ARGS]"), "mistral", "[TOOL_CALLS]"),  # since version 11
-    Calls(("[TOOL_CALLS]",), "mistral_list", "[TOOL_CALLS]"),
-    Calls(
+    ToolCallMarks(("<|START_ACTION|>",), "cohere_command", "<|START_ACTION|>", "<|END_ACTION|>"),
+    ToolCallMarks(("<|tool_call_start|>",), "lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
+    # Granite 3; Granite 4 has Hermes' notation
+    ToolCallMarks(("<|tool_call|>",), "granite", "<|tool_call|>"),
+    # Mistral's notation since version 11
+    ToolCallMarks(("[TOOL_CALLS]", "[ARGS]"), "mistral", "[TOOL_CALLS]"),
+    ToolCallMarks(("[TOOL_CALLS]",), "mistral_list", "[TOOL_CALLS]"),
+    ToolCallMarks(
         ("<｜tool▁calls▁begin｜>", "```json"),
         "deepseek_v3",
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁calls▁end｜>",
     ),
-    Calls(("<｜tool▁calls▁begin｜>",), "deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-    Calls(("<minimax:tool_call>",), "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>"),
-    Calls(("<seed:tool_call>",), "seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
-    Calls(("<function_calls>",), "olmo3", "<function_calls>", "</function_calls>"),
-    Calls(("<tool_calls>",), "hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
-    Calls(("<arg_key>",), "glm45", "<tool_call>", "</tool_call>"),
-    Calls(("<function=",), "qwen3_coder", "<tool_call>", "</tool_call>"),  # Qwen3-Coder, Qwen 3.5
-    Calls(("<tool_call>",), "hermes", "<tool_call>", "</tool_call>"),  # Qwen 2.5 and 3, EXAONE 4, ERNIE 4.5
-    Calls(("<|python_start|>",), "llama4_json", "<|python_start|>", "<|python_end|>"),
-    Calls(("ipython", '"parameters": '), "llama3_json", "<|python_tag|>"),
+    ToolCallMarks(
+        ("<｜tool▁calls▁begin｜>",), "deepseek_v31", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    ),
+    ToolCallMarks(("<minimax:tool_call>",), "minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>"),
+    ToolCallMarks(("<seed:tool_call>",), "seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
+    ToolCallMarks(("<function_calls>",), "olmo3", "<function_calls>", "</function_calls>"),
+    ToolCallMarks(("<tool_calls>",), "hunyuan_a13b", "<tool_calls>", "</tool_calls>"),
+    ToolCallMarks(("<arg_key>",), "glm45", "<tool_call>", "</tool_call>"),
+    ToolCallMarks(("<function=",), "qwen3_coder", "<tool_call>", "</tool_call>"),  # Qwen3-Coder, Qwen 3.5
+    # Qwen 2.5 and 3, EXAONE 4, ERNIE 4.5
+    ToolCallMarks(("<tool_call>",), "hermes", "<tool_call>", "</tool_call>"),
+    ToolCallMarks(("<|python_start|>",), "llama4_json", "<|python_start|>", "<|python_end|>"),
+    ToolCallMarks(("ipython", '"parameters": '), "llama3_json", "<|python_tag|>"),
 )
 
 
 R = TypeVar("R", bound=TemplateRule)
 
 
-def marks_of(template: str) -> Marks | None:
-    """Reasoning markers of a model with this chat template, or None."""
-    return first(REASONING, template)
+def find_reasoning_marks(template: str) -> ReasoningMarks | None:
+    """Return the reasoning markers of a model with this chat template, or None."""
+    return select_rule(REASONING, template)
 
 
-def calls_of(template: str) -> Calls | None:
-    """Tool-call markers of a model with this chat template, or None."""
-    return first(CALLS, template)
+def find_tool_call_marks(template: str) -> ToolCallMarks | None:
+    """Return the tool-call markers of a model with this chat template, or None."""
+    return select_rule(TOOL_CALLS, template)
 
 
-def first(rows: Iterable[R], template: str) -> R | None:
-    return next((row for row in rows if all(sign in template for sign in row.signs)), None)
+def select_rule(rules: Iterable[R], template: str) -> R | None:
+    """Return the first row whose markers are all in a chat template, or None."""
+    return next((row for row in rules if all(marker in template for marker in row.template_substrings)), None)
 
 
 # ---------------------------------------------------------------- pre-tokenizers of tiktoken vocabularies
@@ -122,12 +138,15 @@ def first(rows: Iterable[R], template: str) -> R | None:
 
 @dataclass(frozen=True)
 class PretokenizerRules:
-    """Pre-tokenizer of a tiktoken vocabulary. `pattern`: splits texts into words. `composes`: texts are
-    normalised first (Unicode's NFC). `special`: tokens after the ranks; `{id}` is replaced by the token's
-    id."""
+    """Pre-tokenizer of a tiktoken vocabulary.
+
+    pattern: regular expression that splits a text into words.
+    uses_nfc: texts are normalised to Unicode's NFC first.
+    special: tokens after the ranks; `{id}` is replaced by the token's id.
+    """
 
     pattern: str
-    composes: bool = False
+    uses_nfc: bool = False
     special: tuple[str, ...] = ()
 
 
@@ -136,9 +155,9 @@ _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# By the class that `tokenizer_config.json` names.
+# By the `tokenizer_class` of `tokenizer_config.json`.
 PRETOKENIZERS = {
-    # Kimi K2, Moonlight: runs of Chinese characters by themselves
+    # Kimi K2, Moonlight: runs of Chinese characters are words
     "TikTokenTokenizer": PretokenizerRules(
         rf"[\p{{Han}}]+|{_PREFIX}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_PREFIX}{_UPPER}+{_LOWER}*{_ENDINGS}?"
         rf"|\p{{N}}{{1,3}}|{_REST}",
@@ -147,7 +166,7 @@ PRETOKENIZERS = {
     # the first Qwen
     "QWenTokenizer": PretokenizerRules(
         rf"{_ENDINGS}|{_PREFIX}\p{{L}}+|\p{{N}}|{_REST}",
-        composes=True,
+        uses_nfc=True,
         special=(
             "<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)),
         ),

@@ -1,6 +1,5 @@
-"""Models by their ids on the Hugging Face hub: snapshots of what is needed of them, in the cache of
-`huggingface_hub`.
-"""
+"""Models by their ids on the Hugging Face hub: snapshots of the files that are needed, in the cache of
+`huggingface_hub`."""
 
 import re
 import sys
@@ -10,18 +9,18 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .folders import DESCRIBING, named, near
+from .folders import DESCRIPTION_PATTERNS, identify_foreign_format, suggest_folder
 from .tensors import CheckpointError
 
-ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-TEXT_FILES = (*DESCRIBING, "vocab.txt", "adapter_config.json")
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-LEFT_OUT = ("[!1]*/*", "consolidated*")  # folders such as original/, not 1_Pooling/; copies of the weights
-SHIPPED = Path(__file__).parent  # demo-draft and demo-heads may be called by their names
-LOG_IN = "give hf_token, set HF_TOKEN, or run `hf auth login`"
+MODEL_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+TEXT_PATTERNS = (*DESCRIPTION_PATTERNS, "vocab.txt", "adapter_config.json")
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+IGNORED_PATTERNS = ("[!1]*/*", "consolidated*")  # folders but 1_Pooling/; copies of the weights
+SHIPPED_FOLDER = Path(__file__).parent  # has demo-draft and demo-heads
+LOG_IN_HINT = "give hf_token, set HF_TOKEN, or run `hf auth login`"
 
 
-def resolve(
+def resolve_model(
     model: str | Path,
     revision: str | None = None,
     *,
@@ -29,42 +28,51 @@ def resolve(
     token: str | bool | None = None,
     weights: bool = True,
 ) -> Path:
-    """The folder of a model: the one at this path, or a snapshot of the model that has this id on the hub.
+    """Return the folder of a model: the path `model`, or the snapshot of the hub's model that has this id.
 
-    `revision` is a branch, a tag or a commit; `download_dir` is where snapshots are kept (default: the hub's
-    own cache); `token` is for gated and private models (default: `HF_TOKEN`, or that of `hf auth login`).
-    Without `weights` only what tokenizers and configurations need is fetched. Where the hub cannot be asked a
-    snapshot in the cache is used, which is said on standard error. A path that is not there, and cannot be an
-    id, comes back as it is.
+    revision: branch, tag or commit.
+    download_dir: folder that keeps snapshots; None is the hub's own cache.
+    token: for gated and private models; None is `HF_TOKEN`, or the token of `hf auth login`.
+    weights: False fetches only the files of tokenizers and configurations.
 
-    Raises CheckpointError for a model that is neither on the hub nor in the cache, or that has no weights
-    that are read.
+    If the hub does not answer, a cached snapshot is used and a line on standard error says so. A path that
+    does not exist and cannot be an id is returned unchanged. Raises CheckpointError for a model that is
+    neither on the hub nor in the cache, or has no supported weights.
     """
     path = Path(model).expanduser()
-    if not isinstance(model, str) or path.exists() or not ID.fullmatch(model):
+    if not isinstance(model, str) or path.exists() or not MODEL_ID.fullmatch(model):
         return path
-    patterns = (*TEXT_FILES, *WEIGHTS) if weights else TEXT_FILES
-    asked = SnapshotRequest(model, revision, download_dir, token, patterns)
+    patterns = (*TEXT_PATTERNS, *WEIGHT_PATTERNS) if weights else TEXT_PATTERNS
+    request = SnapshotRequest(model, revision, download_dir, token, patterns)
     try:
-        commit, names = asked.listed()
+        commit, names = request.list_files()
     except CheckpointError as error:
-        return asked.offline(error)
+        return request.use_cached(error)
     if weights:
-        require_weights(model, names)
-    return asked.whole(commit, names) or asked.downloaded()
+        check_has_weights(model, names)
+    return request.find_cached(commit, names) or request.download()
 
 
-def resolve_draft(name: str, **where: Any) -> Path:
-    """The folder of a draft model or of heads: a path, one that ships, or a model on the hub. `where` are
-    options of `resolve`."""
-    if not Path(name).exists() and (SHIPPED / name).is_dir():
-        return SHIPPED / name
-    return resolve(name, **where)
+def resolve_draft(name: str, **options: Any) -> Path:
+    """Return the folder of a draft model or of heads: a path, a name that ships with duetto, or a model on
+    the hub.
+
+    options: options of `resolve_model`.
+    """
+    if not Path(name).exists() and (SHIPPED_FOLDER / name).is_dir():
+        return SHIPPED_FOLDER / name
+    return resolve_model(name, **options)
 
 
 @dataclass(frozen=True)
 class SnapshotRequest:
-    """A snapshot that was asked for: whose, of which revision, kept where, and the patterns of its files."""
+    """Arguments of one download from the hub.
+
+    model, revision: id of the repository, and its branch, tag or commit.
+    download_dir: folder that keeps snapshots.
+    token: access token.
+    patterns: glob patterns of the files to fetch.
+    """
 
     model: str
     revision: str | None
@@ -72,92 +80,98 @@ class SnapshotRequest:
     token: str | bool | None
     patterns: tuple[str, ...]
 
-    def listed(self) -> tuple[str, list[str]]:
-        """The commit that the hub has now, and the names of its files. Raises CheckpointError with why there
-        is no answer.
-        """
+    def list_files(self) -> tuple[str, list[str]]:
+        """Return the commit that the hub has now, and the names of its files. Raises CheckpointError with the
+        reason."""
         from huggingface_hub import HfApi, constants
 
-        api, patience = HfApi(token=self.token), constants.HF_HUB_ETAG_TIMEOUT
+        api, timeout = HfApi(token=self.token), constants.HF_HUB_ETAG_TIMEOUT
         try:
-            info = api.model_info(self.model, revision=self.revision, timeout=patience)
-        except Exception as error:  # the library's HTTP client has errors of its own
-            raise CheckpointError(self.why(error)) from error
+            info = api.model_info(self.model, revision=self.revision, timeout=timeout)
+        except Exception as error:  # the HTTP client raises errors of many types
+            raise CheckpointError(self.explain_error(error)) from error
         return str(info.sha), [file.rfilename for file in info.siblings or ()]
 
-    def snapshot(self, revision: str | None, **how: Any) -> Path:
+    def fetch_snapshot(self, revision: str | None, **options: Any) -> Path:
+        """Fetch the files of a revision, and return the snapshot's folder; `options` are options of
+        `snapshot_download`."""
         from huggingface_hub import snapshot_download
 
-        found = snapshot_download(
+        folder = snapshot_download(
             self.model,
             revision=revision,
             cache_dir=self.download_dir,
             token=self.token,
             allow_patterns=list(self.patterns),
-            ignore_patterns=[*LEFT_OUT],
-            **how,
+            ignore_patterns=[*IGNORED_PATTERNS],
+            **options,
         )
-        return Path(found)
+        return Path(folder)
 
-    def whole(self, commit: str, names: list[str]) -> Path | None:
-        """The snapshot of a commit, if the cache has all of its files."""
+    def find_cached(self, commit: str, names: list[str]) -> Path | None:
+        """Return the cached snapshot of a commit if it has all files, or None."""
         try:
-            folder = self.snapshot(commit, local_files_only=True)
+            folder = self.fetch_snapshot(commit, local_files_only=True)
         except OSError:
             return None
-        return folder if all((folder / name).exists() for name in matching(names, self.patterns)) else None
+        return (
+            folder if all((folder / name).exists() for name in match_patterns(names, self.patterns)) else None
+        )
 
-    def downloaded(self) -> Path:
+    def download(self) -> Path:
+        """Download the snapshot, and return its folder. Raises CheckpointError."""
         try:
-            return self.snapshot(self.revision)
+            return self.fetch_snapshot(self.revision)
         except Exception as error:
-            raise CheckpointError(f"{self.model}: {self.why(error)}") from error
+            raise CheckpointError(f"{self.model}: {self.explain_error(error)}") from error
 
-    def offline(self, error: CheckpointError) -> Path:
+    def use_cached(self, error: CheckpointError) -> Path:
         """Return the snapshot in the cache after the hub failed. Raises CheckpointError if it has none."""
         try:
-            folder = self.snapshot(self.revision, local_files_only=True)
-        except (OSError, ValueError):  # the latter for what cannot be an id
-            missing = f"no such folder{near(Path(self.model))}"
+            folder = self.fetch_snapshot(self.revision, local_files_only=True)
+        except (OSError, ValueError):  # ValueError: the name cannot be an id
+            missing = f"no such folder{suggest_folder(Path(self.model))}"
             raise CheckpointError(
                 f"{self.model}: {missing}; as an id: {error}, and the cache has no snapshot"
             ) from error
         print(f"duetto: {self.model}: {error}; the snapshot in the cache is used: {folder}", file=sys.stderr)
         return folder
 
-    def why(self, error: Exception) -> str:
+    def explain_error(self, error: Exception) -> str:
         """Explain why the hub failed, and what to do about it."""
         from huggingface_hub import constants, errors
 
         hub = constants.ENDPOINT
         status = getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, errors.GatedRepoError):
-            return f"it is gated: accept its terms at {hub}/{self.model}, then {LOG_IN}"
+            return f"it is gated: accept its terms at {hub}/{self.model}, then {LOG_IN_HINT}"
         if isinstance(error, errors.RevisionNotFoundError):
             return f"it has no revision {self.revision!r} at {hub}"
         if isinstance(error, errors.RepositoryNotFoundError):
-            return f"there is none at {hub}, or it is private: then {LOG_IN}"
+            return f"there is none at {hub}, or it is private: then {LOG_IN_HINT}"
         if isinstance(error, errors.OfflineModeIsEnabled):
             return "HF_HUB_OFFLINE is set"
         if status in (401, 403):
             return f"{hub} refuses the token ({status})"
-        said = " ".join(str(error).split())
-        return f"{hub} does not answer, or the download stopped ({type(error).__name__}: {said:.200})"
+        message = " ".join(str(error).split())
+        return f"{hub} does not answer, or the download stopped ({type(error).__name__}: {message:.200})"
 
 
-def matching(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
-    def match(name: str, patterns: tuple[str, ...]) -> bool:
+def match_patterns(names: Iterable[str], patterns: tuple[str, ...]) -> list[str]:
+    """Return the names that match a pattern, without copies of the weights and folders such as
+    `original/`."""
+
+    def is_match(name: str, patterns: tuple[str, ...]) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
-    return [name for name in names if match(name, patterns) and not match(name, LEFT_OUT)]
+    return [name for name in names if is_match(name, patterns) and not is_match(name, IGNORED_PATTERNS)]
 
 
-def require_weights(model: str, names: Iterable[str]) -> None:
-    """Raise CheckpointError, before anything is fetched, for a repository that is no checkpoint, with what it
-    is.
-    """
+def check_has_weights(model: str, names: Iterable[str]) -> None:
+    """Raise CheckpointError, before a download, if a repository's file names show that it is no
+    checkpoint."""
     names = [name for name in names if "/" not in name]
     for needed in ("config.json", "*.safetensors"):
-        if not matching(names, (needed,)):
-            name, what = named(names) or ("its repository", f"holds no {needed}")
-            raise CheckpointError(f"{model}: {name}: {what}")
+        if not match_patterns(names, (needed,)):
+            name, meaning = identify_foreign_format(names) or ("its repository", f"holds no {needed}")
+            raise CheckpointError(f"{model}: {name}: {meaning}")

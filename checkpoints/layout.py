@@ -1,5 +1,4 @@
-"""Layout of a model's parameters in a Hugging Face folder: which of them share a tensor, and which are cut
-into several."""
+"""Layout of parameters in a Hugging Face folder: which share a tensor, and which are split into several."""
 
 import re
 from collections.abc import Sequence
@@ -9,14 +8,21 @@ import numpy as np
 
 from ..model.config import ModelConfig
 from ..model.transformer import decoder_spec
-from ..model.tree import Spec, paths
+from ..model.tree import Spec, leaves_by_path
 from .families.family import Family
-from .families.stored import Stored, stored_shape
-from .tensors import Joined
+from .families.storage import Stored, stored_shape
+from .tensors import JoinedViews
 
 
 @dataclass(frozen=True)
 class Parameter:
+    """Parameter of our tree, and its storage.
+
+    path: dotted path in the tree.
+    spec: shape and dtype.
+    stored: tensor name and axes in the file.
+    """
+
     path: str
     spec: Spec
     stored: Stored
@@ -24,37 +30,45 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters that are stored together: in one tensor, or in one tensor for each expert."""
+    """Parameters that are stored together: in one tensor, or in one tensor for each expert.
+
+    parameters: in the order in which the tensor joins them.
+    names: of the tensors, one for each expert.
+    """
 
     parameters: tuple[Parameter, ...]
     names: tuple[str, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of each stored tensor."""
+        """Return the shape of each stored tensor."""
         return stored_shape([(p.stored, p.spec.shape) for p in self.parameters])
 
-    def parts(self, arrays: Sequence[np.ndarray], i: int) -> Joined:
-        """The part of our parameters' arrays that lies in the i-th tensor."""
+    def tensor_views(self, arrays: Sequence[np.ndarray], i: int) -> JoinedViews:
+        """Return the views of the parameters' arrays that the i-th tensor stores."""
         views = (
-            p.stored.view(array[i] if p.stored.stacked else array)
+            p.stored.view(array[i] if p.stored.is_stacked else array)
             for p, array in zip(self.parameters, arrays, strict=True)
         )
-        return Joined(tuple(views), self.parameters[0].stored.in_turns)
+        return JoinedViews(tuple(views), self.parameters[0].stored.is_interleaved)
 
 
-def groups(family: Family, config: ModelConfig) -> list[ParameterGroup]:
-    """Every parameter that a model of this configuration has, in the order of the tree's leaves."""
-    leaves = paths(decoder_spec(config))
-    together: dict[str, list[Parameter]] = {}
+def parameter_groups(family: Family, config: ModelConfig) -> list[ParameterGroup]:
+    """Return all parameters of a model, grouped by tensor, in the order of the tree's leaves."""
+    leaves = leaves_by_path(decoder_spec(config))
+    by_name: dict[str, list[Parameter]] = {}
     for path, spec in leaves.items():
         stored = family.names[re.sub(r"\b\d+\b", "{}", path)]
         number = re.search(r"\b\d+\b", path)
         name = stored.name.replace("{}", number[0], 1) if number else stored.name
-        together.setdefault(name, []).append(Parameter(path, spec, stored))
-    return [ParameterGroup(tuple(found), names(name, found[0])) for name, found in together.items()]
+        by_name.setdefault(name, []).append(Parameter(path, spec, stored))
+    return [
+        ParameterGroup(tuple(members), parameter_tensor_names(name, members[0]))
+        for name, members in by_name.items()
+    ]
 
 
-def names(name: str, parameter: Parameter) -> tuple[str, ...]:
-    experts = parameter.spec.shape[0] if parameter.stored.stacked else 1
+def parameter_tensor_names(name: str, parameter: Parameter) -> tuple[str, ...]:
+    """Return the names of the tensors that store a parameter: one for each expert if it is stacked."""
+    experts = parameter.spec.shape[0] if parameter.stored.is_stacked else 1
     return tuple(name.format(e) for e in range(experts))

@@ -1,7 +1,7 @@
-"""Safetensors files, read and written piece by piece, so that a model is never twice in the host's memory.
+"""Safetensors files, read and written in pieces, so that the host never holds a model twice.
 
-The safetensors package checks a file; the numbers are read by plain reads, because its own readers either map
-the whole file into the process or hold each tensor twice.
+The safetensors package checks a file's header. Numbers are read by plain reads: the package's own readers map
+the whole file into the process, or hold each tensor twice.
 """
 
 import io
@@ -16,72 +16,79 @@ import ml_dtypes
 import numpy as np
 
 FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-MAX_TENSORS = 1 << 18  # in one file: the largest models of today have half as many, in a hundred files
-MAX_HEADER = MAX_TENSORS << 7  # bytes
-PIECE = 1 << 20  # bytes; larger ones fall out of the CPU's caches while they are transposed
+MAX_TENSORS = 1 << 18  # in one file; the largest models of 2026 have half as many, in a hundred files
+MAX_HEADER_BYTES = MAX_TENSORS << 7  # bytes
+PIECE_BYTES = 1 << 20  # bytes; a larger piece does not fit the CPU's caches while it is transposed
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded, in one sentence: the file, the tensor or field, what was found,
-    what is expected."""
+    """Error for a checkpoint that cannot be loaded, as one sentence: file, tensor or field, actual and
+    expected value."""
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Views [before, own, after] of the arrays: the tensor holds them side by side along `own`.
+class JoinedViews:
+    """Views [before, length, after] of arrays that one tensor joins along the middle axis.
 
-    Where they lie in turns, it holds the first of each, then the second of each, and so on; all are then
-    equally long.
+    views: the views, one for each parameter.
+    is_interleaved: the tensor alternates between the views (the first entry of each, then the second); all
+        have one length.
     """
 
-    parts: tuple[np.ndarray, ...]
-    in_turns: bool = False
+    views: tuple[np.ndarray, ...]
+    is_interleaved: bool = False
 
     @property
     def size(self) -> int:
-        return sum(part.size for part in self.parts)
+        return sum(part.size for part in self.views)
 
     @property
     def dtype(self) -> np.dtype:
-        return self.parts[0].dtype
+        return self.views[0].dtype
 
-    def blocks(self, itemsize: int) -> Iterator["Joined"]:
-        """The tensor from its first number to its last, in blocks of about PIECE bytes of the file."""
-        for run in self.runs():
-            count = len(run.parts[0])
-            step = max(1, PIECE * count // max(1, run.size * itemsize))
+    def split_blocks(self, itemsize: int) -> Iterator["JoinedViews"]:
+        """Yield the tensor from its first number to its last, in blocks of about PIECE_BYTES of the file."""
+        for run in self.split_runs():
+            count = len(run.views[0])
+            step = max(1, PIECE_BYTES * count // max(1, run.size * itemsize))
             for i in range(0, count, step):
-                yield Joined(tuple(part[i : i + step] for part in run.parts), run.in_turns)
+                yield JoinedViews(tuple(part[i : i + step] for part in run.views), run.is_interleaved)
 
-    def runs(self) -> Iterator["Joined"]:
-        """Arrays with nothing before them follow one another, so that each is a run of its own."""
-        if self.in_turns or len(self.parts[0]) != 1:
+    def split_runs(self) -> Iterator["JoinedViews"]:
+        """Yield views that follow one another in the file, and whose first axis is in its order.
+
+        Views without axes before the joined one are runs by themselves.
+        """
+        if self.is_interleaved or len(self.views[0]) != 1:
             yield self
             return
-        for part in self.parts:
-            yield Joined((part[0][:, None],))
+        for part in self.views:
+            yield JoinedViews((part[0][:, None],))
 
-    def values(self) -> np.ndarray:
-        """The numbers in the file's order."""
-        if self.in_turns:
-            return np.stack(self.parts, axis=2)
-        return self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts, axis=1)
+    def file_values(self) -> np.ndarray:
+        """Return the numbers in the file's order."""
+        if self.is_interleaved:
+            return np.stack(self.views, axis=2)
+        return self.views[0] if len(self.views) == 1 else np.concatenate(self.views, axis=1)
 
-    def fill(self, values: np.ndarray) -> None:
-        """Put numbers in the file's order into the arrays."""
-        before, _, after = self.parts[0].shape
+    def fill_views(self, values: np.ndarray) -> None:
+        """Write numbers, given in the file's order, into the views."""
+        before, _, after = self.views[0].shape
         values, start = values.reshape(before, -1, after), 0
-        for i, part in enumerate(self.parts):
-            own = part.shape[1]
-            part[...] = values[:, i :: len(self.parts)] if self.in_turns else values[:, start : start + own]
-            start += own
+        for i, part in enumerate(self.views):
+            length = part.shape[1]
+            part[...] = (
+                values[:, i :: len(self.views)] if self.is_interleaved else values[:, start : start + length]
+            )
+            start += length
 
 
 class TensorSource(Protocol):
-    """A tensor that can be read as floats, whatever its file holds: the seam for quantised checkpoints.
+    """Tensor that can be read as floats, whatever its file stores: the interface for quantised checkpoints.
 
-    `code` is the file format's name of its dtype, `dtype` that of the rows (None where they cannot be read as
-    floats), `start` its first byte in the file, by which tensors are read in order.
+    code: dtype in the file format's notation.
+    dtype: dtype of the rows; None if they cannot be read as floats.
+    start: offset of the first byte in the file; tensors are read in this order.
     """
 
     @property
@@ -96,15 +103,21 @@ class TensorSource(Protocol):
     def start(self) -> int: ...
     @property
     def dtype(self) -> np.dtype | None: ...
-    def rows(self, a: int, b: int) -> np.ndarray:
-        """Rows a to b, a new array [b - a, width]: all axes but the last count as one; a vector's rows are
-        its numbers."""
+    def read_rows(self, a: int, b: int) -> np.ndarray:
+        """Read rows a to b into a new array [b - a, width]. All axes but the last count as rows; a vector's
+        rows are its numbers."""
         ...
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a safetensors file."""
+    """Tensor in a safetensors file.
+
+    file, name: where it is stored.
+    code: dtype in the notation of safetensors, such as "BF16".
+    shape: sizes of its axes.
+    start: offset of its first byte in the file.
+    """
 
     file: Path
     name: str
@@ -116,36 +129,35 @@ class Tensor:
     def dtype(self) -> np.dtype | None:
         return FLOATS.get(self.code)
 
-    def rows(self, a: int, b: int) -> np.ndarray:
+    def read_rows(self, a: int, b: int) -> np.ndarray:
         assert self.dtype is not None, self
-        return self.raw(a, b, self.dtype)
+        return self.read_raw(a, b, self.dtype)
 
-    def raw(self, a: int, b: int, dtype: np.dtype) -> np.ndarray:
-        """Rows a to b as numbers of any dtype that has the width of the stored one."""
-        values = np.empty((b - a, width(self.shape)), dtype)
+    def read_raw(self, a: int, b: int, dtype: np.dtype) -> np.ndarray:
+        """Read rows a to b as numbers of any dtype with the stored dtype's width."""
+        values = np.empty((b - a, row_width(self.shape)), dtype)
         with open(self.file, "rb", buffering=0) as f:
             f.seek(self.start + a * values.shape[1] * dtype.itemsize)
-            fill(f, values, self)
+            fill_from_file(f, values, self)
         return values
 
 
-def width(shape: tuple[int, ...]) -> int:
-    """Numbers in a row of a tensor."""
+def row_width(shape: tuple[int, ...]) -> int:
+    """Return how many numbers a row of a tensor has."""
     return shape[-1] if len(shape) > 1 else 1
 
 
-def contents(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name.
+def list_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by name. Reads the header only.
 
-    Raises CheckpointError where its header does not fit its size, or is longer or has more tensors than any
-    model needs.
+    Raises CheckpointError if the header does not fit the file's size, or is larger than any model needs.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
         with open(file, "rb") as f:
             size = int.from_bytes(f.read(8), "little")
-            text = f.read(size) if size <= MAX_HEADER else b""
+            text = f.read(size) if size <= MAX_HEADER_BYTES else b""
         check_header(file, size, text.count(b'"data_offsets"'))
         with safe_open(file, framework="np"):
             pass
@@ -159,17 +171,22 @@ def contents(file: Path) -> dict[str, Tensor]:
     }
 
 
-def check_header(file: Path, size: int, tensors: int) -> None:
-    """Before a header is parsed, which takes seconds for a million tensors."""
-    if MAX_HEADER < size <= file.stat().st_size - 8:
-        raise CheckpointError(f"{file}: the header has {size} bytes, expected at most {MAX_HEADER}")
-    if tensors > MAX_TENSORS:
-        raise CheckpointError(f"{file}: holds {tensors} tensors, expected at most {MAX_TENSORS} in one file")
+def check_header(file: Path, num_bytes: int, count: int) -> None:
+    """Raise CheckpointError for a header of too many bytes or tensors. Parsing a million tensors would take
+    seconds."""
+    if MAX_HEADER_BYTES < num_bytes <= file.stat().st_size - 8:
+        raise CheckpointError(
+            f"{file}: the header has {num_bytes} bytes, expected at most {MAX_HEADER_BYTES}"
+        )
+    if count > MAX_TENSORS:
+        raise CheckpointError(f"{file}: holds {count} tensors, expected at most {MAX_TENSORS} in one file")
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """True if no number is NaN or infinite, by its bits: numpy's own test takes eight times as long for
-    bfloat16."""
+    """Return True if no number is NaN or infinite.
+
+    Compares bits as integers: numpy's own test takes eight times as long for bfloat16.
+    """
     if x.dtype.kind in "iu":
         return True
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
@@ -177,27 +194,28 @@ def is_finite(x: np.ndarray) -> bool:
     return bool(np.all(without_sign < np.array(np.inf, x.dtype).view(unsigned)))
 
 
-def read(source: TensorSource, out: Joined) -> None:
-    """Fill the arrays that lie in one tensor with its numbers, cast to their dtype.
+def read_into_views(source: TensorSource, views: JoinedViews) -> None:
+    """Fill the views that a tensor stores with its numbers, cast to their dtype.
 
-    Raises CheckpointError where a number is NaN or infinite, or becomes so in the cast.
+    Raises CheckpointError if a number is NaN or infinite, or becomes so in the cast.
     """
-    assert out.size == math.prod(source.shape) and source.dtype is not None, (source, out)
+    assert views.size == math.prod(source.shape) and source.dtype is not None, (source, views)
     row = 0
-    for block in out.blocks(source.dtype.itemsize):
-        count = block.size // width(source.shape)
+    for block in views.split_blocks(source.dtype.itemsize):
+        count = block.size // row_width(source.shape)
         with np.errstate(over="ignore", invalid="ignore"):
-            values = source.rows(row, row + count).astype(out.dtype, copy=False)
+            values = source.read_rows(row, row + count).astype(views.dtype, copy=False)
         if not is_finite(values):
             raise CheckpointError(
-                f"{source.file}: tensor {source.name!r} holds NaN or infinity as {out.dtype}, "
+                f"{source.file}: tensor {source.name!r} holds NaN or infinity as {views.dtype}, "
                 "expected finite numbers"
             )
-        block.fill(values)
+        block.fill_views(values)
         row += count
 
 
-def fill(f: io.RawIOBase, values: np.ndarray, tensor: Tensor) -> None:
+def fill_from_file(f: io.RawIOBase, values: np.ndarray, tensor: Tensor) -> None:
+    """Read bytes from a file until an array is full. Raises CheckpointError at the end of the file."""
     rest = values.reshape(-1).view(np.uint8).data
     while rest:
         count = f.readinto(rest)
@@ -207,44 +225,63 @@ def fill(f: io.RawIOBase, values: np.ndarray, tensor: Tensor) -> None:
 
 
 def same_numbers(a: TensorSource, b: TensorSource) -> bool:
-    if (a.dtype, a.shape) != (b.dtype, b.shape) or a.dtype is None:
+    """Return True if two tensors have equal shapes, dtypes and bits. Reads both in pieces."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    rows = math.prod(a.shape) // max(1, width(a.shape))
-    step = max(1, PIECE // max(1, width(a.shape) * a.dtype.itemsize))
-    spans = ((i, min(rows, i + step)) for i in range(0, rows, step))
-    return all(a.rows(*span).tobytes() == b.rows(*span).tobytes() for span in spans)
+    return a.dtype is not None and all(
+        a.read_rows(*s).tobytes() == b.read_rows(*s).tobytes() for s in list_row_spans(a)
+    )
 
 
-def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An empty array at a multiple of 64 bytes, which jax takes over on a CPU without a copy."""
+def has_zeros_only(tensor: TensorSource) -> bool:
+    """Return True if all numbers of a tensor are 0."""
+    return tensor.dtype is not None and not any(
+        tensor.read_rows(*span).any() for span in list_row_spans(tensor)
+    )
+
+
+def list_row_spans(tensor: TensorSource) -> Iterator[tuple[int, int]]:
+    """Yield spans of rows, from a to b, of about PIECE_BYTES of a tensor's floats each."""
+    rows = math.prod(tensor.shape) // max(1, row_width(tensor.shape))
+    step = max(
+        1, PIECE_BYTES // max(1, row_width(tensor.shape) * (tensor.dtype or np.dtype(np.uint8)).itemsize)
+    )
+    return ((i, min(rows, i + step)) for i in range(0, rows, step))
+
+
+def empty_aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an empty array at a multiple of 64 bytes. On a CPU, jax takes such memory over without a
+    copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size].view(dtype).reshape(shape)
 
 
-def write(
-    file: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterable[Joined]
+def write_tensors(
+    file: Path, shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]], arrays: Iterable[JoinedViews]
 ) -> None:
-    """Write tensors of these names, shapes and dtypes as a safetensors file, which takes its name when it is
-    whole.
+    """Write a safetensors file under a temporary name, and rename it when it is complete.
 
-    `arrays` yields the numbers in the same order. Raises ValueError where one is NaN or infinite, or becomes
-    so in the cast.
+    shapes: shape and dtype of each tensor, by name.
+    arrays: the numbers, in the same order.
+
+    Raises ValueError if a number is NaN or infinite, or becomes so in the cast.
     """
-    text = header(shapes)
+    text = encode_header(shapes)
     partial = file.with_name(file.name + ".partial")
     try:
         with open(partial, "wb") as f:
             f.write(len(text).to_bytes(8, "little") + text)
-            for (name, (_, dtype)), joined in zip(shapes.items(), arrays, strict=True):
-                f.writelines(cast_blocks(name, joined, dtype))
+            for (name, (_, dtype)), views in zip(shapes.items(), arrays, strict=True):
+                f.writelines(cast_blocks(name, views, dtype))
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def header(shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
+def encode_header(shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
+    """Return the header of a safetensors file, padded to a multiple of 8 bytes."""
     codes = {dtype: code for code, dtype in FLOATS.items()}
     tensors: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -255,10 +292,11 @@ def header(shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def cast_blocks(name: str, joined: Joined, dtype: np.dtype) -> Iterator[memoryview]:
-    for block in joined.blocks(dtype.itemsize):
+def cast_blocks(name: str, views: JoinedViews, dtype: np.dtype) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in the file's order, cast to `dtype`. Raises ValueError for NaN and infinity."""
+    for block in views.split_blocks(dtype.itemsize):
         with np.errstate(over="ignore", invalid="ignore"):
-            values = np.ascontiguousarray(block.values(), dtype)
+            values = np.ascontiguousarray(block.file_values(), dtype)
         if not is_finite(values):
             raise ValueError(f"tensor {name!r} holds NaN or infinity as {dtype}, expected finite numbers")
         yield values.reshape(-1).view(np.uint8).data

@@ -1,4 +1,4 @@
-"""One prompt answered by a model, and by each of several adapters of it, in one batch.
+"""Answer one prompt with a model, and with each of several of its LoRA adapters, in one batch.
 
 python examples/adapters.py MODEL "List the customers of" sql=/adapters/sql de=/adapters/de
 """

@@ -1,9 +1,10 @@
-"""A model that calls functions of this script, and hears what they say:
+"""Let a model call functions of this script, and give it their results:
 `python examples/call_tools.py [MODEL]`.
 
-The small model that ships with duetto knows nothing of tools. So it must call one (`tool_choice="required"`),
-in the notation of Qwen's models: what it writes is always a call of one of the functions, with arguments of
-its schema, though not a sensible one. A model whose chat template knows tools is asked with "auto".
+The small model that ships with duetto was not trained on tools. So the script requires a call
+(`tool_choice="required"`), in the notation of Qwen's models: the output is always a call of one of the
+functions, with arguments of its schema, though not a sensible one. For a model whose chat template has tools,
+the script leaves `tool_choice` at "auto".
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The model card of a demo model: figures measured on the folder as written, samples as they fell, the loss
+"""Write the model card of a demo model: figures measured on the written folder, unselected samples, the loss
 curve."""
 
 import json
@@ -16,7 +16,7 @@ from demo_fit import Recipe, logits
 from demo_sample import complete, definitions, parses
 from tokenizers import Tokenizer
 
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.huggingface import load_hf
 from duetto.model.config import Dense, GroupedQuery, ModelConfig
 from duetto.model.transformer import Decoder
 
@@ -32,7 +32,7 @@ LINES = 200
 
 
 def measured(model: Model, stream: np.ndarray, T: int) -> np.ndarray:
-    """Nats of every token of a stream read in windows of T, float64 [blocks, T]."""
+    """Return the nats of every token of a stream read in windows of T, float64 [blocks, T]."""
     config, params = model
 
     @jax.jit
@@ -44,8 +44,7 @@ def measured(model: Model, stream: np.ndarray, T: int) -> np.ndarray:
 
 
 def agreement(draft: Model, target: Model, stream: np.ndarray, T: int = 256) -> tuple[float, float]:
-    """How often the draft's likeliest token is the target's, and the share of probability that the two have
-    in common.
+    """Return how often the draft's likeliest token is the target's, and the overlap of their distributions.
 
     The first is the acceptance rate of greedy speculative decoding, the second that of sampling at
     temperature 1 (Leviathan et al., arXiv 2211.17192), each along the text of the stream.
@@ -65,7 +64,7 @@ def read_history(path: Path) -> list[dict]:
 
 
 def joined(histories: Sequence[list[dict]]) -> list[dict]:
-    """The histories of runs that follow each other, as one."""
+    """Return the histories of consecutive runs as one history."""
     rows, before = [], 0
     for history in histories:
         rows += [row | {"step": before + row["step"]} for row in history]
@@ -74,7 +73,7 @@ def joined(histories: Sequence[list[dict]]) -> list[dict]:
 
 
 def draw_losses(rows: list[dict], path: Path) -> None:
-    """The loss curve as a small SVG, the same bytes for the same history."""
+    """Draw the loss curve as a small SVG, the same bytes for the same history."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -212,7 +211,7 @@ A small Llama that writes something like Python. It ships with duetto so that ev
 seconds, offline, on a real trained model; it is for tests, demonstrations and benchmarks, and of no use for
 anything else.
 """
-    greedy, sampled = agreement(draft, load(teacher, jnp.float32), stream)
+    greedy, sampled = agreement(draft, load_hf(teacher, jnp.float32), stream)
     return f"""# duetto demo, the draft
 
 A draft for speculative decoding of `{teacher.name}`, with the same tokenizer: it learned that model's
@@ -233,8 +232,8 @@ def write_card(
     teacher: Path | None,
     start: Path | None = None,
 ) -> None:
-    """README.md and loss.svg of a finished folder, from the runs that made it and their histories."""
-    model, tokenizer = load(folder, jnp.float32), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    """Write README.md and loss.svg of a finished folder, from its runs and their histories."""
+    model, tokenizer = load_hf(folder, jnp.float32), Tokenizer.from_file(str(folder / "tokenizer.json"))
     rows = joined(histories)
     draw_losses(rows, folder / "loss.svg")
     stream = encode(tokenizer, list(corpus.validation.values()))

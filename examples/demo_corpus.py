@@ -27,8 +27,7 @@ SKIPPED_FILES = {"html/entities.py"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Source files by their path below the standard library, in an order that depends on nothing but the
-    names."""
+    """Source files by their path below the standard library, in an order that depends on the names alone."""
 
     train: dict[str, str]
     validation: dict[str, str]
@@ -39,8 +38,8 @@ def digest(name: str) -> int:
 
 
 def is_validation(name: str) -> bool:
-    """One file in sixteen (a twentieth of the bytes), chosen by the hash of its name: the same files whatever
-    the interpreter's version."""
+    """Return whether a file is for validation: one in sixteen is (a twentieth of the bytes), chosen by the
+    hash of its name, so the choice does not depend on the interpreter's version."""
     return digest(name) % 16 == 0
 
 
@@ -52,7 +51,7 @@ def wanted(name: str) -> bool:
 
 
 def read_utf8(path: Path) -> str | None:
-    """The text of a file, or None for the few that declare another encoding."""
+    """Return the text of a file, or None for the few that declare another encoding."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -60,7 +59,7 @@ def read_utf8(path: Path) -> str | None:
 
 
 def standard_library() -> Corpus:
-    """The running interpreter's standard library, without tests, data tables and applications."""
+    """Return the running interpreter's standard library, without tests, data tables and applications."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted((p.relative_to(root).as_posix() for p in root.rglob("*.py")), key=digest)
     texts = {name: read_utf8(root / name) for name in names if wanted(name)}
@@ -72,7 +71,7 @@ def standard_library() -> Corpus:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE (Sennrich et al., arXiv 1508.07909) with one special token, `END`, of id 0."""
+    """Train a byte-level BPE (Sennrich et al., arXiv 1508.07909) with one special token, `END`, of id 0."""
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -89,18 +88,18 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
-    """All texts as one stream, each after an `END` token: int32 [tokens]."""
+    """Return all texts as one stream, each after an `END` token: int32 [tokens]."""
     end = tokenizer.token_to_id(END)
     ids = itertools.chain.from_iterable([end, *e.ids] for e in tokenizer.encode_batch(texts))
     return np.fromiter(ids, np.int32)
 
 
 def cut_spaces(stream: np.ndarray, tokenizer: Tokenizer, share: float, seed: int) -> np.ndarray:
-    """A stream in which some words are cut from the space before them, as after a prompt that ends in a
-    space.
+    """Return a stream in which some words are separate tokens from the space before them, as after a prompt
+    that ends in a space.
 
-    Byte-level BPE joins the two, so a model that has only read whole files goes astray after `def `. It is
-    what "token healing" repairs at decoding time, learned instead.
+    Byte-level BPE joins the two, so a model that was trained on whole files only continues `def ` badly.
+    "Token healing" repairs this at decoding time; here the model learns it.
     """
     space = tokenizer.token_to_id("Ġ")
     texts = [tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())]
@@ -115,8 +114,8 @@ def cut_spaces(stream: np.ndarray, tokenizer: Tokenizer, share: float, seed: int
 
 
 def batches(stream: np.ndarray, shape: tuple[int, int], seed: int, skip: int = 0) -> Iterator[np.ndarray]:
-    """Windows of a stream for ever, int32 [B, T+1]; batch `i` depends on (seed, i) alone, so a run can resume
-    at `skip`.
+    """Yield windows of a stream without end, int32 [B, T+1]; batch `i` depends on (seed, i) alone, so a run
+    can resume at `skip`.
 
     Every epoch cuts the stream at a new offset and shuffles the pieces.
     """
@@ -131,7 +130,7 @@ def batches(stream: np.ndarray, shape: tuple[int, int], seed: int, skip: int = 0
 
 
 def blocks(stream: np.ndarray, T: int) -> np.ndarray:
-    """A stream cut into windows that meet, int32 [blocks, T+1]: each of the T predictions of a window counts
-    once."""
+    """Cut a stream into windows that overlap by one token, int32 [blocks, T+1], so that each prediction
+    counts once."""
     count = (len(stream) - 1) // T
     return np.stack([stream[i * T : i * T + T + 1] for i in range(count)])

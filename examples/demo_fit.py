@@ -17,8 +17,8 @@ from demo_corpus import batches, blocks
 
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
-from duetto.model.tree import init
+from duetto.model.transformer import Decoder, compute_logits, decoder_spec, forward
+from duetto.model.tree import init_params
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything a run depends on beside the corpus."""
+    """Everything that a run depends on except the corpus."""
 
     config: ModelConfig
     phases: tuple[Phase, ...]
@@ -76,8 +76,8 @@ class Recipe:
 
 
 def matrices(tree: Any) -> Any:
-    """Which axes of a leaf a product sums over and which it yields; None for the embedding, gains and
-    biases."""
+    """Return the axes of a leaf that a product sums over and those that it yields; None for the embedding,
+    gains and biases."""
     from optax.contrib import MuonDimensionNumbers as Axes
 
     def axes(path: tuple, leaf: Any) -> Any:
@@ -93,8 +93,10 @@ def matrices(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model whose distribution is learned (Hinton et al., arXiv 1503.02531), weighed against the corpus's
-    own tokens."""
+    """A model whose distribution is learned (Hinton et al., arXiv 1503.02531).
+
+    weight: share of its distribution in the loss; the rest is the corpus's own tokens.
+    """
 
     config: ModelConfig
     params: Decoder
@@ -103,7 +105,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Material:
-    """What is learned from: a stream of tokens, and for a draft its teacher."""
+    """Training data: a stream of tokens, and for a draft model its teacher."""
 
     stream: np.ndarray
     teacher: Teacher | None = None
@@ -113,7 +115,7 @@ def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array
     """Next-token logits of every position, float32 [B,T,V], by the forward pass that the engine serves."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _ = forward(params, config, tokens, positions, causal)
-    return unembed(params, config, hidden)
+    return compute_logits(params, config, hidden)
 
 
 def cross_entropy(params: Decoder, config: ModelConfig, window: jax.Array) -> jax.Array:
@@ -155,7 +157,7 @@ def start(recipe: Recipe, params: Any) -> tuple:
     """Parameters, random unless given, and optimizer moments before the first step, which may destroy
     them."""
     if params is None:
-        params = init(jax.random.key(recipe.seed), decoder_spec(recipe.config))
+        params = init_params(jax.random.key(recipe.seed), decoder_spec(recipe.config))
     params = jax.tree.map(jnp.copy, params)
     return params, recipe.optimizer().init(params)
 
@@ -187,8 +189,8 @@ def fit(
 ) -> Decoder:
     """Train `params`, or random ones, to the last step; from the newest checkpoint in `work` if there is one.
 
-    Every `evaluate_every` steps `report(step, params)` measures and writes what it likes; its figures, the
-    mean training loss and the state are kept in `work` (Orbax, and `history.jsonl` beside it).
+    Every `evaluate_every` steps `report(step, params)` returns figures; these, the mean training loss and the
+    state are stored in `work` (`history.jsonl`, and an Orbax folder).
     """
     import orbax.checkpoint as ocp
 

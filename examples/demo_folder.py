@@ -1,4 +1,4 @@
-"""A trained decoder as a Hugging Face folder: weights, sizes, tokenizer and generation defaults."""
+"""Write a trained decoder as a Hugging Face folder: weights, sizes, tokenizer and generation defaults."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from demo_corpus import END
 from tokenizers import Tokenizer
 
-from duetto.checkpoints.huggingface import save
+from duetto.checkpoints.huggingface import save_hf
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder
 
@@ -20,12 +20,12 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 
-# Greedy text of a model this small goes round in circles.
+# Greedy text of a model this small repeats itself.
 DRAWN = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
 
 
 def rounded(params: Decoder) -> Decoder:
-    """The parameters that the file will hold, as float32: every figure is measured on these."""
+    """Return the parameters that the file will hold, as float32: every figure is measured on these."""
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
 
 
@@ -34,10 +34,10 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def write_folder(out: Path, config: ModelConfig, params: Decoder, tokenizer: Tokenizer) -> None:
-    """The folder that duetto and Transformers load, with weights in bfloat16."""
+    """Write the folder that duetto and Transformers load, with weights in bfloat16."""
     out.mkdir(parents=True, exist_ok=True)
     end = tokenizer.token_to_id(END)
-    save(out, config, params, jnp.bfloat16)
+    save_hf(out, config, params, jnp.bfloat16)
     raw = json.loads((out / "config.json").read_text(encoding="utf-8"))
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
     write_json(out / "config.json", raw | ids)

@@ -1,5 +1,4 @@
-"""Text from a demo model by the plainest means there is: the whole forward pass for every token, without a
-cache."""
+"""Sample text from a demo model without a KV cache: the whole forward pass for every token."""
 
 import ast
 from functools import partial
@@ -17,7 +16,7 @@ from duetto.model.transformer import Decoder
 def extend(
     params: Decoder, config: ModelConfig, tokens: jax.Array, end: int, length: jax.Array, draw: tuple
 ) -> jax.Array:
-    """Rows of tokens [B,T], each filled from its `length` [B] to the end of the row.
+    """Return rows of tokens [B,T], each filled from its `length` [B] to the end of the row.
 
     `draw` is (key, temperature); temperature 0 is greedy. After `end` a row holds only `end`.
     """
@@ -42,7 +41,7 @@ def complete(
     temperature: float,
     seed: int = 0,
 ) -> list[str]:
-    """What follows each prompt, at most `count` tokens, sampled with one seed."""
+    """Return the continuation of each prompt, at most `count` tokens, sampled with one seed."""
     config, params = model
     ids, end = [e.ids for e in tokenizer.encode_batch(prompts)], 0
     length = jnp.array([len(i) for i in ids])
@@ -52,7 +51,7 @@ def complete(
 
 
 def parses(line: str) -> bool:
-    """Whether the line, as the head of a function, is Python."""
+    """Return whether the line, as the head of a function, is Python."""
     try:
         ast.parse(f"def{line}\n    pass")
     except (SyntaxError, ValueError):
@@ -63,8 +62,8 @@ def parses(line: str) -> bool:
 def definitions(
     model: tuple[ModelConfig, Decoder], tokenizer: Tokenizer, prompt: str, count: int, seed: int = 0
 ) -> list[str]:
-    """`count` sampled first lines after a prompt that ends in `def`, at temperature 1: the rest of each
-    line."""
+    """Sample `count` continuations of a prompt that ends in `def`, at temperature 1, and return the rest of
+    each first line."""
     texts = complete(model, tokenizer, [prompt] * count, 32, temperature=1.0, seed=seed)
     space = prompt[len(prompt.rstrip(" ")) :]
     return [space + text.split("\n", 1)[0] for text in texts]

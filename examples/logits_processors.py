@@ -1,4 +1,4 @@
-"""Three logits processors, compiled into the step, and requests that ask for them.
+"""Run three logits processors, compiled into the step, with requests that use them.
 
 `python examples/logits_processors.py [MODEL]`. From this folder, `duetto serve --logits-processors
 logits_processors:no_repeated_ngram` serves one of them.

@@ -1,4 +1,5 @@
-"""Teach a small model by reinforcement (REINFORCE, Williams 1992): each vowel that it writes is rewarded.
+"""Train a small model by reinforcement learning (REINFORCE, Williams 1992): each vowel of an output is
+rewarded.
 
     python examples/reinforce.py
 
@@ -19,8 +20,8 @@ import optax
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.transformer import decoder_spec, forward, unembed
-from duetto.model.tree import init
+from duetto.model.transformer import compute_logits, decoder_spec, forward
+from duetto.model.tree import init_params
 
 CONFIG = ModelConfig.uniform(
     vocab_size=128,
@@ -42,14 +43,15 @@ def answer_logprobs(params: Any, texts: jax.Array) -> jax.Array:
     inputs = texts[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None], inputs.shape)
     hidden, _ = forward(params, CONFIG, inputs, positions, causal)
-    scores = jax.nn.log_softmax(unembed(params, CONFIG, hidden).astype(jnp.float32))
+    scores = jax.nn.log_softmax(compute_logits(params, CONFIG, hidden).astype(jnp.float32))
     own = jnp.take_along_axis(scores, texts[:, 1:, None], axis=2)[:, :, 0]
     return own[:, -ANSWER:]
 
 
 @jax.jit
 def train_step(params: Any, state: optax.OptState, texts: jax.Array) -> tuple[Any, optax.OptState, Any]:
-    """A step of REINFORCE; the served parameters are not donated, and the scores are those before it."""
+    """Take a step of REINFORCE. Returns parameters, optimizer state, and the scores before the step. The
+    served parameters are not donated."""
     rewards = VOWELS[texts[:, -ANSWER:]]
     advantages = rewards - rewards.mean()
 
@@ -63,15 +65,16 @@ def train_step(params: Any, state: optax.OptState, texts: jax.Array) -> tuple[An
 
 
 def scores_of(outputs: list[RequestOutput]) -> np.ndarray:
-    """The sampled tokens' log-probabilities [B,ANSWER], as they were reported."""
+    """Return the reported log-probabilities of the sampled tokens, [B,ANSWER]."""
     found = [zip(o.outputs[0].token_ids, o.outputs[0].logprobs or [], strict=True) for o in outputs]
     return np.array([[at[token].logprob for token, at in own] for own in found])
 
 
 def reinforce(rounds: int = ROUNDS) -> tuple[list[float], float, bool]:
-    """Train; the mean reward of each round, the largest difference between the trainer's log-probabilities
-    and the sampler's, and whether those that decode gives for the last answers have the sampler's bits."""
-    params: Any = init(jax.random.key(0), decoder_spec(CONFIG))
+    """Train a model. Returns the mean reward of each round, the largest difference between the trainer's
+    log-probabilities and the sampler's, and whether those that `log_likelihood(by="decode")` computes for the
+    last answers have the sampler's bits."""
+    params: Any = init_params(jax.random.key(0), decoder_spec(CONFIG))
     state, rewards, apart = OPTIMISER.init(params), [], 0.0
     asked = SamplingParams(temperature=1.0, max_tokens=ANSWER, logprobs=0, ignore_eos=True)
     sample = partial(LLM.generate, prompts=[PROMPT] * ROWS, sampling_params=asked, use_tqdm=False)

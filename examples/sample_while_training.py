@@ -1,10 +1,10 @@
-"""Train a small model with optax and look at what it writes between two rounds: the trainer's arrays are the
-server's.
+"""Train a small model with optax and sample from it after each round: trainer and engine use the same
+arrays.
 
     python examples/sample_while_training.py
 
-`update_params` neither copies nor compiles, so a sample costs what its tokens cost. The train step must not
-donate its parameters then: the server still reads the last ones that it was given.
+`update_params` neither copies nor compiles, so a sample takes only the time of its tokens. The train step
+must not donate its parameters, because the engine still reads them.
 """
 
 from functools import partial
@@ -18,8 +18,8 @@ import optax
 from duetto import LLM, SamplingParams
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
-from duetto.model.tree import init
+from duetto.model.transformer import Decoder, compute_logits, decoder_spec, forward
+from duetto.model.tree import init_params
 
 TEXT = (
     b"Prefill reads the prompt at once, decode writes one token a step; both are one function of the "
@@ -44,7 +44,7 @@ def loss(params: Decoder, tokens: jax.Array) -> jax.Array:
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32)[None], inputs.shape)
     hidden, _ = forward(params, CONFIG, inputs, positions, causal)
-    logits = unembed(params, CONFIG, hidden)
+    logits = compute_logits(params, CONFIG, hidden)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
@@ -65,7 +65,7 @@ def batch(draw: np.random.Generator) -> jax.Array:
 
 def train(rounds: int = 4, steps: int = 40) -> tuple[list[float], list[str]]:
     """Train, and after each round continue "Prefill"; returns the loss and the text of each round."""
-    params: Any = init(jax.random.key(0), decoder_spec(CONFIG))
+    params: Any = init_params(jax.random.key(0), decoder_spec(CONFIG))
     state, draw = OPTIMISER.init(params), np.random.default_rng(0)
     losses = []
     texts = []

@@ -1,5 +1,5 @@
-"""Print the first answers of a batch beside their prompts: python examples/show_answers.py IN.jsonl OUT.jsonl
-[HOW MANY]"""
+"""Print the first answers of a batch with their prompts: python examples/show_answers.py IN.jsonl OUT.jsonl
+[COUNT]"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Outputs that follow a JSON Schema, a regular expression, a choice and a grammar.
+"""Generate outputs constrained by a JSON Schema, a regular expression, a choice and a grammar.
 
 `pip install 'duetto[structured]'`, then `python examples/structured_outputs.py [MODEL]`.
 """

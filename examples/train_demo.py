@@ -1,12 +1,13 @@
-"""Train the two models that ship, each from nothing, on this interpreter's standard library.
+"""Train the two models that ship, each from random weights, on this interpreter's standard library.
 
     python examples/train_demo.py --out checkpoints/demo
     python examples/train_demo.py --out checkpoints/demo-draft --teacher checkpoints/demo
 
-The second is a draft a tenth the size, distilled from the first. `--start` goes on from a finished folder
-instead of random weights. A run depends on the standard library, the seed, the number of steps and where it
-starts, never on the clock; killed and started again, it resumes. Two idle cores take about forty minutes and
-ten. The card's chart needs matplotlib (`pip install duetto[notebook]`).
+The second is a draft model of a tenth of the size, distilled from the first. `--start` continues from a
+finished folder instead of random weights. A run depends on the standard library, the seed, the number of
+steps and its first weights, never on the clock; killed and started again, it resumes. Two idle cores take
+about forty minutes for the first and ten for the second. The card's chart needs matplotlib (`pip install
+duetto[notebook]`).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from demo_fit import Material, Phase, Recipe, Teacher, evaluate, fit
 from demo_folder import rounded, write_folder
 from tokenizers import Tokenizer
 
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.huggingface import load_hf
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder
 
@@ -33,23 +34,24 @@ CUT = 0.02  # share of words cut from the space before them
 
 
 def phases(steps: int) -> tuple[Phase, ...]:
-    """Short windows are cheap: three quarters of the steps read 128 tokens, a fifth 256, the last ones
-    1024."""
+    """Return the phases of a run: three quarters of the steps read windows of 128 tokens, because these are
+    fast, a fifth 256 tokens, and the last ones 1024."""
     middle, long = steps // 5, steps // 20
     short = Phase(steps - middle - long, batch=16, context=128)
     return short, Phase(middle, batch=8, context=256), Phase(long, batch=2, context=CONTEXT)
 
 
 def longer(recipe: Recipe) -> Recipe:
-    """A second, short run from the end of the first: it teaches to look back further than 256 tokens."""
+    """Return the recipe of a second, short run from the end of the first, which trains on contexts of more
+    than 256 tokens."""
     steps = recipe.steps
     stretch = Phase(steps // 20, batch=4, context=512), Phase(steps // 15, batch=2, context=CONTEXT)
     return replace(recipe, phases=stretch, learning_rate=recipe.learning_rate / 2, evaluate_every=50)
 
 
 def mean(first: Decoder, second: Decoder) -> Decoder:
-    """Between the ends of both runs (Wortsman et al., arXiv 2203.05482): the second reads far and has lost a
-    little nearby."""
+    """Return the weighted mean of both runs' last weights (Wortsman et al., arXiv 2203.05482): the second run
+    is better at long contexts, and slightly worse at short ones."""
     return jax.tree.map(lambda a, b: (1 - SECOND) * a + SECOND * b, first, second)
 
 
@@ -103,7 +105,7 @@ def recipe_and_material(args: argparse.Namespace, corpus: Corpus) -> tuple[Recip
     if args.teacher:
         tokenizer = Tokenizer.from_file(str(args.teacher / "tokenizer.json"))
         recipe = draft_recipe(args.steps or DRAFT_STEPS, args.seed)
-        teacher = Teacher(*load(args.teacher, jnp.float32))
+        teacher = Teacher(*load_hf(args.teacher, jnp.float32))
     else:
         tokenizer = train_tokenizer(texts, VOCABULARY)
         recipe = demo_recipe(args.steps or STEPS, args.seed)
@@ -124,7 +126,7 @@ def main() -> None:
 
     runs = (first, longer(first))
     folder = args.work or Path("build") / args.out.name
-    params, ends = load(args.start, jnp.float32)[1] if args.start else None, []
+    params, ends = load_hf(args.start, jnp.float32)[1] if args.start else None, []
     for recipe, work in zip(runs, (folder / "first", folder / "longer"), strict=True):
         work.mkdir(parents=True, exist_ok=True)
         params = fit(recipe, material, work, report, params)

@@ -1,11 +1,11 @@
-"""Train the head that guesses for the demo model, on the corpus that the model itself was trained on.
+"""Train the head that drafts tokens for the demo model, on the corpus that the model itself was trained on.
 
     python examples/train_heads.py --target checkpoints/demo --out checkpoints/demo-heads
 
-The model is frozen; the head learns its distribution at each of the next DEPTH places (cross entropy with the
-model's own probabilities, Hinton et al., arXiv 1503.02531), with the text's tokens in between. A run depends
-on the standard library, the seed and the number of steps, never on the clock; killed and started again, it
-resumes from the newest checkpoint.
+The model is frozen; the head learns its distribution at each of the next DEPTH positions (cross entropy with
+the model's own probabilities, Hinton et al., arXiv 1503.02531), with the text's tokens in between. A run
+depends on the standard library, the seed and the number of steps, never on the clock; killed and started
+again, it resumes from the newest checkpoint.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from demo_corpus import blocks, encode, standard_library
 from demo_fit import Phase, Recipe, record, windows
 from tokenizers import Tokenizer
 
-from duetto.checkpoints.heads import FILE, load_head, save_head
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.heads import HEADS_FILE, load_head, save_head
+from duetto.checkpoints.huggingface import load_hf
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.heads import Head, advance, head_spec
-from duetto.model.transformer import Decoder, forward, unembed
-from duetto.model.tree import init
+from duetto.model.draft_head import DraftHead, advance_draft_state, draft_head_spec
+from duetto.model.transformer import Decoder, compute_logits, forward
+from duetto.model.tree import init_params
 
-DEPTH = 4  # guesses in a row that are trained
+DEPTH = 4  # consecutive draft tokens that are trained
 INNER = 512  # F
 BATCH, CONTEXT = 4, 128
 STEPS = 1000
@@ -50,23 +50,23 @@ def recipe(config: ModelConfig, steps: int, seed: int) -> Recipe:
     )
 
 
-def guesses(head: Head, target: Target, window: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Logits of the head and of the model for the same places of a window [B,T+1]: each [DEPTH, B, T-DEPTH,
-    V].
+def guesses(head: DraftHead, target: Target, window: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the logits of the head and of the model for the same positions of a window [B,T+1]: each [DEPTH,
+    B, T-DEPTH, V].
 
-    Guess i after position t is of the token t+2+i, by the hidden state of t and the tokens t+1 .. t+1+i.
+    Draft token i after position t predicts token t+2+i, by the hidden state of t and the tokens t+1 .. t+1+i.
     """
     config, params = target
     T = window.shape[1] - 1
     places = jnp.broadcast_to(jnp.arange(T), (window.shape[0], T))
     hidden, _ = forward(params, config, window[:, :-1], places, causal)
-    own = unembed(params, config, hidden)
+    own = compute_logits(params, config, hidden)
     state = hidden[:, : T - DEPTH]
     found = []
     n = T - DEPTH
     for i in range(DEPTH):
-        state = advance(head, params, state, window[:, 1 + i : 1 + i + n])
-        found.append((unembed(params, config, state), own[:, 1 + i : 1 + i + n]))
+        state = advance_draft_state(head, params, state, window[:, 1 + i : 1 + i + n])
+        found.append((compute_logits(params, config, state), own[:, 1 + i : 1 + i + n]))
     guessed, wanted = zip(*found, strict=True)
     return jnp.stack(guessed), jnp.stack(wanted)
 
@@ -75,7 +75,7 @@ def make_step(plan: Recipe) -> Callable:
     """`step(state, params, window) -> state, loss`, jitted with the state donated."""
     optimizer = plan.optimizer()
 
-    def loss(head: Head, params: Decoder, window: jax.Array) -> jax.Array:
+    def loss(head: DraftHead, params: Decoder, window: jax.Array) -> jax.Array:
         guessed, wanted = guesses(head, (plan.config, params), window)
         return optax.softmax_cross_entropy(guessed, jax.nn.softmax(wanted)).mean()
 
@@ -90,9 +90,10 @@ def make_step(plan: Recipe) -> Callable:
 
 
 @partial(jax.jit, static_argnums=1)
-def agreement(head: Head, config: ModelConfig, params: Decoder, window: jax.Array) -> jax.Array:
-    """Shares of the places of a window [DEPTH, 4]: the model's likeliest token is the head's first, is among
-    its first three, so far along the text without a miss; and the probability that both distributions share.
+def agreement(head: DraftHead, config: ModelConfig, params: Decoder, window: jax.Array) -> jax.Array:
+    """Return shares of the positions of a window, [DEPTH, 4]: the model's likeliest token is the head's
+    first; it is among the head's first three; it is the head's first at all depths so far; and the overlap of
+    both distributions.
     """
     guessed, wanted = guesses(head, (config, params), window)
     top, likeliest = jax.lax.top_k(guessed, 3)[1], jnp.argmax(wanted, axis=-1)
@@ -103,14 +104,14 @@ def agreement(head: Head, config: ModelConfig, params: Decoder, window: jax.Arra
     return jnp.stack([x.astype(jnp.float32).mean((1, 2)) for x in (first, among, in_a_row, shared)], axis=1)
 
 
-def evaluate(head: Head, target: Target, stream: np.ndarray, every: int = 1) -> np.ndarray:
+def evaluate(head: DraftHead, target: Target, stream: np.ndarray, every: int = 1) -> np.ndarray:
     """`agreement` over every `every`-th window of a stream, float [DEPTH, 4]."""
     config, params = target
     rows = blocks(stream, CONTEXT + DEPTH)[::every]
     return np.mean([agreement(head, config, params, row[None]) for row in rows], axis=0)
 
 
-def fit(plan: Recipe, target: Target, streams: tuple[np.ndarray, np.ndarray], work: Path) -> Head:
+def fit(plan: Recipe, target: Target, streams: tuple[np.ndarray, np.ndarray], work: Path) -> DraftHead:
     """Train a head to the last step, from the newest checkpoint in `work` if there is one; history in
     `history.jsonl`."""
     import orbax.checkpoint as ocp
@@ -118,7 +119,7 @@ def fit(plan: Recipe, target: Target, streams: tuple[np.ndarray, np.ndarray], wo
     train, held_out = streams
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(work.absolute() / "state", options=options) as manager:
-        head: Any = init(jax.random.key(plan.seed), head_spec(plan.config.hidden_size, INNER))
+        head: Any = init_params(jax.random.key(plan.seed), draft_head_spec(plan.config.hidden_size, INNER))
         state = (head, plan.optimizer().init(head))
         done = manager.latest_step() or 0
         if done:
@@ -150,10 +151,10 @@ def write_card(out: Path, plan: Recipe, target: Path, shares: np.ndarray) -> Non
     tokens = plan.steps * BATCH * (CONTEXT + DEPTH)
     card = f"""# duetto demo, the head
 
-A head that guesses the next tokens of `{target.name}` from its last hidden state (`model/heads.py`):
+A head that guesses the next tokens of `{target.name}` from its last hidden state (`model/draft_head.py`):
 a recurrent block of {plan.config.hidden_size} x {INNER} units under the model's own output embedding,
 applied once for each guess.
-`{FILE}`: {(out / FILE).stat().st_size:,} bytes, half precision. Figures are of this file.
+`{HEADS_FILE}`: {(out / HEADS_FILE).stat().st_size:,} bytes, half precision. Figures are of this file.
 
 ## Agreement with the model on held-out text
 
@@ -187,7 +188,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    corpus, target = standard_library(), load(args.target, jnp.float32)
+    corpus, target = standard_library(), load_hf(args.target, jnp.float32)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     train, held_out = (encode(tokenizer, list(t.values())) for t in (corpus.train, corpus.validation))
     work = args.work or Path("build") / args.out.name

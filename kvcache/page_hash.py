@@ -1,4 +1,4 @@
-"""Page hashes: a page's name is the hash of all tokens up to its end, so equal prefixes have equal names."""
+"""Page hashes: each covers all tokens up to the end of its page, so equal prefixes have equal hashes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,30 +6,37 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def root(*salt: str) -> bytes:
-    """The hash before the first page: of all that changes a page's bits besides its tokens (model, dtype)."""
+def root_hash(*salt: str) -> bytes:
+    """Return the hash before the first page. `salt` has all that changes a page's bits besides its tokens
+    (model, dtype)."""
     return hashlib.blake2b("\0".join(salt).encode(), digest_size=16).digest()
 
 
-def extend(
-    names: list[bytes],
+def extend_page_hashes(
+    hashes: list[bytes],
     tokens: Sequence[int],
-    pages: int,
+    num_pages: int,
     page_size: int,
-    start: bytes,
-    prompt: int | None = None,
+    root: bytes,
+    prompt_len: int | None = None,
 ) -> None:
-    """Append the hashes that `names` lacks of the first `pages` pages of `tokens`; those pages are full. Each
-    hash covers its page and the hash before it, as in vLLM's prefix cache.
+    """Append the hashes of the first `num_pages` pages of `tokens` that `hashes` lacks; those pages must be
+    full.
 
-    Where decode writes other bits than prefill, pages with tokens after the first `prompt` have other hashes.
+    Each hash covers its page and the hash before it, as in vLLM's prefix cache. `root` is the hash before the
+    first page. `prompt_len` is the number of prompt tokens: pages with later tokens get other hashes. Set it
+    where decode writes other bits than prefill.
     """
-    assert pages * page_size <= len(tokens), f"{pages} pages of {page_size} from {len(tokens)} tokens"
-    first, size = len(names), 4 * page_size
-    lacking = np.asarray(tokens[first * page_size : pages * page_size], np.int32).tobytes()
-    parent = names[-1] if names else start
-    for i in range(first, pages):
-        page = lacking[(i - first) * size : (i - first + 1) * size]
-        decoded = b"" if prompt is None or (i + 1) * page_size <= prompt else b"decoded behind %d" % prompt
-        parent = hashlib.blake2b(parent + page + decoded, digest_size=16).digest()
-        names.append(parent)
+    assert num_pages * page_size <= len(tokens), f"{num_pages} pages of {page_size} from {len(tokens)} tokens"
+    first, size = len(hashes), 4 * page_size
+    token_bytes = np.asarray(tokens[first * page_size : num_pages * page_size], np.int32).tobytes()
+    parent_hash = hashes[-1] if hashes else root
+    for i in range(first, num_pages):
+        page_bytes = token_bytes[(i - first) * size : (i - first + 1) * size]
+        decode_tag = (
+            b""
+            if prompt_len is None or (i + 1) * page_size <= prompt_len
+            else b"decoded behind %d" % prompt_len
+        )
+        parent_hash = hashlib.blake2b(parent_hash + page_bytes + decode_tag, digest_size=16).digest()
+        hashes.append(parent_hash)

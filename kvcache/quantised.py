@@ -1,8 +1,9 @@
 """8-bit KV cache: every head of a token has codes and a scale of its own.
 
-Codes and scale follow from the head's own numbers, so a token's bits depend neither on its neighbours in the
-page nor on which step writes it. Scales are bfloat16: the range of float32, and an error that a code's hides.
-Codes are decoded before they are multiplied; the product of a code and a scale is exact in float32.
+Codes and scale follow from the head's own numbers. So a token's bits depend neither on its neighbours in the
+page nor on the step that writes it. Scales are bfloat16, which has the range of float32. Its rounding error
+is smaller than that of a code. Codes are decoded before they are multiplied; the product of a code and a
+scale is exact in float32.
 """
 
 from typing import Any, NamedTuple
@@ -13,16 +14,21 @@ from jaxtyping import Array, Float, Shaped
 
 from ..model.tree import pytree, static
 
-SCALE = jnp.dtype(jnp.bfloat16)
-SMALLEST = 1e-30  # scale; heads of zeros have it
+SCALE_DTYPE = jnp.dtype(jnp.bfloat16)
+MIN_SCALE = 1e-30  # scale of a head of zeros
 
 
 class Scheme(NamedTuple):
-    """The type of the codes, and the largest of them."""
+    """8-bit format of a cache.
+
+    name: value of `kv_cache_dtype`
+    dtype: type of the codes
+    max_code: largest code
+    """
 
     name: str
     dtype: Any
-    most: float
+    max_code: float
 
 
 SCHEMES = {
@@ -31,43 +37,46 @@ SCHEMES = {
     "fp8_e5m2": Scheme("fp8_e5m2", jnp.dtype(jnp.float8_e5m2), 57344.0),
 }
 SCHEMES["fp8"] = SCHEMES["fp8_e4m3"]  # vLLM's name for it
-Kept = Any  # a Scheme, or the dtype of a pool that is an array
+CacheFormat = Any  # a Scheme, or the dtype of a pool without codes
 
 
 @pytree
 class QuantisedPool:
-    """Stands where a pool [K,P,W,H] stood: a number is its code times its head's scale.
+    """Pool of 8-bit codes with one scale per head and token, in place of an array [K,P,W,H]. A number is its
+    code times its head's scale.
 
-    A piece of a pool, or new tokens, are the same record in another shape.
+    A part of a pool, or new tokens, are this record in another shape.
     """
 
-    values: Any  # [K,P,W,H], codes; on CPUs the bits of float8
-    scales: Any  # [K,P,W], bfloat16; on CPUs its bits
+    values: Any  # [K,P,W,H], codes; on CPUs float8 is uint8
+    scales: Any  # [K,P,W], bfloat16; on CPUs uint16
     scheme: str = static("int8")
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the codes."""
         return self.values.shape
 
 
-Pool = Shaped[Array, "K P W H"] | QuantisedPool  # on CPUs floats of 8 and 16 bits are their bits
+Pool = Shaped[Array, "K P W H"] | QuantisedPool  # on CPUs, 8-bit and 16-bit floats are unsigned integers
 
 
-def kept_as(kv_cache_dtype: str, dtype: Any) -> Kept:
-    """Scheme or dtype of a cache for a value of `kv_cache_dtype`; "auto" is the computed dtype."""
+def choose_cache_format(kv_cache_dtype: str, dtype: Any) -> CacheFormat:
+    """Return the format of a cache for an option value `kv_cache_dtype`: a Scheme, or a dtype; "auto" is the
+    dtype of the computation."""
     return SCHEMES.get(kv_cache_dtype, dtype)
 
 
-def head_bytes(size: int, kept: Kept) -> int:
-    """Bytes of one head of a token."""
-    if isinstance(kept, Scheme):
-        return size * kept.dtype.itemsize + SCALE.itemsize
-    return size * jnp.dtype(kept).itemsize
+def head_bytes(size: int, cache_format: CacheFormat) -> int:
+    """Return the bytes of one head of a token with `size` numbers."""
+    if isinstance(cache_format, Scheme):
+        return size * cache_format.dtype.itemsize + SCALE_DTYPE.itemsize
+    return size * jnp.dtype(cache_format).itemsize
 
 
 def pool_dtype(dtype: Any, device: Any) -> Any:
-    """The type of an array in a pool: a CPU keeps short floats as their bits, or XLA would widen the pool to
-    write a token."""
+    """Return the dtype of a pool's array. A CPU keeps 8-bit and 16-bit floats as unsigned integers. Otherwise
+    XLA would convert the whole pool to float32 to write a token."""
     dtype = jnp.dtype(dtype)
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(dtype.itemsize)
     if device is None or device.platform != "cpu" or bits is None or dtype.kind == "i":
@@ -75,42 +84,45 @@ def pool_dtype(dtype: Any, device: Any) -> Any:
     return jnp.dtype(bits)
 
 
-def as_dtype(x: Shaped[Array, "*shape"], dtype: Any) -> Shaped[Array, "*shape"]:
-    """Numbers as a pool's bits, or a pool's bits as numbers."""
+def cast_bits(x: Shaped[Array, "*shape"], dtype: Any) -> Shaped[Array, "*shape"]:
+    """Convert numbers to a dtype. To or from a pool's unsigned integers, this is a bitcast."""
     bits = (jnp.uint8, jnp.uint16)
     if x.dtype == dtype or not (x.dtype in bits or dtype in bits):
         return x.astype(dtype)
     return jax.lax.bitcast_convert_type(x, dtype)
 
 
-def empty_pool(shape: tuple[int, ...], kept: Kept, device: Any = None) -> Pool:
-    """A pool of zeros, as a device keeps it; without one, as the dtype says."""
-    if not isinstance(kept, Scheme):
-        return jnp.zeros(shape, pool_dtype(kept, device))
-    values = jnp.zeros(shape, pool_dtype(kept.dtype, device))
-    return QuantisedPool(values, jnp.zeros(shape[:-1], pool_dtype(SCALE, device)), kept.name)
+def empty_pool(shape: tuple[int, ...], cache_format: CacheFormat, device: Any = None) -> Pool:
+    """Make a pool of zeros in the layout of a device; without a device, in the dtype itself."""
+    if not isinstance(cache_format, Scheme):
+        return jnp.zeros(shape, pool_dtype(cache_format, device))
+    values = jnp.zeros(shape, pool_dtype(cache_format.dtype, device))
+    return QuantisedPool(values, jnp.zeros(shape[:-1], pool_dtype(SCALE_DTYPE, device)), cache_format.name)
 
 
-def encoded(pool: Pool, x: Float[Array, "*heads H"]) -> Float[Array, "*heads H"] | QuantisedPool:
-    """New numbers as the pool will keep them, but for their bits."""
+def quantise_heads(pool: Pool, x: Float[Array, "*heads H"]) -> Float[Array, "*heads H"] | QuantisedPool:
+    """Quantise new heads as their pool keeps them; a pool without codes leaves them as they are. The bitcast
+    to a CPU's integers comes later."""
     if not isinstance(pool, QuantisedPool):
         return x
     scheme, x = SCHEMES[pool.scheme], x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
-    scales = jnp.maximum(largest * jnp.float32(1 / scheme.most), SMALLEST).astype(SCALE)
-    codes = jnp.clip(x / scales.astype(jnp.float32)[..., None], -scheme.most, scheme.most)
+    scales = jnp.maximum(largest * jnp.float32(1 / scheme.max_code), MIN_SCALE).astype(SCALE_DTYPE)
+    codes = jnp.clip(x / scales.astype(jnp.float32)[..., None], -scheme.max_code, scheme.max_code)
     codes = jnp.round(codes) if scheme.dtype.kind == "i" else codes
     return QuantisedPool(codes.astype(scheme.dtype), scales, pool.scheme)
 
 
-def decoded(kept: Shaped[Array, "*heads H"] | QuantisedPool, dtype: Any) -> Float[Array, "*heads H"]:
-    """Numbers of what was read from a pool."""
-    if not isinstance(kept, QuantisedPool):
-        return as_dtype(kept, dtype)
-    codes = as_dtype(kept.values, SCHEMES[kept.scheme].dtype).astype(jnp.float32)
-    return (codes * as_dtype(kept.scales, SCALE).astype(jnp.float32)[..., None]).astype(dtype)
+def dequantise_heads(
+    pool_part: Shaped[Array, "*heads H"] | QuantisedPool, dtype: Any
+) -> Float[Array, "*heads H"]:
+    """Return the numbers of a part of a pool, in `dtype`."""
+    if not isinstance(pool_part, QuantisedPool):
+        return cast_bits(pool_part, dtype)
+    codes = cast_bits(pool_part.values, SCHEMES[pool_part.scheme].dtype).astype(jnp.float32)
+    return (codes * cast_bits(pool_part.scales, SCALE_DTYPE).astype(jnp.float32)[..., None]).astype(dtype)
 
 
-def read_back(pool: Pool, x: Float[Array, "*heads H"]) -> Float[Array, "*heads H"]:
-    """New numbers as they will be read from the pool."""
-    return decoded(encoded(pool, x), x.dtype)
+def round_to_pool(pool: Pool, x: Float[Array, "*heads H"]) -> Float[Array, "*heads H"]:
+    """Round new heads to the numbers that will later be read from the pool."""
+    return dequantise_heads(quantise_heads(pool, x), x.dtype)

@@ -1,108 +1,130 @@
-"""Page tables of data-parallel shards: each has pools of its own, and a sequence's pages are all in one
+"""Page tables of data-parallel shards: each shard has its own pools, and a sequence's pages are all in one
 shard."""
 
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 
 from .pool import PageListener
-from .tables import Away, PageTables, Tables
+from .tables import PageTables, SequenceTables, TierLookup
 
-AS_BUSY = 8  # sequences more or less in a shard that make no step wider
+SIMILAR_LOAD_SEQUENCES = 8  # shards whose numbers of sequences differ by less count as equally busy
 
 
 class ShardTables(list[list[int]]):
-    """A sequence's tables, and the shard that its pages are in."""
+    """Page tables of one sequence, with the shard that has its pages.
 
-    def __init__(self, tables: Tables, shard: int):
+    shard: number of the shard
+    """
+
+    def __init__(self, tables: SequenceTables, shard: int):
         super().__init__(tables)
         self.shard = shard
 
 
-def shard_of(tables: Tables) -> int:
-    """The shard of a sequence's pages; without shards 0."""
+def shard_number(tables: SequenceTables) -> int:
+    """Return the number of the shard that has a sequence's pages; 0 without shards."""
     return tables.shard if isinstance(tables, ShardTables) else 0
 
 
 class ShardedPageTables(PageTables):
-    """Page tables of all shards with the interface of one. Calls go to the shard of a sequence's pages; page
-    numbers are the shard's own."""
+    """Page tables of all shards, with the interface of one. A call goes to the shard of its sequence. Page
+    numbers are relative to that shard."""
 
-    def __init__(self, make: Callable[[], PageTables], shards: int):
-        self._shards = [make() for _ in range(shards)]
+    def __init__(self, make_tables: Callable[[], PageTables], shards: int):
+        self._shards = [make_tables() for _ in range(shards)]
         self.windows, self.page_size = self._shards[0].windows, self._shards[0].page_size
 
     @property
     def shards(self) -> Sequence[PageTables]:
+        """Page tables of each shard."""
         return self._shards
 
     @property
     def occupancy(self) -> float:
+        """Share of the pages that sequences own, in the shard and group where it is highest."""
         return max(shard.occupancy for shard in self.shards)
 
-    def find(self, names: Sequence[bytes], away: Away | None = None) -> Tables:
-        """Pages of the longest prefix, in the shard that has the longest."""
-        return max(self.find_each(names), key=lambda found: len(found[0]))
+    def find_prefix(self, hashes: Sequence[bytes], tier_lookup: TierLookup | None = None) -> SequenceTables:
+        """Return the pages of the longest cached prefix, in the shard that has the longest."""
+        return max(self.find_shard_prefixes(hashes), key=lambda prefix: len(prefix[0]))
 
-    def find_each(self, names: Sequence[bytes]) -> list[ShardTables]:
-        """Pages of the longest prefix that each shard has."""
-        return [ShardTables(shard.find(names), i) for i, shard in enumerate(self.shards)]
+    def find_shard_prefixes(self, hashes: Sequence[bytes]) -> list[ShardTables]:
+        """Return the pages of the longest cached prefix in each shard."""
+        return [ShardTables(shard.find_prefix(hashes), i) for i, shard in enumerate(self.shards)]
 
-    def in_order(self, names: Sequence[bytes], running: Sequence[int], most: int) -> list[ShardTables]:
-        """Pages found in each shard with less than `most` running sequences, the best shard first: the least
-        busy, and among about equally busy ones that with the longest prefix."""
-        found = [(running[own.shard], own) for own in self.find_each(names) if running[own.shard] < most]
-        ranked = [((n // AS_BUSY, -len(own[0]), n, own.shard), own) for n, own in found]
-        return [own for _, own in sorted(ranked, key=itemgetter(0))]
+    def rank_shard_prefixes(
+        self, hashes: Sequence[bytes], running: Sequence[int], max_running: int
+    ) -> list[ShardTables]:
+        """Return the cached prefix in each shard with less than `max_running` running sequences, the best
+        shard first. The least busy shard is best; among about equally busy ones, the one with the longest
+        prefix."""
+        candidates = [
+            (running[prefix.shard], prefix)
+            for prefix in self.find_shard_prefixes(hashes)
+            if running[prefix.shard] < max_running
+        ]
+        ranked = [
+            ((n // SIMILAR_LOAD_SEQUENCES, -len(prefix[0]), n, prefix.shard), prefix)
+            for n, prefix in candidates
+        ]
+        return [prefix for _, prefix in sorted(ranked, key=itemgetter(0))]
 
-    def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
-        return self._of(found).fits(found, tokens, end, spare)
+    def fits(self, prefix: SequenceTables, tokens: int, max_tokens: int, spare_pages: int) -> bool:
+        return self._shard_tables(prefix).fits(prefix, tokens, max_tokens, spare_pages)
 
-    def admit(self, found: Tables, tokens: int, end: int) -> Tables:
-        return ShardTables(self._of(found).admit(found, tokens, end), shard_of(found))
+    def admit(self, prefix: SequenceTables, tokens: int, max_tokens: int) -> SequenceTables:
+        return ShardTables(self._shard_tables(prefix).admit(prefix, tokens, max_tokens), shard_number(prefix))
 
-    def grow(self, tables: Tables, tokens: int) -> bool:
-        return self._of(tables).grow(tables, tokens)
+    def grow(self, tables: SequenceTables, tokens: int) -> bool:
+        return self._shard_tables(tables).grow(tables, tokens)
 
-    def advance(self, tables: Tables, start: int, end: int, marks: Collection[int] | None = None) -> None:
-        self._of(tables).advance(tables, start, end, marks)
-
-    def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
-        return self._of(found).marks(names, found)
-
-    def listen(self, listener: PageListener) -> None:
-        for shard in self.shards:
-            shard.listen(listener)
-
-    def name(
-        self,
-        tables: Tables,
-        names: Sequence[bytes],
-        since: int,
-        tokens: Sequence[int],
-        marks: Collection[int] = (),
+    def advance_windows(
+        self, tables: SequenceTables, start: int, end: int, state_checkpoints: Collection[int] | None = None
     ) -> None:
-        self._of(tables).name(tables, names, since, tokens, marks)
+        self._shard_tables(tables).advance_windows(tables, start, end, state_checkpoints)
 
-    def release(self, tables: Tables, end: int) -> None:
-        self._of(tables).release(tables, end)
+    def state_checkpoints(self, hashes: Sequence[bytes], prefix: SequenceTables) -> tuple[int, ...]:
+        return self._shard_tables(prefix).state_checkpoints(hashes, prefix)
 
-    def growth(self, pages: Tables, end: int) -> int:
-        return self._of(pages).growth(pages, end)
+    def set_listener(self, listener: PageListener) -> None:
+        for shard in self.shards:
+            shard.set_listener(listener)
+
+    def cache_pages(
+        self,
+        tables: SequenceTables,
+        hashes: Sequence[bytes],
+        first: int,
+        tokens: Sequence[int],
+        state_checkpoints: Collection[int] = (),
+        salt: bytes = b"",
+    ) -> None:
+        self._shard_tables(tables).cache_pages(tables, hashes, first, tokens, state_checkpoints, salt)
+
+    def drop_hashes(self, tables: SequenceTables) -> None:
+        self._shard_tables(tables).drop_hashes(tables)
+
+    def release(self, tables: SequenceTables, max_tokens: int) -> None:
+        self._shard_tables(tables).release(tables, max_tokens)
+
+    def max_new_pages(self, tables: SequenceTables, max_tokens: int) -> int:
+        return self._shard_tables(tables).max_new_pages(tables, max_tokens)
 
     @property
-    def is_lending(self) -> bool:
-        return self.shards[0].is_lending
+    def has_warmup_claim(self) -> bool:
+        return self.shards[0].has_warmup_claim
 
-    def lend(self, count: int, spare: int) -> Tables | None:
-        """Pages of the first shard, whose rows are those that shapes are compared by."""
-        return self.shards[0].lend(count, spare)
+    def lend_warmup_pages(self, count: int, spare_pages: int) -> SequenceTables | None:
+        """Lend pages of the first shard: warm-up compares shapes on its rows."""
+        return self.shards[0].lend_warmup_pages(count, spare_pages)
 
-    def take_back(self, lent: Tables) -> None:
-        self.shards[0].take_back(lent)
+    def return_warmup_pages(self, lent: SequenceTables) -> None:
+        self.shards[0].return_warmup_pages(lent)
 
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         for shard in self.shards:
-            shard.forget()
+            shard.reset_prefix_cache()
 
-    def _of(self, tables: Tables) -> PageTables:
-        return self.shards[shard_of(tables)]
+    def _shard_tables(self, tables: SequenceTables) -> PageTables:
+        """Return the page tables of the shard that has a sequence's pages."""
+        return self.shards[shard_number(tables)]

@@ -1,8 +1,8 @@
-"""Steps of several shards of rows at once: each device, or group of devices that splits every layer, computes
-rows of its own, with seats and pages of its own.
+"""Steps of several data-parallel shards at once. Each shard is a device, or a group of devices that splits
+every layer. It computes its own rows, with its own slots and pages.
 
-What a shard computes is the step of one device: it knows nothing of the others, but for experts that are
-split over all of them (`model/experts/parts.py`). Numbers of seats and pages are a shard's own.
+A shard computes the step of one device, independently of the others. Experts that are split over all shards
+are the exception (`model/experts/sharded.py`). Numbers of slots and pages are relative to a shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,73 +14,97 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from ..model.experts import MoE
-from ..model.sharding import DATA, GROUP, KV, TENSOR, automatic_axes, listed, ways
+from ..model.sharding import (
+    DATA_AXIS,
+    KV_AXIS,
+    KV_GROUP_AXIS,
+    TENSOR_AXIS,
+    automatic_axes,
+    axis_tuple,
+    num_splits,
+)
 from ..model.transformer import Decoder
 
-SEATS, PAGES, WHOLE = PartitionSpec(DATA), PartitionSpec(None, DATA), PartitionSpec()
+SLOT_SPEC, PAGE_SPEC, REPLICATED_SPEC = (
+    PartitionSpec(DATA_AXIS),
+    PartitionSpec(None, DATA_AXIS),
+    PartitionSpec(),
+)
 
 
-def each_shard(work: Callable[..., Any], mesh: Any, given: Any, made: Any) -> Callable[..., Any]:
-    """Work of one shard as that of all: `given` and `made` are PartitionSpecs of what it takes and gives.
-    Axes within a shard stay XLA's."""
-    return jax.shard_map(work, mesh=mesh, in_specs=given, out_specs=made, axis_names={DATA}, check_vma=False)
+def map_shards(work: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Make a function of one shard into one of all shards, by `shard_map` over the data axis. `in_specs` and
+    `out_specs` are the PartitionSpecs of its arguments and results. Axes within a shard stay automatic."""
+    return jax.shard_map(
+        work, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={DATA_AXIS}, check_vma=False
+    )
 
 
-def steps(
+def map_phase(
     phase: Callable[..., Any],
     params: Any,
     mesh: Any,
-    given: tuple[Any, ...] = (PAGES, SEATS, SEATS),
-    made: tuple[Any, ...] = (PAGES, SEATS, SEATS),
+    in_specs: tuple[Any, ...] = (PAGE_SPEC, SLOT_SPEC, SLOT_SPEC),
+    out_specs: tuple[Any, ...] = (PAGE_SPEC, SLOT_SPEC, SLOT_SPEC),
 ) -> Callable[..., Any]:
-    """A phase of one shard, of parameters (arrays or shapes), cache, slots and batch, as that of all.
-    `given` and `made` are PartitionSpecs of other arguments behind the parameters, and of other results."""
-    own = jax.tree.map(lambda x: over_shards(x.sharding.spec), params)
-    return each_shard(phase, mesh, (own, *given), made)
+    """Make a phase of one shard into one of all shards. Its arguments are parameters (arrays or shapes),
+    cache, slots and batch. `in_specs` and `out_specs` are the PartitionSpecs of the arguments after the
+    parameters, and of the results."""
+    param_specs = jax.tree.map(lambda x: data_axis_spec(x.sharding.spec), params)
+    return map_shards(phase, mesh, (param_specs, *in_specs), out_specs)
 
 
-def head_axes(mesh: Any, K: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Axes of a shard's devices over which K key heads lie, as many as divide them, and those over which the
-    query heads of each do: as the table of `model/sharding.py` has it. A mesh that it does not know has
-    none."""
-    names = tuple(name for name in automatic_axes(mesh) if name in (TENSOR, KV, GROUP))
-    few = next(n for n in range(len(names), -1, -1) if K % ways(mesh, names[:n]) == 0)
+def mesh_head_axes(mesh: Any, K: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the mesh axes of a shard that split K key heads, and the axes that split the query heads of
+    each. As many axes split key heads as divide K. A mesh with other axes than the table in
+    `model/sharding.py` has none."""
+    names = tuple(name for name in automatic_axes(mesh) if name in (TENSOR_AXIS, KV_AXIS, KV_GROUP_AXIS))
+    few = next(n for n in range(len(names), -1, -1) if K % num_splits(mesh, names[:n]) == 0)
     return names[:few], names[few:]
 
 
-def split_heads(work: Callable[..., Any], pool: Any, places: Sequence[Any], *new: Any, axis: int = 0) -> Any:
-    """`work(pool, *places, *new)` by each device for the heads that it holds, which are the first axis of the
-    pool and of the result, and `axis` of what is new. XLA's partitioner would gather all heads of these."""
+def apply_to_local_heads(
+    work: Callable[..., Any], pool: Any, indices: Sequence[Any], *new: Any, axis: int = 0
+) -> Any:
+    """Call `work(pool, *indices, *new)` on each device for the heads it holds. Heads are the first axis of
+    the pool and of the result, and `axis` of the new arrays. XLA's partitioner would all-gather the heads."""
     mesh = jax.typeof(jax.tree.leaves(pool)[0]).sharding.mesh
-    if not (axes := head_axes(mesh, pool.shape[0])[0]):
-        return work(pool, *places, *new)
-    heads, each = PartitionSpec(axes), PartitionSpec(*[None] * axis, axes)
-    specs = heads, *(WHOLE for _ in places), *(each for _ in new)
+    if not (axes := mesh_head_axes(mesh, pool.shape[0])[0]):
+        return work(pool, *indices, *new)
+    heads_spec, new_spec = PartitionSpec(axes), PartitionSpec(*[None] * axis, axes)
+    specs = heads_spec, *(REPLICATED_SPEC for _ in indices), *(new_spec for _ in new)
     names = set(automatic_axes(mesh))
-    own = jax.shard_map(work, mesh=mesh, in_specs=specs, out_specs=heads, axis_names=names, check_vma=False)
-    return own(pool, *places, *new)
+    mapped = jax.shard_map(
+        work, mesh=mesh, in_specs=specs, out_specs=heads_spec, axis_names=names, check_vma=False
+    )
+    return mapped(pool, *indices, *new)
 
 
-def over_shards(spec: PartitionSpec) -> PartitionSpec:
-    """The part of a sharding that is split over shards."""
-    return PartitionSpec(*(DATA if DATA in listed(axes) else None for axes in spec))
+def data_axis_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Return the part of a PartitionSpec that splits over the data axis."""
+    return PartitionSpec(*(DATA_AXIS if DATA_AXIS in axis_tuple(axes) else None for axes in spec))
 
 
-def splits_experts(params: Decoder) -> bool:
+def has_split_experts(params: Decoder) -> bool:
+    """True if experts of some layer are split over the data-parallel shards."""
     moes = (layer.ffn for layer in params.layers if isinstance(layer.ffn, MoE))
-    return any(w.parts is not None and DATA in w.parts.numbers for w in moes)
+    return any(w.expert_axes is not None and DATA_AXIS in w.expert_axes.experts for w in moes)
 
 
-def in_seat(change: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    """A change of one seat or of several, `change(slots, seat, *news)`, by the seats' numbers among those of
-    all shards: in the others it is none."""
+def map_slot_update(change: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
+    """Make an update of slots, `change(slots, slot, *values)`, into one whose slot numbers count over all
+    shards. Other shards get a slot number past their last, which changes nothing."""
 
-    def own(slots: Any, seat: Int[Array, "*seats"], *news: Any) -> Any:
+    def update_shard(slots: Any, slot: Int[Array, "*slots"], *values: Any) -> Any:
+        """Update the slots of this shard."""
         count = jax.tree.leaves(slots)[0].shape[0]
-        seat = seat - jax.lax.axis_index(DATA).astype(jnp.int32) * count
-        return change(slots, jnp.where((seat >= 0) & (seat < count), seat, count), *news)
+        slot = slot - jax.lax.axis_index(DATA_AXIS).astype(jnp.int32) * count
+        return change(slots, jnp.where((slot >= 0) & (slot < count), slot, count), *values)
 
-    def at(slots: Any, seat: Int[Array, "*seats"], *news: Any) -> Any:
-        return each_shard(own, mesh, (SEATS, WHOLE, *(WHOLE for _ in news)), SEATS)(slots, seat, *news)
+    def update_slots(slots: Any, slot: Int[Array, "*slots"], *values: Any) -> Any:
+        """Update slots by their numbers among all shards."""
+        return map_shards(
+            update_shard, mesh, (SLOT_SPEC, REPLICATED_SPEC, *(REPLICATED_SPEC for _ in values)), SLOT_SPEC
+        )(slots, slot, *values)
 
-    return at
+    return update_slots

@@ -1,7 +1,8 @@
-"""The stages of a pipeline: consecutive layers on devices of their own (GPipe, Huang et al., arXiv
-1811.06965), read off where the parameters lie. Keys stay with the layers that make them.
+"""Stages of a pipeline: consecutive layers on devices of their own (GPipe, Huang et al., arXiv 1811.06965),
+derived from the devices of the parameters. Keys stay with the layers that make them.
 
-Feed-forward layers may lie apart, on devices of their own: then a step goes to and fro in each layer.
+With attention-FFN disaggregation (AFD), FFN weights are on other devices. Activations then cross to them and
+back in every layer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,31 +14,32 @@ import jax
 
 from ..model.attention import Attention
 from ..model.config import ModelConfig
-from ..model.pair import Params, target_of
+from ..model.draft_pair import EngineParams, target_params
 from ..model.transformer import Decoder, Layer
 from .pages import KVCache
 
 
-def stages(params: Params) -> list[range]:
-    """The layers of each stage; one stage where all parameters share their devices.
+def pipeline_stages(params: EngineParams) -> list[range]:
+    """Return the layer numbers of each stage; one stage if all parameters share their devices.
 
-    Raises ValueError where layers of the same devices do not follow one another, or what stands before the
-    first layer, or behind the last, lies elsewhere.
+    Raises ValueError if layers on the same devices are not consecutive. Raises it too if the embedding, norm
+    or head is not on the devices of the first or last layer.
     """
-    target = target_of(params)
-    found, start = [], 0
-    for _, layers in groupby(target.layers, devices):
+    target = target_params(params)
+    spans, start = [], 0
+    for _, layers in groupby(target.layers, tree_devices):
         count = len(list(layers))
-        found.append(range(start, start + count))
+        spans.append(range(start, start + count))
         start += count
-    if len(found) > 1:
-        check(target, found)
-    return found
+    if len(spans) > 1:
+        check_pipeline_stages(target, spans)
+    return spans
 
 
-def check(params: Decoder, found: Sequence[range]) -> None:
-    places = [devices(params.layers[span.start]) for span in found]
-    if len(set().union(*places)) < sum(map(len, places)):
+def check_pipeline_stages(params: Decoder, spans: Sequence[range]) -> None:
+    """Raise ValueError for parameters whose stages cannot form a pipeline."""
+    stage_devices = [tree_devices(params.layers[span.start]) for span in spans]
+    if len(set().union(*stage_devices)) < sum(map(len, stage_devices)):
         raise ValueError(
             "the layers of a pipeline's stage must follow one another: two stages share a device"
         )
@@ -46,53 +48,58 @@ def check(params: Decoder, found: Sequence[range]) -> None:
             "a pipeline's parameters need a head, on the devices of the last layer: a copy of embed where "
             "they are tied"
         )
-    if params.inputs is not None or any(borrows(layer) for layer in params.layers):
+    if params.inputs is not None or any(has_borrowed_keys(layer) for layer in params.layers):
         raise ValueError(
             "a pipeline's layers have keys of their own, and no input but what the layer before hands them"
         )
     ends = {"embed": (params.embed, 0), "norm": (params.norm, -1), "head": (params.head, -1)}
     for name, (part, stage) in ends.items():
-        if devices(part) != places[stage]:
+        if tree_devices(part) != stage_devices[stage]:
             which = "first" if stage == 0 else "last"
             raise ValueError(f"parameter {name} must lie on the devices of the {which} layer of a pipeline")
 
 
-def is_apart(params: Params) -> bool:
-    """True if feed-forward layers lie on other devices than the rest."""
-    return any(devices(layer.ffn) - devices(layer.any_norm) for layer in target_of(params).layers)
+def has_separate_ffn(params: EngineParams) -> bool:
+    """True if FFN layers are on other devices than the rest (AFD)."""
+    return any(
+        tree_devices(layer.ffn) - tree_devices(layer.any_norm) for layer in target_params(params).layers
+    )
 
 
-def stations(params: Params) -> int:
-    """Number of device groups that a step visits: a pipeline's stages, attention's and the feed-forward
-    layers', or one."""
-    return 2 if is_apart(params) else len(stages(params))
+def num_device_groups(params: EngineParams) -> int:
+    """Return the number of device groups that a step visits: the stages of a pipeline, two with AFD, or
+    one."""
+    return 2 if has_separate_ffn(params) else len(pipeline_stages(params))
 
 
-def attending(params: Decoder) -> Decoder:
-    """All parameters but the feed-forward layers'."""
-    return replace(params, layers=tuple(map(attention_of, params.layers)))
+def params_without_ffn(params: Decoder) -> Decoder:
+    """Return the parameters with layers that have no FFN."""
+    return replace(params, layers=tuple(map(drop_ffn, params.layers)))
 
 
-def feeding(params: Decoder) -> tuple[Any, ...]:
-    """The feed-forward layers' parameters."""
+def ffn_params_by_layer(params: Decoder) -> tuple[Any, ...]:
+    """Return the parameters of the FFN layers."""
     return tuple(layer.ffn for layer in params.layers)
 
 
-def attention_of(layer: Layer) -> Layer:
+def drop_ffn(layer: Layer) -> Layer:
+    """Return a layer without its FFN."""
     return replace(layer, ffn=None)
 
 
-def borrows(layer: Layer) -> bool:
+def has_borrowed_keys(layer: Layer) -> bool:
+    """True if a layer reads the keys and values of another layer."""
     return isinstance(layer.attention, Attention) and not layer.attention.has_keys
 
 
-def devices(tree: Any) -> frozenset[Any]:
-    """All devices of a tree's arrays, or of shapes that have a place."""
+def tree_devices(tree: Any) -> frozenset[Any]:
+    """Return all devices of a tree's arrays, or of its shapes with shardings."""
     return frozenset().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(tree)))
 
 
-def params_of(params: Decoder, span: range) -> Decoder:
-    """The parameters of a stage; the first has the embedding, the last the norm and the head."""
+def stage_params(params: Decoder, span: range) -> Decoder:
+    """Return the parameters of a stage. The first stage has the embedding, the last stage the norm and the
+    head."""
     is_first, is_last = span.start == 0, span.stop == len(params.layers)
     norm, head, head_bias = (params.norm, params.head, params.head_bias) if is_last else (None, None, None)
     return Decoder(
@@ -105,21 +112,23 @@ def params_of(params: Decoder, span: range) -> Decoder:
     )
 
 
-def config_of(config: ModelConfig, span: range) -> ModelConfig:
-    """The sizes of a stage."""
+def stage_config(config: ModelConfig, span: range) -> ModelConfig:
+    """Return the model config of a stage."""
     return replace(config, layers=config.layers[span.start : span.stop])
 
 
-def cache_of(cache: KVCache, span: range) -> KVCache:
-    """The pools of a stage."""
-    return jax.tree.map(lambda own: own[span.start : span.stop], cache, is_leaf=lambda x: type(x) is tuple)
+def stage_cache(cache: KVCache, span: range) -> KVCache:
+    """Return the pools of a stage."""
+    return jax.tree.map(
+        lambda pools: pools[span.start : span.stop], cache, is_leaf=lambda x: type(x) is tuple
+    )
 
 
-def joined(parts: Iterable[KVCache]) -> KVCache:
-    """The pools of all stages, in order."""
-    return jax.tree.map(lambda *own: sum(own, ()), *parts, is_leaf=lambda x: type(x) is tuple)
+def join_caches(parts: Iterable[KVCache]) -> KVCache:
+    """Join the pools of all stages, in order, to one cache."""
+    return jax.tree.map(lambda *pools: sum(pools, ()), *parts, is_leaf=lambda x: type(x) is tuple)
 
 
-def around(params: Decoder) -> Decoder:
-    """The parameters before the first layer and after the last."""
+def outer_params(params: Decoder) -> Decoder:
+    """Return the parameters before the first layer and after the last."""
     return replace(params, layers=())

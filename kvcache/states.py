@@ -1,9 +1,9 @@
-"""States of recurrent layers in pages: a page holds what a layer has kept of all tokens up to the page's end,
-or up to the newest token in it.
+"""States of recurrent layers in pages. A page holds the state after the last token of the page, or after the
+newest token in it.
 
-A step reads the state behind the token before its first, and writes it into the page of its last token; a
-prefill writes also where a page ends whose number its table has. So a prefix is found, evicted and moved as
-pages of keys are.
+A step reads the state before its first token, and writes the state after its last token. A prefill also
+writes a state at the end of each page that its table has. So a prefix is found, evicted and moved like pages
+of keys.
 """
 
 from dataclasses import dataclass, replace
@@ -13,36 +13,40 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..model.attention import TurningAttend
-from ..model.layers import apart
-from ..model.recurrent.kinds import BLOCK, Leaves
-from ..model.recurrent.linear import Terms, lone_step, step
-from ..model.recurrent.states import Recurrence, RecurrentInputs, RecurrentState, newest
+from ..model.attention import FusedRopeAttend
+from ..model.layers import index_or_drop
+from ..model.recurrent.kinds import STATE_BLOCK_TOKENS, StateShapes
+from ..model.recurrent.linear import Terms, step_recurrence, step_unfused
+from ..model.recurrent.states import Recurrence, RecurrentInputs, RecurrentState, slice_tail
 from ..model.tree import pytree, static
-from .kernels.memory import MemoryPool, StatePages, step_pages, steps_in_place
-from .shards import split_heads
+from .kernels.recurrent_step import MemoryPool, StatePages, can_step_in_place, step_pages
+from .shards import apply_to_local_heads
 
 
 @pytree
 class StatePool:
-    """A layer's states by page: `states` are those of a RecurrentState, with pages [heads,P,...] in place of
-    rows."""
+    """Pool of one layer's states. `states` is a RecurrentState whose arrays have pages [heads,P,...] in place
+    of rows.
+
+    page_size: tokens of a page
+    """
 
     states: RecurrentState
     page_size: int = static(1)
 
     @property
-    def pages(self) -> int:
+    def num_pages(self) -> int:
+        """Number of pages."""
         return jax.tree.leaves(self.states)[0].shape[1]
 
 
-def state_bytes(leaves: Leaves) -> int:
-    """Bytes of a layer's state: it is kept in float32."""
+def state_bytes(leaves: StateShapes) -> int:
+    """Return the bytes of a layer's state, which is kept in float32."""
     return sum(4 * heads * rows * size for heads, rows, size in leaves.shapes)
 
 
-def empty_states(leaves: Leaves, pages: int, page_size: int) -> StatePool:
-    """A pool of zeros."""
+def empty_states(leaves: StateShapes, pages: int, page_size: int) -> StatePool:
+    """Make a pool of zeros with `pages` pages of `page_size` tokens each."""
 
     def zeros(shape: tuple[int, int, int]) -> Float[Array, "heads P ..."]:
         return jnp.zeros((shape[0], pages, *shape[1:]), jnp.float32)
@@ -51,201 +55,247 @@ def empty_states(leaves: Leaves, pages: int, page_size: int) -> StatePool:
     return StatePool(states, page_size)
 
 
-def states_of(own: Float[Array, "heads P ..."], page: Int[Array, " B"]) -> Float[Array, "heads B ..."]:
-    head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
-    return own[head, page[None]]
+def gather_states(array: Float[Array, "heads P ..."], page: Int[Array, " B"]) -> Float[Array, "heads B ..."]:
+    """Read the states of one page per row from a pool's array."""
+    head = jnp.arange(array.shape[0], dtype=jnp.int32)[:, None]
+    return array[head, page[None]]
 
 
-def put_states(
-    own: Float[Array, "heads P ..."], page: Int[Array, " B"], new: Float[Array, "heads B ..."]
+def scatter_states(
+    array: Float[Array, "heads P ..."], page: Int[Array, " B"], new: Float[Array, "heads B ..."]
 ) -> Float[Array, "heads P ..."]:
-    head = jnp.arange(own.shape[0], dtype=jnp.int32)[:, None]
-    return own.at[head, page[None]].set(new, mode="drop", unique_indices=True)
+    """Write one state per row to its page in a pool's array. A page number past the pool drops its state."""
+    head = jnp.arange(array.shape[0], dtype=jnp.int32)[:, None]
+    return array.at[head, page[None]].set(new, mode="drop", unique_indices=True)
 
 
 @dataclass(frozen=True)
 class StateRows:
-    """Where the states of a step's rows are: tokens before each row and in it, and its page table, in which a
-    negative number is no page."""
+    """Pages in which a step's rows have their states.
+
+    start: tokens before each row's first
+    count: tokens of each row in this step
+    table: page numbers of each row; negative if there is no page
+    """
 
     start: Int[Array, " B"]
     count: Int[Array, " B"]
     table: Int[Array, "B M"]
 
     def read(self, pool: StatePool) -> RecurrentState:
-        """The states before the rows' first tokens."""
-        page = jnp.maximum(self._page(pool, self.start), 0)
-        return jax.tree.map(lambda own: self._known(split_heads(states_of, own, (page,))), pool.states)
+        """Return the states before the rows' first tokens."""
+        page = jnp.maximum(self._page_at(pool, self.start), 0)
+        return jax.tree.map(
+            lambda array: self._zero_new_rows(apply_to_local_heads(gather_states, array, (page,))),
+            pool.states,
+        )
 
-    @jax.named_scope("cache_write")
+    @jax.named_scope("write_states")
     def write(
         self, pool: StatePool, end: Int[Array, " B"], state: RecurrentState, wanted: Bool[Array, " B"]
     ) -> StatePool:
-        """The pool with the states behind `end` tokens, of those rows whose is `wanted`."""
-        place = self.target(pool, end, wanted)
+        """Return the pool with the states after `end` tokens written, for the rows that are `wanted`."""
+        page = self.target_pages(pool, end, wanted)
 
-        def put(own: Float[Array, "heads P ..."], new: Float[Array, "heads B ..."]) -> Any:
-            return split_heads(put_states, own, (place,), new)
+        def put_array(array: Float[Array, "heads P ..."], new: Float[Array, "heads B ..."]) -> Any:
+            return apply_to_local_heads(scatter_states, array, (page,), new)
 
-        return replace(pool, states=jax.tree.map(put, pool.states, state))
+        return replace(pool, states=jax.tree.map(put_array, pool.states, state))
 
-    def source(self, pool: StatePool) -> Int[Array, " B"]:
-        """The pages of the states before the rows' first tokens; negative where there is none."""
-        return jnp.where(self.start > 0, self._page(pool, self.start), -1)
+    def source_pages(self, pool: StatePool) -> Int[Array, " B"]:
+        """Return the pages of the states before the rows' first tokens; negative where there is none."""
+        return jnp.where(self.start > 0, self._page_at(pool, self.start), -1)
 
-    def target(self, pool: StatePool, end: Int[Array, " B"], wanted: Bool[Array, " B"]) -> Int[Array, " B"]:
-        """The pages of the states behind `end` tokens, each another beyond the pool where none is written."""
-        page = self._page(pool, end)
-        return apart(page, wanted & (page >= 0), pool.pages)
+    def target_pages(
+        self, pool: StatePool, end: Int[Array, " B"], wanted: Bool[Array, " B"]
+    ) -> Int[Array, " B"]:
+        """Return the pages of the states after `end` tokens. A row that writes nothing gets a page past the
+        pool, distinct for each row (unique indices)."""
+        page = self._page_at(pool, end)
+        return index_or_drop(page, wanted & (page >= 0), pool.num_pages)
 
-    def stays(self, pool: StatePool, end: Int[Array, " B"]) -> Bool[Array, " B"]:
-        """True if the state after `end` tokens is kept: a page ends there, or the row."""
+    def needs_write(self, pool: StatePool, end: Int[Array, " B"]) -> Bool[Array, " B"]:
+        """True if the state after `end` tokens is written: a page or the row ends there."""
         last = self.start + self.count
         return (end <= last) & ((end % pool.page_size == 0) | (end == last)) & (self.count > 0)
 
-    def _page(self, pool: StatePool, end: Int[Array, " B"]) -> Int[Array, " B"]:
-        """The page of the last of `end` tokens."""
+    def _page_at(self, pool: StatePool, end: Int[Array, " B"]) -> Int[Array, " B"]:
+        """Return the page of the last of `end` tokens."""
         entry = jnp.maximum(end - 1, 0) // pool.page_size
         return jnp.take_along_axis(self.table, entry[:, None], axis=1, mode="clip")[:, 0]
 
-    def _known(self, state: Float[Array, "heads B ..."]) -> Float[Array, "heads B ..."]:
-        """A row without tokens before it has a state of zeros, whatever its page holds."""
-        begun = (self.start > 0).reshape(1, -1, *(1,) * (state.ndim - 2))
-        return jnp.where(begun, state, 0)
+    def _zero_new_rows(self, state: Float[Array, "heads B ..."]) -> Float[Array, "heads B ..."]:
+        """Replace the state of each row without earlier tokens by zeros, whatever its page holds."""
+        has_tokens = (self.start > 0).reshape(1, -1, *(1,) * (state.ndim - 2))
+        return jnp.where(has_tokens, state, 0)
 
 
-def taken_on(
-    pool: StatePool, rows: StateRows, recurrence: Recurrence, new: RecurrentInputs
+def advance_states(
+    pool: StatePool, rows: StateRows, recurrence: Recurrence, inputs: RecurrentInputs
 ) -> tuple[StatePool, Float[Array, "B T N U"]]:
-    """The pool after the rows' new tokens, and the layer's outputs."""
-    if new.shape[1] == 1:
-        return stepped(pool, rows, recurrence, new)
+    """Advance the recurrent states by the rows' new tokens. Returns the pool and the layer's outputs."""
+    if inputs.shape[1] == 1:
+        return step_states(pool, rows, recurrence, inputs)
 
-    def write(pool: StatePool, j: Int[Array, ""], state: RecurrentState) -> StatePool:
-        before = rows.start + j * BLOCK
-        end = rows.start + jnp.minimum((j + 1) * BLOCK, rows.count)
-        return rows.write(pool, end, state, rows.stays(pool, end) & (end > before))
+    def write_block(pool: StatePool, j: Int[Array, ""], state: RecurrentState) -> StatePool:
+        """Write the states after block j of the new tokens, for the rows that reach into it."""
+        before = rows.start + j * STATE_BLOCK_TOKENS
+        end = rows.start + jnp.minimum((j + 1) * STATE_BLOCK_TOKENS, rows.count)
+        return rows.write(pool, end, state, rows.needs_write(pool, end) & (end > before))
 
-    return recurrence.scan(rows.read(pool), new, rows.count, write, pool)
+    return recurrence.scan(rows.read(pool), inputs, rows.count, write_block, pool)
 
 
-def stepped(
-    pool: StatePool, rows: StateRows, recurrence: Recurrence, new: RecurrentInputs
+def step_states(
+    pool: StatePool, rows: StateRows, recurrence: Recurrence, inputs: RecurrentInputs
 ) -> tuple[StatePool, Float[Array, "B 1 N U"]]:
-    """The same of one token a row: its memory stays where it lies, if a kernel can do that."""
+    """Advance the recurrent states by one token per row. A kernel on a GPU updates them in place in the pool.
+    Elsewhere they are read, stepped and written back."""
     memory, wanted = pool.states.memory, rows.count > 0
-    if memory is None or not steps_in_place(memory):
-        state, out = recurrence.step(rows.read(pool), new)
+    if memory is None or not can_step_in_place(memory):
+        state, out = recurrence.step(rows.read(pool), inputs)
         return rows.write(pool, rows.start + 1, state, wanted), out
     tails = replace(pool, states=RecurrentState(pool.states.tails))
-    seen = recurrence.seen(rows.read(tails), new.parts)
-    tails = rows.write(tails, rows.start + 1, RecurrentState(recurrence.tails(seen)), wanted)
-    terms = jax.tree.map(lambda x: x[:, 0], recurrence.one(seen, new.beside))
-    place = StatePages(rows.source(pool), rows.target(pool, rows.start + 1, wanted))
+    conv_inputs = recurrence.conv_windows(rows.read(tails), inputs.conv_inputs)
+    tails = rows.write(tails, rows.start + 1, RecurrentState(recurrence.next_tails(conv_inputs)), wanted)
+    terms = jax.tree.map(lambda x: x[:, 0], recurrence.step_terms(conv_inputs, inputs.extras))
+    pages = StatePages(rows.source_pages(pool), rows.target_pages(pool, rows.start + 1, wanted))
 
-    def by_pages(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
-        own = replace(pool, states=RecurrentState((), memory))
-        found, out = lone_step(rows.read(own).memory, terms)
-        return rows.write(own, rows.start + 1, RecurrentState((), found), wanted).states.memory, out
+    def step_copies(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
+        """Read the memory of each row, step it, and write it back."""
+        memory_pool = replace(pool, states=RecurrentState((), memory))
+        new_memory, out = step_unfused(rows.read(memory_pool).memory, terms)
+        return rows.write(
+            memory_pool, rows.start + 1, RecurrentState((), new_memory), wanted
+        ).states.memory, out
 
-    def in_place(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
-        return step_pages(memory, place, terms)
+    def step_in_place(memory: MemoryPool, terms: Terms) -> tuple[MemoryPool, Float[Array, "B N U"]]:
+        """Step the memory of each row in the pool, by the kernel."""
+        return step_pages(memory, pages, terms)
 
-    memory, out = jax.lax.platform_dependent(memory, terms, cuda=in_place, default=by_pages)
+    memory, out = jax.lax.platform_dependent(memory, terms, cuda=step_in_place, default=step_copies)
     return replace(tails, states=RecurrentState(tails.states.tails, memory)), out[:, None]
 
 
-# ---------------------------------------------------------------- guesses
+# ---------------------------------------------------------------- draft tokens
 
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """Pending update of a layer's state by the tokens [B,T] of a verification. `seen`: inputs of each
-    convolution. `terms`: of the memory, or None."""
+    """Pending update of one layer's state by the tokens [B,T] of a verification.
 
-    seen: list[Any]
+    conv_inputs: inputs of each convolution
+    terms: inputs of the memory's steps, or None
+    num_tokens: number of tokens of a row
+    """
+
+    conv_inputs: list[Any]
     terms: Any  # Terms, None without a memory
-    tokens: int  # T
+    num_tokens: int  # T
 
-    def kept(self, pool: StatePool, rows: StateRows) -> StatePool:
-        """The pool after the first `rows.count` of each row's tokens, which go through the memory once more:
-        to keep that behind each of them would take T times as much."""
-        T = self.tokens
+    def commit(self, pool: StatePool, rows: StateRows) -> StatePool:
+        """Commit the first `rows.count` tokens of each row to the pool. The tokens are replayed, because
+        storing the state after every token would take T times the memory."""
+        T = self.num_tokens
 
-        def one(i: Int[Array, ""], carry: tuple[StatePool, Any]) -> tuple[StatePool, Any]:
+        def commit_token(i: Int[Array, ""], carry: tuple[StatePool, Any]) -> tuple[StatePool, Any]:
             pool, memory = carry
             if self.terms is not None:
-                memory, _ = step(memory, jax.tree.map(lambda x: x[:, i], self.terms))
-            tails = (newest(x, jnp.full(len(x), i + 1, jnp.int32), T) for x in self.seen)
+                memory, _ = step_recurrence(memory, jax.tree.map(lambda x: x[:, i], self.terms))
+            tails = (slice_tail(x, jnp.full(len(x), i + 1, jnp.int32), T) for x in self.conv_inputs)
             end = rows.start + i + 1
-            return rows.write(pool, end, RecurrentState(tuple(tails), memory), rows.stays(pool, end)), memory
+            return rows.write(
+                pool, end, RecurrentState(tuple(tails), memory), rows.needs_write(pool, end)
+            ), memory
 
-        return jax.lax.fori_loop(0, T, one, (pool, rows.read(pool).memory))[0]
+        return jax.lax.fori_loop(0, T, commit_token, (pool, rows.read(pool).memory))[0]
 
 
 @dataclass(frozen=True)
 class VerifyCache:
-    """`attend`'s state while guesses are verified: the cache, and of each layer with a state what the tokens
-    would do to it. It is written when it is known which of them were right."""
+    """State of `attend` while draft tokens are verified. Recurrent states are written once the accepted
+    tokens are known.
+
+    cache: the KVCache
+    pending: update of each recurrent layer, by the layer's number
+    """
 
     cache: Any  # KVCache
     pending: dict[int, StateUpdate]
 
-    def confirmed(self, rows: StateRows, count: Int[Array, " B"]) -> Any:
-        """The cache with the states behind the first `count` tokens of each row, the first of which is no
-        guess."""
+    def commit(self, rows: StateRows, count: Int[Array, " B"]) -> Any:
+        """Return the cache with the states after the first `count` tokens of each row. The first token is no
+        draft token, so at least one is committed."""
         rows = replace(rows, count=jnp.minimum(jnp.maximum(count, 1), rows.count))
         states = list(self.cache.states)
-        for layer, guess in self.pending.items():
-            states[layer] = guess.kept(states[layer], rows)
+        for layer, update in self.pending.items():
+            states[layer] = update.commit(states[layer], rows)
         return replace(self.cache, states=tuple(states))
 
 
 @dataclass(frozen=True)
 class VerifyAttend:
-    """`attend` for a verification, whose tokens are rows of one token each: `keys` is that for layers with
-    keys. Those with a state take the tokens of each row in turn, as decode does.
+    """`attend` for a verification, in which each token is a batch row. Recurrent layers take the tokens of
+    each sequence one after the other, as decode does.
 
-    `row_of_place` [B,T] is the row of a token, `place_of_row` [rows] the other way round.
+    key_attend: the `attend` of layers with keys
+    state_rows: pages of the sequences' states
+    row_by_token: batch row of each token [B,T]
+    token_by_row: token (b*T + t) of each batch row [rows]
     """
 
-    keys: Any  # Attend
-    rows: StateRows
-    row_of_place: Int[Array, "B T"]
-    place_of_row: Int[Array, " rows"]
+    key_attend: Any  # Attend
+    state_rows: StateRows
+    row_by_token: Int[Array, "B T"]
+    token_by_row: Int[Array, " rows"]
 
-    def __call__(self, state: VerifyCache, *args: Any) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
-        cache, out = self.keys(state.cache, *args)
-        return VerifyCache(cache, state.pending), out
-
-    def turns(self, state: VerifyCache, *args: Any) -> bool:
-        return isinstance(self.keys, TurningAttend) and self.keys.turns(state.cache, *args)
-
-    def turned(self, state: VerifyCache, *args: Any) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
-        cache, out = self.keys.turned(state.cache, *args)
-        return VerifyCache(cache, state.pending), out
-
-    def recur(
-        self, state: VerifyCache, layer: int, recurrence: Recurrence, new: RecurrentInputs
+    def __call__(
+        self, verify_cache: VerifyCache, *args: Any
     ) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
-        before, T = self.rows.read(state.cache.states[layer]), self.row_of_place.shape[1]
-        seen = recurrence.seen(before, self._by_place(new.parts))
-        spans = [own.weight.shape[-1] for own in recurrence.convolutions]
-        found = recurrence.one(list(map(self._spanned, seen, spans)), new.beside)
-        if not isinstance(found, Terms):
-            return VerifyCache(state.cache, state.pending | {layer: StateUpdate(seen, None, T)}), found
-        terms = self._by_place(found)
-        _, out = jax.lax.scan(step, before.memory, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), terms))
+        cache, out = self.key_attend(verify_cache.cache, *args)
+        return VerifyCache(cache, verify_cache.pending), out
+
+    def can_fuse_rope(self, verify_cache: VerifyCache, *args: Any) -> bool:
+        """True if the attend of layers with keys can norm, rotate and write heads like these."""
+        return isinstance(self.key_attend, FusedRopeAttend) and self.key_attend.can_fuse_rope(
+            verify_cache.cache, *args
+        )
+
+    def attend_with_rope(
+        self, verify_cache: VerifyCache, *args: Any
+    ) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
+        """Norm, rotate and write new heads, and attend. Returns the cache and the outputs."""
+        cache, out = self.key_attend.attend_with_rope(verify_cache.cache, *args)
+        return VerifyCache(cache, verify_cache.pending), out
+
+    def run_recurrence(
+        self, verify_cache: VerifyCache, layer: int, recurrence: Recurrence, inputs: RecurrentInputs
+    ) -> tuple[VerifyCache, Float[Array, "rows 1 N U"]]:
+        """Compute a recurrent layer's outputs after each token. The states' update stays pending."""
+        before, T = self.state_rows.read(verify_cache.cache.states[layer]), self.row_by_token.shape[1]
+        conv_inputs = recurrence.conv_windows(before, self._to_token_grid(inputs.conv_inputs))
+        spans = [convolution.weight.shape[-1] for convolution in recurrence.convolutions]
+        outputs = recurrence.step_terms(list(map(self._conv_windows, conv_inputs, spans)), inputs.extras)
+        if not isinstance(outputs, Terms):
+            return VerifyCache(
+                verify_cache.cache, verify_cache.pending | {layer: StateUpdate(conv_inputs, None, T)}
+            ), outputs
+        terms = self._to_token_grid(outputs)
+        _, out = jax.lax.scan(
+            step_recurrence, before.memory, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), terms)
+        )
         out = jnp.moveaxis(out, 1, 0).reshape(-1, 1, *out.shape[2:])
-        pending = state.pending | {layer: StateUpdate(seen, terms, T)}
-        return VerifyCache(state.cache, pending), out.at[self.place_of_row].get(mode="clip")
+        pending = verify_cache.pending | {layer: StateUpdate(conv_inputs, terms, T)}
+        return VerifyCache(verify_cache.cache, pending), out.at[self.token_by_row].get(mode="clip")
 
-    def _by_place(self, x: Any) -> Any:
-        """Rows of one token [rows,1,...] as [B,T,...]."""
-        return jax.tree.map(lambda own: own[self.row_of_place, 0], x)
+    def _to_token_grid(self, x: Any) -> Any:
+        """Reorder batch rows of one token [rows,1,...] to [B,T,...]."""
+        return jax.tree.map(lambda array: array[self.row_by_token, 0], x)
 
-    def _spanned(self, seen: Float[Array, "B seen ..."], span: int) -> Float[Array, "rows span ..."]:
-        """Inputs of a convolution for each row of one token."""
-        B, T = self.row_of_place.shape
-        row, place = jnp.minimum(self.place_of_row // T, B - 1), self.place_of_row % T
-        return seen[row[:, None], place[:, None] + jnp.arange(span, dtype=jnp.int32)[None]]
+    def _conv_windows(
+        self, conv_inputs: Float[Array, "B seen ..."], span: int
+    ) -> Float[Array, "rows span ..."]:
+        """Return the `span` inputs of a convolution for each batch row of one token."""
+        B, T = self.row_by_token.shape
+        row, token = jnp.minimum(self.token_by_row // T, B - 1), self.token_by_row % T
+        return conv_inputs[row[:, None], token[:, None] + jnp.arange(span, dtype=jnp.int32)[None]]

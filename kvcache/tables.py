@@ -1,54 +1,69 @@
-"""The pages of sequences in every group of layers: those of one window keep the same positions, and share a
-page table.
+"""Page tables of sequences, one per group of layers. A group has the layers of one window, which keep the
+same positions.
 
-Layers without a window keep all positions. Of the others a sequence owns only the pages that its next tokens
-see, and those behind return to their pool (as in vLLM's hybrid cache). As many are reserved when it is
-admitted, so they never run out. Recurrent layers are one more group: a page of theirs is the state behind its
-last token, so a token sees the page of the one before it, and of the pages that a prefill passes only some
-are written.
+Layers without a window keep all positions. In the other groups a sequence owns only the pages that its next
+tokens see; earlier pages return to their pool (as in vLLM's hybrid cache). That many pages are reserved at
+admission, so the pool never runs out. Recurrent layers are one more group. A page of this group is the state
+after its last token, so a token sees the page of the token before it. A prefill writes only some of these
+pages.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import cast
 
-from ..model.recurrent.kinds import BLOCK, STATE
+from ..model.recurrent.kinds import STATE_BLOCK_TOKENS, STATE_WINDOW
 from .pool import PageListener, PagePool
 
-GONE = -1  # in a page table: behind the window, and no longer owned, or never written
-AWAY = -2  # in what was found: not in a pool, but in a tier
-Away = Callable[[int, bytes], bool]  # whether a tier has a window's page of a name
-Tables = list[list[int]]  # of one sequence: its pages in order, for each group
-MARKS = 2  # states that a sequence keeps of its prompt, beside those of every stride
-KEYLESS = 16  # pages of a stride where no layer keeps all keys
+NULL_PAGE = -1  # entry of a page table: before the window and released, or a state that was not written
+IN_TIER = -2  # entry of a cached prefix: the page is not in a pool, but in a tier
+TierLookup = Callable[[int, bytes], bool]  # True if a tier has the page of a hash, for a group
+SequenceTables = list[list[int]]  # pages of one sequence in order, for each group
+MAX_PROMPT_CHECKPOINTS = 2  # checkpoints of a prompt's state, in addition to those at every stride
+KEYLESS_STRIDE_PAGES = 16  # pages of a stride if no layer keeps all keys
 
 
-def window_pages(window: int, work: int, page_size: int) -> int:
-    """Most pages that a sequence owns of a windowed group while `work` tokens are computed at once."""
-    return -(-(window - 1 + work) // page_size) + 1
+def max_window_pages(window: int, step_tokens: int, page_size: int) -> int:
+    """Return the most pages that a sequence owns in a windowed group while a step computes `step_tokens` of
+    its tokens."""
+    return -(-(window - 1 + step_tokens) // page_size) + 1
 
 
-def state_pages(work: int, in_turn: int, page_size: int, stride: int) -> int:
-    """Most pages of states that a sequence owns while `work` tokens are computed at once, or `in_turn` one by
-    one: that before them and their last, and those between that are kept."""
-    return 2 + max(MARKS + work // (stride * page_size), -(-in_turn // page_size))
+def max_state_pages(step_tokens: int, decode_tokens: int, page_size: int, stride: int) -> int:
+    """Return the most state pages that a sequence owns while a prefill step computes `step_tokens` tokens, or
+    a decode step `decode_tokens`. These are the states before and after those tokens, and the checkpoints
+    between."""
+    return 2 + max(
+        MAX_PROMPT_CHECKPOINTS + step_tokens // (stride * page_size), -(-decode_tokens // page_size)
+    )
 
 
-def state_stride(state: int, keys: int, page_size: int) -> int:
-    """Behind how many pages a state of `state` bytes is kept: as many as its bytes are keys, of which a page
-    has `keys`, if there are some. Prefills begin at multiples of BLOCK tokens, and so must they."""
-    if not state:
+def state_stride(state_bytes: int, key_bytes: int, page_size: int) -> int:
+    """Return the stride of state checkpoints, in pages. A state of `state_bytes` bytes then takes at most as
+    much as the keys of a stride, with `key_bytes` bytes a page. The stride is a multiple of
+    `STATE_BLOCK_TOKENS` tokens, as prefills begin at these. Without keys it is `KEYLESS_STRIDE_PAGES`
+    pages."""
+    if not state_bytes:
         return 1
-    least = max(1, BLOCK // page_size)
-    wanted = -(-state // keys) if keys else KEYLESS
-    return -(-wanted // least) * least
+    min_pages = max(1, STATE_BLOCK_TOKENS // page_size)
+    wanted = -(-state_bytes // key_bytes) if key_bytes else KEYLESS_STRIDE_PAGES
+    return -(-wanted // min_pages) * min_pages
 
 
 class PageTables:
-    """Host bookkeeping of a KVCache: a pool for each window, and what is reserved of the windowed ones.
+    """Page tables of sequences on the host: a page pool for each window, and the pages reserved in windowed
+    pools.
 
-    `work` is the most tokens of a sequence that one step computes, `in_turn` the most that it computes one by
-    one. States are kept behind every `stride` pages.
+    windows: window of each group, in tokens; None is unlimited
+    page_size: tokens of a page
+    stride: pages between state checkpoints
+    pools: page pool of each group
+    max_pages: most pages of a sequence in each group; None if not bounded
+    max_released_pages: most pages that leave a window in one step
+    reserved_pages: pages of each group reserved for admitted sequences, lent pages included
+    lent_pages: pages of each group lent to warm-up
+    claimed_pages: pages of each group that warm-up waits for
+    full_attention_pool: pool of the group without a window, or None
     """
 
     def __init__(
@@ -56,206 +71,250 @@ class PageTables:
         windows: Sequence[int | None],
         pages: Sequence[int],
         page_size: int,
-        work: int,
-        in_turn: int = 1,
+        step_tokens: int,
+        decode_tokens: int = 1,
         stride: int = 1,
     ):
         assert len(windows) == len(pages) and None not in windows[1:], (windows, pages)
         self.windows, self.page_size, self.stride = windows, page_size, stride
         self.pools = [PagePool(n) for n in pages]
-        states = state_pages(work, in_turn, page_size, stride)
-        self.most = [
-            None if w is None else states if w == STATE else window_pages(w, work, page_size) for w in windows
+        states = max_state_pages(step_tokens, decode_tokens, page_size, stride)
+        self.max_pages = [
+            None
+            if w is None
+            else states
+            if w == STATE_WINDOW
+            else max_window_pages(w, step_tokens, page_size)
+            for w in windows
         ]
-        self.passed = -(-work // page_size) + 1  # pages that a step leaves behind at most
-        self.reserved = [0] * len(pages)
-        self.lent = self.claimed = 0  # pages of each group for what is no sequence
-        self.full = self.pools[0] if windows[0] is None else None
+        self.max_released_pages = -(-step_tokens // page_size) + 1
+        self.reserved_pages = [0] * len(pages)
+        self.lent_pages = self.claimed_pages = 0
+        self.full_attention_pool = self.pools[0] if windows[0] is None else None
 
     @property
     def shards(self) -> "Sequence[PageTables]":
-        """The tables of each data-parallel shard; without shards these alone."""
+        """Page tables of each data-parallel shard; without shards, these alone."""
         return [self]
 
     @property
     def occupancy(self) -> float:
         """Share of the pages that sequences own, in the group where it is highest."""
-        return max(1 - (pool.free + self.lent) / pool.pages for pool in self.pools)
+        return max(1 - (pool.num_free + self.lent_pages) / pool.num_pages for pool in self.pools)
 
-    def find(self, names: Sequence[bytes], away: Away | None = None) -> Tables:
-        """Pages of the longest prefix that is here or `away`: all of it, or what its window sees. Nothing is
-        taken yet."""
-        here: list[list[int | None]] = []
-        count = len(names)
+    def find_prefix(self, hashes: Sequence[bytes], tier_lookup: TierLookup | None = None) -> SequenceTables:
+        """Return the pages of the longest prefix that is cached, or in a tier by `tier_lookup`. In a windowed
+        group, only pages that the next token sees are needed. Takes no reference."""
+        group_pages: list[list[int | None]] = []
+        count = len(hashes)
         for g, window in enumerate(self.windows):
-            places = (self._place(g, name, away) for name in names[:count])
-            here.append(list(places if window else takewhile(lambda place: place is not None, places)))
-            count = len(here[-1])  # what an unlimited window lacks ends every prefix
-        while (gap := min(self._gap(g, found, count) for g, found in enumerate(here))) < count:
+            pages = (self._find_page(g, page_hash, tier_lookup) for page_hash in hashes[:count])
+            group_pages.append(list(pages if window else takewhile(lambda page: page is not None, pages)))
+            count = len(group_pages[-1])  # a page missing in the unlimited window ends every prefix
+        while (
+            gap := min(self._first_missing_page(g, pages, count) for g, pages in enumerate(group_pages))
+        ) < count:
             count = gap
-        seen = [self._first(g, count * self.page_size) for g in range(len(here))]
-        return [[GONE] * seen[g] + cast(list[int], found[seen[g] : count]) for g, found in enumerate(here)]
+        first_visible = [self._first_visible_page(g, count * self.page_size) for g in range(len(group_pages))]
+        return [
+            [NULL_PAGE] * first_visible[g] + cast(list[int], pages[first_visible[g] : count])
+            for g, pages in enumerate(group_pages)
+        ]
 
-    def in_order(self, names: Sequence[bytes], running: Sequence[int], most: int) -> Sequence[Tables]:
-        """Pages of the longest prefix in each shard with less than `most` sequences, the best shard first;
-        `running`: sequences of each shard."""
-        return [self.find(names)] if running[0] < most else []
+    def rank_shard_prefixes(
+        self, hashes: Sequence[bytes], running: Sequence[int], max_running: int
+    ) -> Sequence[SequenceTables]:
+        """Return the cached prefix in each shard with less than `max_running` running sequences, the best
+        shard first. `running` is the number of sequences in each shard."""
+        return [self.find_prefix(hashes)] if running[0] < max_running else []
 
-    def _place(self, g: int, name: bytes, away: Away | None) -> int | None:
-        page = self.pools[g].find(name)
-        return AWAY if page is None and away is not None and away(g, name) else page
+    def _find_page(self, g: int, page_hash: bytes, tier_lookup: TierLookup | None) -> int | None:
+        """Return the page of a hash in group g, IN_TIER if a tier has it, or None."""
+        page = self.pools[g].find(page_hash)
+        return IN_TIER if page is None and tier_lookup is not None and tier_lookup(g, page_hash) else page
 
-    def _gap(self, g: int, found: list[int | None], count: int) -> int:
-        """The first page that a token behind `count` pages sees and that is not here; `count` if all are."""
-        seen = range(self._first(g, count * self.page_size), count)
-        return next((i for i in seen if found[i] is None), count)
+    def _first_missing_page(self, g: int, pages: list[int | None], count: int) -> int:
+        """Return the first page that a token after `count` pages sees and that is missing; `count` if none
+        is."""
+        visible = range(self._first_visible_page(g, count * self.page_size), count)
+        return next((i for i in visible if pages[i] is None), count)
 
-    def _first(self, g: int, start: int) -> int:
-        """The first page that a token at position `start` sees."""
+    def _first_visible_page(self, g: int, start: int) -> int:
+        """Return the first page that a token at position `start` sees."""
         window = self.windows[g]
         if window is None:
             return 0
-        return max(0, start - (1 if window == STATE else window - 1)) // self.page_size
+        return max(0, start - (1 if window == STATE_WINDOW else window - 1)) // self.page_size
 
-    def fits(self, found: Tables, tokens: int, end: int, spare: int) -> bool:
-        """True if a sequence of `tokens` tokens, `end` at most, can be admitted and leave `spare` pages."""
-        room = all(
-            self.claimed + reserved + self._charge(g, end) <= pool.pages
-            for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True))
+    def fits(self, prefix: SequenceTables, tokens: int, max_tokens: int, spare_pages: int) -> bool:
+        """True if a sequence of `tokens` tokens, which grows to at most `max_tokens`, can be admitted and
+        leaves `spare_pages` pages free."""
+        has_room = all(
+            self.claimed_pages + reserved + self._pages_to_reserve(g, max_tokens) <= pool.num_pages
+            for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved_pages, strict=True))
         )
-        if self.full is None or not room:
-            return room
-        here = [page for page in found[0] if page != AWAY]
-        new = self._pages_for(tokens) - len(here)
-        return new + self.full.idle(here) + spare + self.claimed <= self.full.free
+        if self.full_attention_pool is None or not has_room:
+            return has_room
+        cached = [page for page in prefix[0] if page != IN_TIER]
+        new = self._num_pages(tokens) - len(cached)
+        return (
+            new + self.full_attention_pool.count_free(cached) + spare_pages + self.claimed_pages
+            <= self.full_attention_pool.num_free
+        )
 
-    def admit(self, found: Tables, tokens: int, end: int) -> Tables:
-        """A sequence's tables: what was found, with pages of its own for those that are away, and pages for
-        its tokens where no window bounds them. It `fits`."""
-        for g, (pool, pages) in enumerate(zip(self.pools, found, strict=True)):
+    def admit(self, prefix: SequenceTables, tokens: int, max_tokens: int) -> SequenceTables:
+        """Return the page tables of a new sequence. Shares the cached pages of its prefix, and issues a page
+        for each IN_TIER entry. Grows the group without a window to `tokens` tokens. Call `fits` first."""
+        for g, (pool, pages) in enumerate(zip(self.pools, prefix, strict=True)):
             pool.share(page for page in pages if page >= 0)
-            self.reserved[g] += self._charge(g, end)
+            self.reserved_pages[g] += self._pages_to_reserve(g, max_tokens)
         tables = [
-            [pool.issue(1)[0] if page == AWAY else page for page in pages]
-            for pool, pages in zip(self.pools, found, strict=True)
+            [pool.allocate(1)[0] if page == IN_TIER else page for page in pages]
+            for pool, pages in zip(self.pools, prefix, strict=True)
         ]
         grown = self.grow(tables, tokens)
         assert grown
         return tables
 
-    def grow(self, tables: Tables, tokens: int) -> bool:
-        """Issue the pages of a sequence's first `tokens` tokens in groups without a window; False if too few
-        are free."""
-        if self.full is None:
+    def grow(self, tables: SequenceTables, tokens: int) -> bool:
+        """Issue pages for a sequence's first `tokens` tokens in the group without a window. Returns False if
+        too few are free."""
+        if self.full_attention_pool is None:
             return True
-        need = self._pages_for(tokens) - len(tables[0])
-        if need > self.full.free:
+        need = self._num_pages(tokens) - len(tables[0])
+        if need > self.full_attention_pool.num_free:
             return False
         if need > 0:
-            tables[0] += self.full.issue(need)
+            tables[0] += self.full_attention_pool.allocate(need)
         return True
 
-    def advance(self, tables: Tables, start: int, end: int, marks: Collection[int] | None = None) -> None:
-        """Before tokens [start, end) are computed: windowed groups get their pages, and release what is
-        behind. Where a prefill computes them, states are kept in the pages that are `marks`, at strides, and
-        in the last; one by one, in all."""
+    def advance_windows(
+        self, tables: SequenceTables, start: int, end: int, state_checkpoints: Collection[int] | None = None
+    ) -> None:
+        """Prepare windowed groups before tokens [start, end) are computed: issue pages for them, and release
+        pages that no token sees any more. A prefill passes `state_checkpoints` and keeps a state every
+        `stride` pages, after the pages in `state_checkpoints`, and at its end. Without `state_checkpoints`,
+        as in decode, every page keeps its state."""
         for g, (window, pages) in enumerate(zip(self.windows, tables, strict=True)):
             if window is None:
                 continue
-            first = min(self._first(g, start), len(pages))
-            self._leave(g, pages, first)
-            sparse = window == STATE and marks is not None
-            for i in range(len(pages), self._pages_for(end)):
-                kept = not sparse or self._stays(i, marks or ()) or (i + 1) * self.page_size >= end
-                pages.append(self.pools[g].issue(1)[0] if kept else GONE)
+            first = min(self._first_visible_page(g, start), len(pages))
+            self._release_before(g, pages, first)
+            sparse = window == STATE_WINDOW and state_checkpoints is not None
+            for i in range(len(pages), self._num_pages(end)):
+                is_kept = (
+                    not sparse
+                    or self._is_checkpoint(i, state_checkpoints or ())
+                    or (i + 1) * self.page_size >= end
+                )
+                pages.append(self.pools[g].allocate(1)[0] if is_kept else NULL_PAGE)
 
-    def _leave(self, g: int, pages: list[int], first: int) -> None:
-        """Release a sequence's pages before the first that it still sees."""
-        low = max(0, first - self.passed)
-        own = [page for page in pages[low:first] if page != GONE]
-        if own:
-            self.pools[g].release(own)
-            pages[low:first] = [GONE] * (first - low)
+    def _release_before(self, g: int, pages: list[int], first: int) -> None:
+        """Release a sequence's pages before `first`, the first page that it still sees."""
+        low = max(0, first - self.max_released_pages)
+        released = [page for page in pages[low:first] if page != NULL_PAGE]
+        if released:
+            self.pools[g].release(released)
+            pages[low:first] = [NULL_PAGE] * (first - low)
 
-    def _stays(self, i: int, marks: Collection[int]) -> bool:
-        """True if the state after page i can be found again."""
-        return (i + 1) % self.stride == 0 or i in marks
+    def _is_checkpoint(self, i: int, state_checkpoints: Collection[int]) -> bool:
+        """True if the state after page i is kept for the prefix cache."""
+        return (i + 1) % self.stride == 0 or i in state_checkpoints
 
-    def marks(self, names: Sequence[bytes], found: Tables) -> tuple[int, ...]:
-        """Pages of a prompt, whose full ones have these names, behind which its states are worth keeping: the
-        last full one, and the last whose keys are here, where others with the same beginning have parted."""
-        if STATE not in self.windows or not names:
+    def state_checkpoints(self, hashes: Sequence[bytes], prefix: SequenceTables) -> tuple[int, ...]:
+        """Return the pages after which to checkpoint a prompt's recurrent state: its last full page, and the
+        end of its cached prefix. Other prompts are likely to branch there. `hashes` are the hashes of its
+        full pages."""
+        if STATE_WINDOW not in self.windows or not hashes:
             return ()
-        least = max(1, BLOCK // self.page_size)
-        here = takewhile(lambda name: self.full and self.full.find(name) is not None, names)
-        ends = {n - n % least for n in (len(names), sum(1 for _ in here))}
-        return tuple(end - 1 for end in sorted(ends) if end > len(found[0]))
+        min_pages = max(1, STATE_BLOCK_TOKENS // self.page_size)
+        cached = takewhile(
+            lambda page_hash: (
+                self.full_attention_pool and self.full_attention_pool.find(page_hash) is not None
+            ),
+            hashes,
+        )
+        ends = {n - n % min_pages for n in (len(hashes), sum(1 for _ in cached))}
+        return tuple(end - 1 for end in sorted(ends) if end > len(prefix[0]))
 
-    def listen(self, listener: PageListener) -> None:
+    def set_listener(self, listener: PageListener) -> None:
         """Report changes of the first group's prefix cache to a listener."""
         self.pools[0].listener = listener
 
-    def name(
+    def cache_pages(
         self,
-        tables: Tables,
-        names: Sequence[bytes],
-        since: int,
+        tables: SequenceTables,
+        hashes: Sequence[bytes],
+        first: int,
         tokens: Sequence[int],
-        marks: Collection[int] = (),
+        state_checkpoints: Collection[int] = (),
+        salt: bytes = b"",
     ) -> None:
-        """Let a sequence's full pages be found from number `since` on; of states those that stay."""
+        """Let a sequence's full pages be found by their hashes, from page number `first` on. Of state pages,
+        only checkpoints can be found. `salt` is the cache salt that the hashes begin from."""
         for window, pool, pages in zip(self.windows, self.pools, tables, strict=True):
-            for i in range(since, len(names)):
-                if pages[i] != GONE and (window != STATE or self._stays(i, marks)):
-                    is_new = pool.name(pages[i], names[i])
+            for i in range(first, len(hashes)):
+                if pages[i] != NULL_PAGE and (
+                    window != STATE_WINDOW or self._is_checkpoint(i, state_checkpoints)
+                ):
+                    is_new = pool.cache_page(pages[i], hashes[i])
                     if is_new and pool.listener is not None:
                         page = tokens[i * self.page_size : (i + 1) * self.page_size]
-                        pool.listener.stored(names[i - 1] if i else None, names[i], page)
+                        pool.listener.on_stored(hashes[i - 1] if i else None, hashes[i], page, salt)
 
-    def release(self, tables: Tables, end: int) -> None:
+    def drop_hashes(self, tables: SequenceTables) -> None:
+        """Drop the hashes of all pages of a sequence. The sequence keeps its pages."""
+        for pool, pages in zip(self.pools, tables, strict=True):
+            for page in pages:
+                pool.drop_hash(page)
+
+    def release(self, tables: SequenceTables, max_tokens: int) -> None:
         """Release all pages of a sequence, and its reservations."""
         for g, (pool, pages) in enumerate(zip(self.pools, tables, strict=True)):
-            pool.release([page for page in pages if page != GONE])
-            self.reserved[g] -= self._charge(g, end)
+            pool.release([page for page in pages if page != NULL_PAGE])
+            self.reserved_pages[g] -= self._pages_to_reserve(g, max_tokens)
 
     @property
-    def is_lending(self) -> bool:
-        """True if pages are lent or claimed: a new sequence must then fit to its end beside them."""
-        return bool(self.lent or self.claimed)
+    def has_warmup_claim(self) -> bool:
+        """True if pages are lent or claimed. A new sequence must then fit in full length beside them."""
+        return bool(self.lent_pages or self.claimed_pages)
 
-    def growth(self, pages: Tables, end: int) -> int:
-        """Pages that a sequence of at most `end` tokens may still take where no window bounds it."""
-        return 0 if self.full is None else max(0, self._pages_for(end) - len(pages[0]))
+    def max_new_pages(self, tables: SequenceTables, max_tokens: int) -> int:
+        """Return the pages that a sequence of at most `max_tokens` tokens may still take in the group without
+        a window."""
+        return 0 if self.full_attention_pool is None else max(0, self._num_pages(max_tokens) - len(tables[0]))
 
-    def lend(self, count: int, spare: int) -> Tables | None:
-        """`count` pages of each group for what is no sequence; None where that does not leave `spare` and all
-        that is reserved. Then they are claimed, and lent once those that run have ended."""
-        assert not self.lent
-        for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved, strict=True)):
-            left = pool.free - spare if self.windows[g] is None else pool.pages - reserved
+    def lend_warmup_pages(self, count: int, spare_pages: int) -> SequenceTables | None:
+        """Take `count` pages per group for warm-up. Returns None if fewer than `spare_pages` pages, or fewer
+        than the reserved ones, would remain. Then `claimed_pages` is set, so that admission keeps `count`
+        pages free, and the caller tries again later."""
+        assert not self.lent_pages
+        for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved_pages, strict=True)):
+            left = pool.num_free - spare_pages if self.windows[g] is None else pool.num_pages - reserved
             if count > left:
-                self.claimed = count
+                self.claimed_pages = count
                 return None
-        self.lent, self.claimed = count, 0
-        self.reserved = [n + count for n in self.reserved]
-        return [pool.issue(count) for pool in self.pools]
+        self.lent_pages, self.claimed_pages = count, 0
+        self.reserved_pages = [n + count for n in self.reserved_pages]
+        return [pool.allocate(count) for pool in self.pools]
 
-    def take_back(self, lent: Tables) -> None:
-        """Take back lent pages, which have no hashes."""
-        self.lent = 0
+    def return_warmup_pages(self, lent: SequenceTables) -> None:
+        """Release the pages that warm-up was lent. They have no hashes."""
+        self.lent_pages = 0
         for g, (pool, pages) in enumerate(zip(self.pools, lent, strict=True)):
             pool.release(pages)
-            self.reserved[g] -= len(pages)
+            self.reserved_pages[g] -= len(pages)
 
-    def forget(self) -> None:
-        """Drop every name: the pages' contents are gone or belong to other weights."""
+    def reset_prefix_cache(self) -> None:
+        """Drop every hash: the pages' contents are lost, or were computed with other weights."""
         for pool in self.pools:
-            pool.forget()
+            pool.reset_prefix_cache()
 
-    def _charge(self, g: int, end: int) -> int:
-        """Pages that are reserved of a windowed group for a sequence of at most `end` tokens."""
-        most = self.most[g]
-        return 0 if most is None else min(most, self._pages_for(end))
+    def _pages_to_reserve(self, g: int, max_tokens: int) -> int:
+        """Return the pages to reserve in group g for a sequence of at most `max_tokens` tokens."""
+        max_pages = self.max_pages[g]
+        return 0 if max_pages is None else min(max_pages, self._num_pages(max_tokens))
 
-    def _pages_for(self, tokens: int) -> int:
+    def _num_pages(self, tokens: int) -> int:
+        """Return the number of pages for `tokens` tokens."""
         return -(-tokens // self.page_size)

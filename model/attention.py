@@ -1,4 +1,5 @@
-"""Grouped-query attention: its parameters, the seam to caches, and the reference over contiguous keys."""
+"""Grouped-query attention: its parameters, the seam to caches (`Attend`), and a reference over contiguous
+keys."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,34 +12,35 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery, NormKind
-from .layers import Norm, NormWeight, biased, einsum, einsums, normalise, rounded, softcapped
-from .recurrent.states import Recurrence, RecurrentInputs, empty_state
-from .rope import Rotation, rotate
+from .layers import Norm, NormWeight, add_bias, apply_softcap, einsum, einsums, normalise, prevent_fma
+from .recurrent.states import Recurrence, RecurrentInputs, empty_recurrent_state
+from .rope import RotaryFactors, rotate_heads
 from .tree import Spec, pytree, static
 
-UNSEEN = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
+MASK_VALUE = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
 Keys = Float[Array, "B T K H"] | Float[Array, "B T 1 row"]  # of new tokens; a latent layer's are its rows
-Values = Float[Array, "B T K H"] | Float[Array, "B T 1 size"]  # or what a latent layer's keys are chosen by
+Values = Float[Array, "B T K H"] | Float[Array, "B T 1 size"]  # or the indexer's keys of a latent layer
 LatentRows = Float[Array, "B S 1 row"]  # of a latent layer's cache
-Holds = Callable[[UInt32[Array, "B T S"], UInt32[Array, "1 1 S"]], Bool[Array, "B T S"]]  # of order and place
-Count = Callable[[Holds], Int[Array, "B T"]]
-Made = tuple[Float[Array, "B S K H"], Float[Array, "B S K U"]]  # keys and values that are made of such rows
-Expand = Callable[[LatentRows, Int[Array, " B"]], Made]  # of these rows of the batch
+# Parameters: orders of keys, and their positions.
+KeyPredicate = Callable[[UInt32[Array, "B T S"], UInt32[Array, "1 1 S"]], Bool[Array, "B T S"]]
+CountKeys = Callable[[KeyPredicate], Int[Array, "B T"]]
+ExpandedKeys = tuple[Float[Array, "B S K H"], Float[Array, "B S K U"]]  # expanded from latent rows
+ExpandRows = Callable[[LatentRows, Int[Array, " B"]], ExpandedKeys]  # rows, and their numbers in the batch
 
 
 @pytree
 class Attention:
-    """Projections of grouped-query attention; what the family does not have is None."""
+    """Projections of grouped-query attention. A field is None if the family does not have it."""
 
-    q: Any  # [D,N,H]; where it is `FusedQKV`, k and v are None
-    k: Any  # [D,K,H], None where the layer reads another's keys and values
-    v: Any  # [D,K,H], None there, and where values are made as keys are
+    q: Any  # [D,N,H]; if it is a `FusedQKV`, k and v are None
+    k: Any  # [D,K,H], None if the layer borrows keys and values
+    v: Any  # [D,K,H], None then too, and if keys serve as values
     o: Any  # [N,H,D]
     q_bias: Any = None  # [N,H]
     k_bias: Any = None  # [K,H]
     v_bias: Any = None  # [K,H]
     o_bias: Any = None  # [D]
-    q_norm: Any = None  # [H], or [N,H] where heads have gains of their own
+    q_norm: Any = None  # [H], or [N,H] with a gain per head
     k_norm: Any = None  # [H], or [K,H]
     sinks: Any = None  # [N]
     gate: Any = None  # [D,N,H]
@@ -46,146 +48,177 @@ class Attention:
 
     @property
     def has_keys(self) -> bool:
-        """False where the layer reads another's keys and values."""
+        """Return True if the layer has keys of its own, False if it reads an earlier layer's."""
         return self.k is not None or isinstance(self.q, FusedQKV)
 
 
 @pytree
 class FusedQKV:
-    """Projections to queries, keys and values, side by side. heads: number of heads of each."""
+    """Projections to queries, keys and values in one array.
+
+    array: the three projections, side by side along the heads.
+    heads: numbers of query, key and value heads.
+    """
 
     array: Any  # [D,N+2K,H]
     heads: tuple[int, ...] = static(())
 
     @property
-    def parts(self) -> tuple[Any, Any, Any]:
-        """The three projections: copies, views of a host's array, or ShapeDtypeStructs."""
+    def projections(self) -> tuple[Any, Any, Any]:
+        """Return the three projections: copies, views of a NumPy array, or ShapeDtypeStructs."""
         q, k = np.cumsum(self.heads[:-1])
         if not isinstance(self.array, jax.ShapeDtypeStruct):
             return self.array[:, :q], self.array[:, q:k], self.array[:, k:]
-        (D, _, H), place = self.array.shape, self.array.sharding
-        q, k, v = (jax.ShapeDtypeStruct((D, n, H), self.array.dtype, sharding=place) for n in self.heads)
+        (D, _, H), sharding = self.array.shape, self.array.sharding
+        q, k, v = (jax.ShapeDtypeStruct((D, n, H), self.array.dtype, sharding=sharding) for n in self.heads)
         return q, k, v
 
-    def heads_of(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T _ H"]]:
-        """Queries, keys and values of x: columns of a matrix, so that XLA drops the split where `NewHeads`
-        puts them side by side."""
+    def project(self, x: Float[Array, "B T D"]) -> list[Float[Array, "B T _ H"]]:
+        """Project x to queries, keys and values.
+
+        The three are split as columns of one matrix, so that XLA drops the split if `NewHeads` joins them
+        again (fusion).
+        """
         (B, T, _), H = x.shape, self.array.shape[2]
         rows = einsum("btd,dnh->btnh", x, self.array).reshape(B * T, -1)
-        parts = jnp.split(rows, H * np.cumsum(self.heads[:-1]), axis=1)
-        return [part.reshape(B, T, -1, H) for part in parts]
+        heads = jnp.split(rows, H * np.cumsum(self.heads[:-1]), axis=1)
+        return [part.reshape(B, T, -1, H) for part in heads]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Each query sees the `keys` of the keys before it that score highest, of equal ones the first.
+    """The keys that each query sees: the `top_k` best of those before it (DeepSeek-V3.2, arXiv 2512.02556).
 
-    A key's score is the sum over heads of `weights` times its product with `q` where that is above 0 (the
-    lightning indexer of DeepSeek-V3.2, arXiv 2512.02556).
+    A key's score is the sum over heads of `weights` times the positive part of its product with `q`. Of equal
+    scores the first key wins.
+
+    q: the indexer's queries.
+    weights: weight of each head of the indexer.
+    top_k: number of keys that a query sees.
     """
 
     q: Float[Array, "B T heads size"]
     weights: Float32[Array, "B T heads"]
-    keys: int
+    top_k: int
 
-    def order(self, k: Float[Array, "B S size"]) -> UInt32[Array, "B T S"]:
-        """Whole numbers above 0 that are ordered as the scores are, and equal where they are."""
-        k = k[..., : self.q.shape[-1]]  # a pool may have zeros behind its rows
+    def sortable_scores(self, k: Float[Array, "B S size"]) -> UInt32[Array, "B T S"]:
+        """Return the scores as uint32 above 0 that sort like the floats: equal scores give equal numbers."""
+        k = k[..., : self.q.shape[-1]]  # a pool may pad its rows with zeros
         products = jax.nn.relu(einsum("bthi,bsi->bths", self.q, k, jnp.float32))
-        scores = rounded(products * self.weights[..., None]).sum(2)
+        scores = prevent_fma(products * self.weights[..., None]).sum(2)
         bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
         return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
-    def bounds(self, places: int, count: Count) -> "TopKBounds":
-        """Bounds of the selected keys among `places` positions. `count(holds)` returns for how many keys of
-        each query a predicate of (order, position) holds; a hidden key has order 0."""
+    def find_bounds(self, num_positions: int, count_keys: CountKeys) -> "TopKBounds":
+        """Return the bounds of the selected keys among `num_positions` positions.
+
+        `count_keys(holds)` counts, for each query, the keys for which a predicate of (order, position) holds.
+        A hidden key has order 0.
+        """
 
         def is_reached(x: UInt32[Array, "B T"]) -> Bool[Array, "B T"]:
-            return count(lambda order, at: order >= x[..., None]) >= self.keys
+            return count_keys(lambda order, position: order >= x[..., None]) >= self.top_k
 
-        least = largest(32, self.q.shape[:2], is_reached)
-        room = self.keys - count(lambda order, at: order > least[..., None])
+        lowest = largest_satisfying(32, self.q.shape[:2], is_reached)
+        num_ties = self.top_k - count_keys(lambda order, position: order > lowest[..., None])
 
         def is_early(x: UInt32[Array, "B T"]) -> Bool[Array, "B T"]:
-            return count(lambda order, at: (order == least[..., None]) & (at < x[..., None])) < room
+            end = x[..., None]
+            return (
+                count_keys(lambda order, position: (order == lowest[..., None]) & (position < end)) < num_ties
+            )
 
-        return TopKBounds(least, largest(places.bit_length(), self.q.shape[:2], is_early))
+        return TopKBounds(lowest, largest_satisfying(num_positions.bit_length(), self.q.shape[:2], is_early))
 
-    def chosen(self, k: Float[Array, "B S size"], seen: Bool[Array, "B T S"]) -> Bool[Array, "B T S"]:
-        """Which keys the queries see, of those that are seen otherwise."""
-        order, at = jnp.where(seen, self.order(k), jnp.uint32(0)), places_of(k.shape[1])
-        bounds = self.bounds(k.shape[1], lambda holds: holds(order, at).sum(-1, dtype=jnp.int32))
-        return seen & bounds.hold(order, at)
+    def select(self, k: Float[Array, "B S size"], mask: Bool[Array, "B T S"]) -> Bool[Array, "B T S"]:
+        """Return the mask of the keys that queries see: the best keys that a first mask allows."""
+        order, position = jnp.where(mask, self.sortable_scores(k), jnp.uint32(0)), key_positions(k.shape[1])
+        bounds = self.find_bounds(k.shape[1], lambda holds: holds(order, position).sum(-1, dtype=jnp.int32))
+        return mask & bounds.contains(order, position)
 
 
 class TopKBounds(NamedTuple):
-    """Bounds of the selected keys. `least`: their lowest order. `last`: the last position at which a key of
-    that order is still selected."""
+    """Bounds of the selected keys of each query.
 
-    least: Any  # uint32 [B,T]
-    last: Any  # uint32 [B,T]
+    lowest_order: lowest order (see `Selection.sortable_scores`) of a selected key.
+    last_position: last position at which a key of that order is still selected.
+    """
 
-    def hold(self, order: UInt32[Array, "B T S"], at: UInt32[Array, "1 1 S"]) -> Bool[Array, "B T S"]:
-        least, last = self.least[..., None], self.last[..., None]
-        return (order > least) | ((order == least) & (at <= last))
+    lowest_order: Any  # uint32 [B,T]
+    last_position: Any  # uint32 [B,T]
+
+    def contains(
+        self, order: UInt32[Array, "B T S"], position: UInt32[Array, "1 1 S"]
+    ) -> Bool[Array, "B T S"]:
+        """Return the mask of the keys that lie within the bounds, from their orders and positions."""
+        lowest, last = self.lowest_order[..., None], self.last_position[..., None]
+        return (order > lowest) | ((order == lowest) & (position <= last))
 
 
-def places_of(S: int, first: Any = 0) -> UInt32[Array, "1 1 S"]:
+def key_positions(S: int, first: Any = 0) -> UInt32[Array, "1 1 S"]:
+    """Return S consecutive key positions, from a first one on."""
     return (first + jnp.arange(S, dtype=jnp.int32))[None, None].astype(jnp.uint32)
 
 
-def largest(
-    bits: int, shape: tuple[int, ...], holds: Callable[[UInt32[Array, "B T"]], Bool[Array, "B T"]]
+def largest_satisfying(
+    bits: int, shape: tuple[int, ...], predicate: Callable[[UInt32[Array, "B T"]], Bool[Array, "B T"]]
 ) -> UInt32[Array, "B T"]:
-    """The largest `bits`-bit numbers for which `holds`, a predicate that holds for 0 and up to some
-    number."""
+    """Return the largest `bits`-bit numbers for which the predicate holds, by binary search.
 
-    def bit(i: Int[Array, ""], found: UInt32[Array, "B T"]) -> UInt32[Array, "B T"]:
-        more = found | (jnp.uint32(1 << (bits - 1)) >> i.astype(jnp.uint32))
-        return jnp.where(holds(more), more, found)
+    The predicate must hold for 0, and up to some number.
+    """
 
-    return jax.lax.fori_loop(0, bits, bit, jnp.zeros(shape, jnp.uint32))
+    def set_bit(i: Int[Array, ""], number: UInt32[Array, "B T"]) -> UInt32[Array, "B T"]:
+        candidate = number | (jnp.uint32(1 << (bits - 1)) >> i.astype(jnp.uint32))
+        return jnp.where(predicate(candidate), candidate, number)
+
+    return jax.lax.fori_loop(0, bits, set_bit, jnp.zeros(shape, jnp.uint32))
 
 
 @dataclass(frozen=True)
 class AttentionParams:
     """Parameters of a layer's attention.
 
-    `window`: keys that a query sees, itself included; None is all before it. `chunked`: keys before the last
-    multiple of the window are hidden too. `sinks`: scores of seeing nothing. `expand`: makes keys and values
-    where a layer caches one kind of row only, from these and the numbers of their rows in the batch. `rank`:
-    keys are the cached rows as they are, values the first `rank` numbers of these. `turned`: the rest of the
-    queries, which are then as long as `rank`. `selection`: hides all keys but the selected ones. `heads`: key
-    heads of a token, of which a cached row may have several.
+    scale: factor of the products of queries and keys.
+    window: number of keys that a query sees, itself included. None: all before it.
+    softcap: bound of the scores, by tanh, or None.
+    sinks: scores of seeing nothing, one per head, or None.
+    expand: function that makes keys and values from cached rows of a latent layer and the rows' numbers in
+        the batch. None: the cache holds keys and values.
+    rank: keys are the cached rows, and values the first `rank` numbers of these. None: see `expand`.
+    rope_queries: the rotated part of the queries; the queries themselves are then `rank` numbers long.
+    selection: the only keys that queries see, or None.
+    chunked: keys before the last multiple of the window are hidden too.
+    num_kv_heads: number of key heads of a token. A cached row may hold several.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks: Float[Array, " N"] | None = None
-    expand: Expand | None = None
+    expand: ExpandRows | None = None
     rank: int | None = None
-    turned: Float[Array, "B T N size"] | None = None
+    rope_queries: Float[Array, "B T N size"] | None = None
     selection: Selection | None = None
     chunked: bool = False
-    heads: int = 1
+    num_kv_heads: int = 1
 
     @property
-    def makes_keys(self) -> bool:
-        """True if each head has keys and values of its own, made of cached rows."""
+    def has_expanded_keys(self) -> bool:
+        """Return True if each head's keys and values are expanded from cached rows."""
         return self.expand is not None and self.rank is None
 
     def scores(self, products: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Products of queries and keys as they go into the softmax."""
-        return softcapped(products * self.scale, self.softcap)
+        """Return the scores for the softmax, from products of queries and keys."""
+        return apply_softcap(products * self.scale, self.softcap)
 
-    def sees(self, query: Int[Array, "*#shape"], key: Int[Array, "*#shape"]) -> Bool[Array, "*#shape"]:
-        """Which key positions the query positions see."""
-        seen = key <= query
-        return seen if self.window is None else seen & (key >= self.first(query))
+    def mask(self, query: Int[Array, "*#shape"], key: Int[Array, "*#shape"]) -> Bool[Array, "*#shape"]:
+        """Return the mask of the key positions that the query positions see."""
+        visible = key <= query
+        return visible if self.window is None else visible & (key >= self.first_visible(query))
 
-    def first(self, query: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-        """The first position that query positions see, which may be below 0 in a window."""
+    def first_visible(self, query: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+        """Return the first position that query positions see. It may be below 0 in a window."""
         if self.window is None:
             return 0 * query
         return query - query % self.window if self.chunked else query - (self.window - 1)
@@ -193,12 +226,11 @@ class AttentionParams:
 
 @runtime_checkable
 class Attend(Protocol):
-    """The seam between the model and every cache: stores new keys and values, and attends to all that are
-    visible.
+    """Seam between the model and every cache: stores new keys and values, and attends to all visible ones.
 
-    Takes the state, the layer's number, queries, new keys and values, and the layer's attention parameters;
-    returns the new state and the attention's output. A latent layer has no values; with a selection, the
-    indexer's keys take their place. Without keys, the layer of this number is read again.
+    Takes the state, the layer's number, queries, new keys and values, and the layer's attention parameters.
+    Returns the new state and the attention's output. A latent layer has no values; with a selection, `v`
+    holds the indexer's keys. If `k` is None, the cache of this layer is read and not written.
     """
 
     def __call__(
@@ -208,193 +240,211 @@ class Attend(Protocol):
         q: Float[Array, "B T N _"],
         k: Keys | None,
         v: Values | None,
-        reading: AttentionParams,
+        attention: AttentionParams,
         /,
     ) -> tuple[Any, Float[Array, "B T N U"]]: ...
 
 
 @pytree
 class NewHeads:
-    """A layer's queries, keys and values of new tokens as their products make them: queries and keys are to
-    be normed, and turned in halves. gains: of queries' and keys' norms."""
+    """A layer's queries, keys and values of new tokens, before their norm and rotary embedding.
+
+    q, k, v: outputs of the projections.
+    rotary: rotation of each position, in two halves of a head.
+    gains: gains of the norms of queries and of keys.
+    norm: norm of queries and keys, or None.
+    """
 
     q: Any  # [B,T,N,H]
     k: Any  # [B,T,K,H]
     v: Any  # [B,T,K,H]
-    rotary: Rotation
+    rotary: RotaryFactors
     gains: tuple[Any, Any] = (None, None)  # [H]
     norm: NormKind | None = static(None)
 
     @property
-    def side_by_side(self) -> Float[Array, "B T heads H"]:
-        """All heads: of matrices of rows XLA makes one product, and no copy."""
-        (B, T, _, H), each = self.q.shape, (self.q, self.k, self.v)
-        rows = [x.reshape(-1, prod(x.shape[2:])) for x in each]
+    def all_heads(self) -> Float[Array, "B T heads H"]:
+        """Return all heads in one array. XLA fuses matrices of rows into one product without a copy."""
+        (B, T, _, H), heads = self.q.shape, (self.q, self.k, self.v)
+        rows = [x.reshape(-1, prod(x.shape[2:])) for x in heads]
         return jnp.concatenate(rows, axis=1).reshape(B, T, -1, H)
 
     @property
-    def normed(self) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        """Queries and keys, normed."""
+    def normed_qk(self) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+        """Return queries and keys after their norm."""
         if self.norm is None:
             return self.q, self.k
-        q, k = map(as_norm, self.gains)
+        q, k = map(wrap_gain, self.gains)
         return normalise(self.q, q, self.norm), normalise(self.k, k, self.norm)
 
     @property
-    def turned(self) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
-        """Queries and keys, normed and turned."""
-        q, k = self.normed
-        return rotate(q, self.rotary), rotate(k, self.rotary)
+    def rotated_qk(self) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+        """Return queries and keys after their norm and rotary embedding."""
+        q, k = self.normed_qk
+        return rotate_heads(q, self.rotary), rotate_heads(k, self.rotary)
 
 
 @runtime_checkable
-class TurningAttend(Attend, Protocol):
-    """An attend that may norm, turn and store new heads at once."""
+class FusedRopeAttend(Attend, Protocol):
+    """An `Attend` that may fuse the norm, the rotary embedding and the write of new heads into one kernel."""
 
-    def turns(self, state: Any, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None, /) -> bool:
-        """True if it does so with heads like these queries."""
+    def can_fuse_rope(
+        self, state: Any, layer: int, q: Float[Array, "B T N H"], norm: NormKind | None, /
+    ) -> bool:
+        """Return True if a kernel fuses norm, rotary embedding and write of heads like these queries."""
         ...
 
-    def turned(
-        self, state: Any, layer: int, new: NewHeads, reading: AttentionParams, /
+    def attend_with_rope(
+        self, state: Any, layer: int, new_heads: NewHeads, attention: AttentionParams, /
     ) -> tuple[Any, Float[Array, "B T N H"]]:
-        """The new state and the attention's output."""
+        """Norm, rotate and store new heads, and attend. Returns the new state and the attention's output."""
         ...
 
 
 @runtime_checkable
 class LatentAttend(Attend, Protocol):
-    """An attend that may read a latent layer's rows for many queries as they are."""
+    """An `Attend` that may read a latent layer's rows in place for many queries."""
 
-    def reads_rows(self, state: Any, layer: int, q: Any, reading: AttentionParams, /) -> bool:
-        """True if that takes less than making every head's keys and values."""
+    def can_read_latent_rows(self, state: Any, layer: int, q: Any, attention: AttentionParams, /) -> bool:
+        """Return True if reading rows in place is cheaper than expanding each head's keys and values."""
         ...
 
 
 def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
-    """The parameters of one layer of `depth`."""
+    """Return the specs of one layer's attention in a model of `depth` layers."""
 
-    def optional(here: bool, *sizes: int, axes: tuple[str, ...]) -> Spec | None:
-        return Spec(sizes, axes, scale=0.0) if here else None
+    def optional_spec(is_present: bool, *sizes: int, axes: tuple[str, ...]) -> Spec | None:
+        return Spec(sizes, axes, scale=0.0) if is_present else None
 
-    def gain(heads: int, axis: str) -> Spec | None:
+    def gain_spec(heads: int, axis: str) -> Spec | None:
         if c.qk_norm is None or not c.qk_norm.gain:
             return None
-        alike = c.qk_norm_over == "head"
-        sizes, axes = ((H,), ("head",)) if alike else ((heads, H), (axis, "head"))
+        is_shared = c.qk_norm_over == "head"
+        sizes, axes = ((H,), ("head",)) if is_shared else ((heads, H), (axis, "head"))
         return Spec(sizes, axes, mean=1.0 - c.qk_norm.offset, scale=0.0)
 
     N, K, H = c.num_heads, c.num_kv_heads, c.head_size
-    keys, values = not c.borrows, not c.borrows and not c.keys_as_values
-    made = Spec((D, K, H), ("model", "kv_heads", "head"))
+    keys, values = not c.kv_layers_back, not c.kv_layers_back and not c.keys_as_values
+    kv_spec = Spec((D, K, H), ("model", "kv_heads", "head"))
     return Attention(
         q=Spec((D, N, H), ("model", "heads", "head")),
-        k=made if keys else None,
-        v=made if values else None,
+        k=kv_spec if keys else None,
+        v=kv_spec if values else None,
         o=Spec((N, H, D), ("heads", "head", "model"), scale=0.02 / (2 * depth) ** 0.5),
-        q_bias=optional(c.bias, N, H, axes=("heads", "head")),
-        k_bias=optional(c.bias and keys, K, H, axes=("kv_heads", "head")),
-        v_bias=optional(c.bias and values, K, H, axes=("kv_heads", "head")),
-        o_bias=optional(c.output_bias, D, axes=("model",)),
-        q_norm=gain(N, "heads"),
-        k_norm=gain(K, "kv_heads") if keys else None,
-        sinks=optional(c.sinks, N, axes=("heads",)),
+        q_bias=optional_spec(c.bias, N, H, axes=("heads", "head")),
+        k_bias=optional_spec(c.bias and keys, K, H, axes=("kv_heads", "head")),
+        v_bias=optional_spec(c.bias and values, K, H, axes=("kv_heads", "head")),
+        o_bias=optional_spec(c.output_bias, D, axes=("model",)),
+        q_norm=gain_spec(N, "heads"),
+        k_norm=gain_spec(K, "kv_heads") if keys else None,
+        sinks=optional_spec(c.sinks, N, axes=("heads",)),
         gate=Spec((D, N, H), ("model", "heads", "head")) if c.gated else None,
-        gate_bias=optional(c.gated and c.bias, N, H, axes=("heads", "head")),
+        gate_bias=optional_spec(c.gated and c.bias, N, H, axes=("heads", "head")),
     )
 
 
-def mix_heads(
+def run_attention(
     w: Attention,
     c: GroupedQuery,
     x: Float[Array, "B T D"],
-    rotary: Rotation | None,
+    rotary: RotaryFactors | None,
     attend: Attend,
     state: Any,
     i: int,
 ) -> tuple[Any, Float[Array, "B T D"]]:
-    """Attention of layer i over normed x, and attend's new state."""
+    """Attend with layer i over normed x. Returns attend's new state, and the output."""
 
-    def turned(x: Float[Array, "B T heads H"]) -> Float[Array, "B T heads H"]:
-        return x if rotary is None or c.rope is None else rotate(x, rotary, c.rope.interleaved)
+    def apply_rope(x: Float[Array, "B T heads H"]) -> Float[Array, "B T heads H"]:
+        return x if rotary is None or c.rope is None else rotate_heads(x, rotary, c.rope.interleaved)
 
-    def heads(x: Float[Array, "B T heads H"], gain: Any) -> Float[Array, "B T heads H"]:
-        if c.norm_turned:
-            return normed(turned(x), gain, c)
-        return turned(normed(x, gain, c))
+    def norm_and_rotate(x: Float[Array, "B T heads H"], gain: Any) -> Float[Array, "B T heads H"]:
+        if c.norm_after_rope:
+            return norm_heads(apply_rope(x), gain, c)
+        return apply_rope(norm_heads(x, gain, c))
 
     scale = c.head_size**-0.5 if c.scale is None else c.scale
-    reading = AttentionParams(scale, c.window, c.softcap, w.sinks, chunked=c.chunked, heads=c.num_kv_heads)
-    q, k, v = new_heads(w, x)
+    attention = AttentionParams(
+        scale, c.window, c.softcap, w.sinks, chunked=c.chunked, num_kv_heads=c.num_kv_heads
+    )
+    q, k, v = project_qkv(w, x)
     v = v if c.value_norm is None or v is None else normalise(v, Norm(None), c.value_norm)
-    turning = attend if turns_plainly(c) and isinstance(attend, TurningAttend) else None
-    if turning and k is not None and v is not None and turning.turns(state, i, q, c.qk_norm):
+    fused_attend = attend if has_fusible_rope(c) and isinstance(attend, FusedRopeAttend) else None
+    if (
+        fused_attend
+        and k is not None
+        and v is not None
+        and fused_attend.can_fuse_rope(state, i, q, c.qk_norm)
+    ):
         assert rotary is not None
-        new = NewHeads(q, k, v, rotary, (w.q_norm, w.k_norm), c.qk_norm)
-        state, out = turning.turned(state, i, new, reading)
+        heads = NewHeads(q, k, v, rotary, (w.q_norm, w.k_norm), c.qk_norm)
+        state, out = fused_attend.attend_with_rope(state, i, heads, attention)
     else:
-        q, k = grown(heads(q, w.q_norm), rotary), None if k is None else heads(k, w.k_norm)
-        state, out = attend(state, i - c.borrows, q, k, v, reading)
+        q, k = (
+            apply_query_growth(norm_and_rotate(q, w.q_norm), rotary),
+            None if k is None else norm_and_rotate(k, w.k_norm),
+        )
+        state, out = attend(state, i - c.kv_layers_back, q, k, v, attention)
     if w.gate is not None:
-        out = out * jax.nn.sigmoid(biased(einsum("btd,dnh->btnh", x, w.gate), w.gate_bias))
-    return state, biased(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
+        out = out * jax.nn.sigmoid(add_bias(einsum("btd,dnh->btnh", x, w.gate), w.gate_bias))
+    return state, add_bias(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
 
 
-def new_heads(
+def project_qkv(
     w: Attention, x: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T N H"], Keys | None, Values | None]:
-    """Queries, keys and values as projections and biases make them; no keys and values where the layer reads
-    another's."""
+    """Project x to queries, keys and values, biases included. Keys and values are None if the layer borrows
+    them."""
     if isinstance(w.q, FusedQKV):
-        q, k, v = w.q.heads_of(x)
+        q, k, v = w.q.project(x)
     else:
         q, k, v = einsums("btd,dnh->btnh", x, (w.q, w.k, w.v))
-    k = k if k is None else biased(k, w.k_bias)
-    return biased(q, w.q_bias), k, k if v is None else biased(v, w.v_bias)
+    k = k if k is None else add_bias(k, w.k_bias)
+    return add_bias(q, w.q_bias), k, k if v is None else add_bias(v, w.v_bias)
 
 
-def turns_plainly(c: GroupedQuery) -> bool:
-    """True for a layer with keys of its own whose queries and keys are at most normed head by head before
-    they are turned in halves."""
+def has_fusible_rope(c: GroupedQuery) -> bool:
+    """Return True if norm and rotary embedding can be fused: norms of single heads, rotation in halves, own
+    keys."""
     in_halves = c.rope is not None and not c.rope.interleaved and not c.rope.query_growth
-    return in_halves and c.qk_norm_over == "head" and not c.norm_turned and not c.borrows
+    return in_halves and c.qk_norm_over == "head" and not c.norm_after_rope and not c.kv_layers_back
 
 
-def grown(q: Float[Array, "B T N H"], rotary: Rotation | None) -> Float[Array, "B T N H"]:
-    """Queries as their positions make them grow."""
+def apply_query_growth(q: Float[Array, "B T N H"], rotary: RotaryFactors | None) -> Float[Array, "B T N H"]:
+    """Scale queries by the growth of their positions (Llama 4), if there is one."""
     return q if rotary is None or rotary.growth is None else q * rotary.growth.astype(q.dtype)
 
 
-def normed(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[Array, "B T heads H"]:
-    """Queries or keys as their layer norms them."""
+def norm_heads(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[Array, "B T heads H"]:
+    """Norm queries or keys as the layer says, over each head or over all heads."""
     if c.qk_norm is None:
         return x
-    return normalise(x, as_norm(gain), c.qk_norm, (-2, -1) if c.qk_norm_over == "all heads" else -1)
+    return normalise(x, wrap_gain(gain), c.qk_norm, (-2, -1) if c.qk_norm_over == "all heads" else -1)
 
 
-def as_norm(gain: Any) -> Norm | NormWeight:
+def wrap_gain(gain: Any) -> Norm | NormWeight:
+    """Return a gain as something that norms: wrap an array in a `Norm`."""
     return gain if isinstance(gain, NormWeight) else Norm(gain)
 
 
-def grouped(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B T K G H"]:
-    """Query heads grouped by the key head that they share."""
+def group_queries(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B T K G H"]:
+    """Return query heads grouped by the key head that they share."""
     B, T, N, H = q.shape
     return q.reshape(B, T, kv_heads, N // kv_heads, H)
 
 
-def attention(
+def dot_product_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K U"],
     mask: Bool[Array, "#B T S"],
-    reading: AttentionParams,
+    attention: AttentionParams,
 ) -> Float[Array, "B T N U"]:
-    """Softmax attention with scores in float32; every query must see at least one key."""
+    """Compute softmax attention with scores in float32. Every query must see at least one key."""
     B, T, N, _ = q.shape
-    products = einsum("btkgh,bskh->bkgts", grouped(q, k.shape[2]), k, jnp.float32)
-    scores = jnp.where(mask[:, None, None], reading.scores(products), UNSEEN)
-    if reading.sinks is not None:
-        sinks = reading.sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
+    products = einsum("btkgh,bskh->bkgts", group_queries(q, k.shape[2]), k, jnp.float32)
+    scores = jnp.where(mask[:, None, None], attention.scores(products), MASK_VALUE)
+    if attention.sinks is not None:
+        sinks = attention.sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : k.shape[1]]
     return einsum("bkgts,bsku->btkgu", weights.astype(v.dtype), v).reshape(B, T, N, -1)
@@ -402,8 +452,10 @@ def attention(
 
 @dataclass(frozen=True)
 class Causal:
-    """The `attend` without a cache: all tokens of the row are given, each sees itself and those before it.
-    Its state are the keys and values of the layers so far, by their numbers."""
+    """The `Attend` without a cache: each token sees itself and those before it in its row.
+
+    Its state holds the keys and values of the layers so far, by layer number.
+    """
 
     def __call__(
         self,
@@ -412,29 +464,35 @@ class Causal:
         q: Float[Array, "B T N _"],
         k: Keys | None,
         v: Values | None,
-        reading: AttentionParams,
+        attention: AttentionParams,
     ) -> tuple[Any, Float[Array, "B T N U"]]:
-        at = jnp.arange(q.shape[1], dtype=jnp.int32)
-        seen = reading.sees(at[None, :, None], at[None, None, :])
+        positions = jnp.arange(q.shape[1], dtype=jnp.int32)
+        mask = attention.mask(positions[None, :, None], positions[None, None, :])
         if k is None:
             k, v = state[layer]
         assert k is not None
         state = {**(state or {}), layer: (k, v)}
-        if reading.selection is not None:
+        if attention.selection is not None:
             assert v is not None
-            seen = reading.selection.chosen(v[:, :, 0], jnp.broadcast_to(seen, (len(q), *seen.shape[1:])))
-        if reading.expand is not None:
-            k, v = reading.expand(k, jnp.arange(len(k), dtype=jnp.int32))
+            mask = attention.selection.select(v[:, :, 0], jnp.broadcast_to(mask, (len(q), *mask.shape[1:])))
+        if attention.expand is not None:
+            k, v = attention.expand(k, jnp.arange(len(k), dtype=jnp.int32))
         assert v is not None
-        return state, attention(q, k, v, seen, reading)
+        return state, dot_product_attention(q, k, v, mask, attention)
 
-    def recur(
-        self, state: Any, layer: int, recurrence: Recurrence, new: RecurrentInputs
+    def run_recurrence(
+        self, state: Any, layer: int, recurrence: Recurrence, inputs: RecurrentInputs
     ) -> tuple[Any, Float[Array, "B T N U"]]:
-        B, T = new.shape
+        """Run a recurrence over all tokens from an empty state. Returns the state unchanged, and the
+        outputs."""
+        B, T = inputs.shape
         count = jnp.full(B, T, jnp.int32)
         _, out = recurrence.scan(
-            empty_state(recurrence.leaves, B), new, count, lambda pools, j, after: pools, None
+            empty_recurrent_state(recurrence.state_shapes, B),
+            inputs,
+            count,
+            lambda pools, j, after: pools,
+            None,
         )
         return state, out
 

@@ -1,11 +1,11 @@
-"""Sizes and layer kinds of a decoder without its weights. Frozen and hashable, so static under jit."""
+"""Sizes and layer kinds of a decoder, without its weights. Frozen and hashable, so static under jit."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .kinds import PLAIN_NORM, ROPE, GroupedQuery, Latent, NormKind
-from .recurrent.kinds import BLOCK, STATE, DeltaNet, Leaves, Mamba, ShortConv
+from .kinds import DEFAULT_ROPE, PLAIN_NORM, GroupedQuery, Latent, NormKind
+from .recurrent.kinds import STATE_BLOCK_TOKENS, STATE_WINDOW, DeltaNet, Mamba, ShortConv, StateShapes
 from .rope import Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu"]
@@ -21,26 +21,27 @@ class Dense:
     bias: bool = False
     clamp: float | None = None  # of clamped_silu
     output_gate: bool = False  # the output is multiplied by the sigmoid of a learned score of the input
-    gate_scale: float = 1.0  # of what the activation is given
-    scale: float = 1.0  # of the output
+    gate_scale: float = 1.0  # factor of the activation's input
+    scale: float = 1.0  # factor of the output
 
     @property
-    def inner(self) -> int:
-        """Inner dimensions that a token goes through."""
+    def inner_size(self) -> int:
+        """Return the number of inner dimensions that a token goes through."""
         return self.size
 
-    def met(self, tokens: int) -> float:
-        """The share of the layer's weights that `tokens` tokens go through."""
+    def active_share(self, tokens: int) -> float:
+        """Return the share of the layer's weights that `tokens` tokens go through: all."""
         return 1.0
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: each token goes to the `active` of `count` that its router scores highest.
+    """A mixture of experts: each token goes to the `active` of `count` experts with the highest router
+    scores.
 
-    Experts may stand in groups of which only `active_groups` are looked at, those with the best expert or,
-    for "top2", with the best sum of two (DeepSeek-V2 and -V3, arXiv 2405.04434 and 2412.19437). `correction`
-    is added to scores for choosing only.
+    Experts may stand in groups. Only the `active_groups` best groups are searched: those with the best expert
+    or, for "top2", with the best sum of two (DeepSeek-V2 and -V3, arXiv 2405.04434 and 2412.19437).
+    `correction` is added to scores for choosing only.
     """
 
     count: int  # E
@@ -51,37 +52,37 @@ class Experts:
     router_bias: bool = False
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     normalised: bool = True  # the chosen experts' weights add up to one
-    factor: float = 1.0  # of their weights
+    factor: float = 1.0  # of the chosen experts' weights
     correction: bool = False
     groups: int = 1
     active_groups: int = 1
     group_score: Literal["best", "top2"] = "best"
-    shared: int = 0  # F of the expert that every token goes to; 0 is none
-    shared_gate: bool = False  # an output gate of that expert
-    scales: bool = False  # learned ones of the experts' weights
-    weighs_inputs: bool = False  # what experts are given is weighted, not what they make (Llama 4)
-    # router, experts and shared expert norm the layer's input, and the latter two what they make (Gemma 4)
+    shared: int = 0  # F of the shared expert, which every token goes to; 0: none
+    shared_gate: bool = False  # the shared expert has an output gate
+    scales: bool = False  # each expert's weight has a learned scale
+    weighs_inputs: bool = False  # weights multiply the experts' inputs, not their outputs (Llama 4)
+    # of the inputs of router, experts and shared expert, and of the outputs of the latter two (Gemma 4)
     norms: NormKind | None = None
     clamp: float | None = None  # of clamped_silu
 
     @property
-    def inner(self) -> int:
-        """Inner dimensions that a token goes through."""
+    def inner_size(self) -> int:
+        """Return the number of inner dimensions that a token goes through."""
         return self.active * self.size + self.shared
 
-    def met(self, tokens: int) -> float:
-        """The share of the experts' weights that `tokens` tokens go through on average, if each chooses
-        evenly and by itself."""
+    def active_share(self, tokens: int) -> float:
+        """Return the expected share of the experts' weights that `tokens` tokens go through, if choices are
+        uniform."""
         return 1.0 - (1.0 - self.active / self.count) ** tokens
 
     @property
-    def each(self) -> Dense:
-        """The feed-forward layer that one expert is."""
+    def expert_ffn(self) -> Dense:
+        """Return the feed-forward layer of one expert."""
         return Dense(self.size, self.activation, bias=self.bias, clamp=self.clamp)
 
     @property
-    def everyone(self) -> Dense:
-        """The feed-forward layer that the shared expert is."""
+    def shared_ffn(self) -> Dense:
+        """Return the feed-forward layer of the shared expert."""
         return Dense(self.shared, self.activation, output_gate=self.shared_gate)
 
     def __post_init__(self):
@@ -97,8 +98,8 @@ class Experts:
             raise ValueError(f"groups of {self.count // self.groups} experts have no two best ones")
 
 
-Keyed = GroupedQuery | Latent
-Mixer = Keyed | DeltaNet | ShortConv | Mamba
+AttentionMixer = GroupedQuery | Latent
+Mixer = AttentionMixer | DeltaNet | ShortConv | Mamba
 
 
 @dataclass(frozen=True)
@@ -114,57 +115,59 @@ class LayerInput:
 class LayerKind:
     """Kind of one layer: its token mixers, and its feed-forward layer or None.
 
-    A mixer caches keys (`cached`) or a recurrent `state`, whose heads are split over devices like those of
-    the weight `cached_by`. `can_share` of a mixer with keys: a prompt may be cut into rows that share a call
-    with rows of other prompts. A mixer with a state may stand `beside` one with keys: both read the same
-    input, and their outputs are added.
+    A mixer caches keys (`cache_shapes`) or a recurrent state (`state_shapes`). Their heads are split over
+    devices like those of the weight named by `cache_sharding_weight`. If a mixer of keys `can_share`, a
+    prompt may be cut into rows that share a call with rows of other prompts. A mixer with a state may stand
+    beside one with keys, as `parallel_mixer`: both read the same input, and their outputs are added.
     """
 
     mixer: Mixer
     ffn: Dense | Experts | None
-    beside: Mamba | None = None
-    scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 2  # of what mixers are given, and make
+    parallel_mixer: Mamba | None = None
+    scales: tuple[tuple[float, float], ...] = ((1.0, 1.0),) * 2  # factors of each mixer's input and output
 
     @property
     def mixers(self) -> tuple[Mixer, ...]:
-        return (self.mixer,) if self.beside is None else (self.mixer, self.beside)
+        """Return the layer's token mixers, the main one first."""
+        return (self.mixer,) if self.parallel_mixer is None else (self.mixer, self.parallel_mixer)
 
     @property
-    def keys(self) -> Keyed | None:
-        """The mixer that leaves keys."""
-        return next((mixer for mixer in self.mixers if isinstance(mixer, Keyed)), None)
+    def attention(self) -> AttentionMixer | None:
+        """Return the mixer that caches keys, or None."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, AttentionMixer)), None)
 
     @property
-    def state(self) -> Leaves | None:
-        """The state of the mixer that has one."""
-        return next((mixer.state for mixer in self.mixers if mixer.state), None)
+    def state_shapes(self) -> StateShapes | None:
+        """Return the shapes of the layer's recurrent state, or None."""
+        return next((mixer.state_shapes for mixer in self.mixers if mixer.state_shapes), None)
 
     @property
-    def inner(self) -> int:
-        """Inner dimensions that a token goes through behind the mixer."""
-        return 0 if self.ffn is None else self.ffn.inner
+    def inner_size(self) -> int:
+        """Return the number of inner dimensions that a token goes through after the mixers."""
+        return 0 if self.ffn is None else self.ffn.inner_size
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder: its sizes, and the kind of each layer. `uniform` makes one whose layers are all alike."""
+    """A decoder: its sizes, and the kind of each layer. `uniform` makes one whose layers are all equal."""
 
     vocab_size: int  # V
     hidden_size: int  # D
     layers: tuple[LayerKind, ...]  # L of them
     max_position: int = 2048
     norm: NormKind = PLAIN_NORM
-    pre_norms: bool = True  # what a layer's parts are given is normed
-    post_norms: bool = False  # what they add is normed
-    parallel: Literal["one norm", "two norms"] | None = None  # both parts are given the layer's input
-    residual_scale: float = 1.0  # of what they add
+    pre_norms: bool = True  # the inputs of a layer's sublayers are normed
+    post_norms: bool = False  # their outputs are normed
+    parallel: Literal["one norm", "two norms"] | None = None  # both sublayers read the layer's input
+    residual_scale: float = 1.0  # factor of the sublayers' outputs
     tied_embeddings: bool = False
+    has_head: bool = True  # False: no output matrix, the decoder makes embeddings
     head_bias: bool = False
     learned_positions: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    layer_scales: bool = False  # a learned one of each layer's output
+    layer_scales: bool = False  # each layer's output has a learned scale
     layer_input: LayerInput | None = None
 
     @classmethod
@@ -179,12 +182,13 @@ class ModelConfig:
         head_size: int,
         max_position: int = 2048,
         norm_eps: float = 1e-5,
-        rope: Rope = ROPE,
+        rope: Rope = DEFAULT_ROPE,
         tied_embeddings: bool = False,
         attention_bias: bool = False,
         mlp_bias: bool = False,
     ) -> "ModelConfig":
-        """Equal layers of grouped-query attention and a gated feed-forward layer, as in Llama."""
+        """Return a config of equal layers of grouped-query attention and a gated feed-forward layer, as in
+        Llama."""
         mixer = GroupedQuery(
             num_heads, num_kv_heads, head_size, rope, bias=attention_bias, output_bias=attention_bias
         )
@@ -204,45 +208,47 @@ class ModelConfig:
         return len(self.layers)
 
     @property
-    def input_size(self) -> int:
-        """Numbers that all layers together are given of a token, beside the stream."""
+    def layer_input_size(self) -> int:
+        """Return the size of a token's per-layer inputs, all layers together."""
         return self.layer_input.size * self.num_layers if self.layer_input else 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The layers' different windows, unlimited first: layers of one window keep the same positions."""
-        return windows_of(self.layers)
+        """Return the layers' different windows, unlimited first. Layers of one window keep the same
+        positions."""
+        return distinct_windows(self.layers)
 
     @property
-    def block(self) -> int:
-        """Alignment of a prefill's chunks, in tokens."""
-        return BLOCK if STATE in self.windows else 1
+    def prefill_alignment(self) -> int:
+        """Return the alignment of a prefill's chunks, in tokens."""
+        return STATE_BLOCK_TOKENS if STATE_WINDOW in self.windows else 1
 
     @property
-    def boundary(self) -> int | None:
-        """Tokens beyond which all keys of a sequence are others than before (longrope), if there is such a
-        length."""
-        found = [
-            rope.boundary for kind in self.layers if (rope := kind.keys and kind.keys.rope) and rope.boundary
+    def longrope_boundary(self) -> int | None:
+        """Return the sequence length, in tokens, beyond which longrope changes all keys. None if there is
+        none."""
+        boundaries = [
+            rope.longrope_boundary
+            for kind in self.layers
+            if (rope := kind.attention and kind.attention.rope) and rope.longrope_boundary
         ]
-        return min(found, default=None)
+        return min(boundaries, default=None)
 
-    def within(self, length: int) -> "ModelConfig":
-        """The same decoder for sequences of at most `length` tokens: windows and choices that are as long say
-        nothing."""
+    def drop_unreached_limits(self, length: int) -> "ModelConfig":
+        """Drop sliding windows and sparse-attention limits that cannot take effect within `length` tokens."""
 
-        def layer(kind: LayerKind) -> LayerKind:
+        def drop_limits(kind: LayerKind) -> LayerKind:
             mixer = kind.mixer
-            if isinstance(mixer, Latent) and mixer.indexer and (mixer.indexer.keys or 0) >= length:
-                return replace(kind, mixer=replace(mixer, indexer=replace(mixer.indexer, keys=None)))
+            if isinstance(mixer, Latent) and mixer.indexer and (mixer.indexer.top_k or 0) >= length:
+                return replace(kind, mixer=replace(mixer, indexer=replace(mixer.indexer, top_k=None)))
             if isinstance(mixer, GroupedQuery) and mixer.window is not None and mixer.window >= length:
                 return replace(kind, mixer=replace(mixer, window=None, chunked=False))
             return kind
 
-        return replace(self, layers=tuple(map(layer, self.layers)))
+        return replace(self, layers=tuple(map(drop_limits, self.layers)))
 
 
-def windows_of(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
-    """The different windows of layers, unlimited first."""
-    found = {mixer.window for layer in layers for mixer in layer.mixers}
-    return tuple(sorted(found, key=lambda w: (w is not None, w)))
+def distinct_windows(layers: Iterable[LayerKind]) -> tuple[int | None, ...]:
+    """Return the different windows of layers, unlimited first."""
+    windows = {mixer.window for layer in layers for mixer in layer.mixers}
+    return tuple(sorted(windows, key=lambda w: (w is not None, w)))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .config import Dense
-from .layers import biased, einsum, einsums, scaled
+from .layers import add_bias, apply_scale, einsum, einsums
 from .tree import Spec, pytree
 
 CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss
@@ -15,7 +15,7 @@ CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss
 
 @pytree
 class FFN:
-    """Projections of a feed-forward layer; `gate` is None where it is plain."""
+    """Projections of a feed-forward layer. `gate` is None if it is plain."""
 
     gate: Any  # [D,F]
     up: Any  # [D,F]
@@ -27,19 +27,19 @@ class FFN:
 
 
 def ffn_spec(c: Dense, D: int, depth: int) -> FFN:
-    """The parameters of one layer of `depth`."""
+    """Return the specs of one feed-forward layer in a model of `depth` layers."""
 
-    def bias(size: int, axis: str, here: bool = True) -> Spec | None:
-        return Spec((size,), (axis,), scale=0.0) if c.bias and here else None
+    def bias_spec(size: int, axis: str, is_present: bool = True) -> Spec | None:
+        return Spec((size,), (axis,), scale=0.0) if c.bias and is_present else None
 
     F = c.size
     return FFN(
         gate=Spec((D, F), ("model", "ffn")) if c.gated else None,
         up=Spec((D, F), ("model", "ffn")),
         down=Spec((F, D), ("ffn", "model"), scale=0.02 / (2 * depth) ** 0.5),
-        gate_bias=bias(F, "ffn", c.gated),
-        up_bias=bias(F, "ffn"),
-        down_bias=bias(D, "model"),
+        gate_bias=bias_spec(F, "ffn", c.gated),
+        up_bias=bias_spec(F, "ffn"),
+        down_bias=bias_spec(D, "model"),
         output_gate=Spec((D,), ("model",)) if c.output_gate else None,
     )
 
@@ -47,7 +47,7 @@ def ffn_spec(c: Dense, D: int, depth: int) -> FFN:
 def activate(
     c: Dense, gate: Float[Array, "*rows F"] | None, up: Float[Array, "*rows F"]
 ) -> Float[Array, "*rows F"]:
-    """The inner values: the activation of `gate` times `up`, or of `up` alone; rounded once."""
+    """Compute the inner values: the activation of `gate` times `up`, or of `up` alone. Rounds once."""
     kind, dtype = c.activation, up.dtype
     gate, up = None if gate is None else gate.astype(jnp.float32), up.astype(jnp.float32)
     if kind == "clamped_silu":  # gpt-oss
@@ -67,12 +67,13 @@ def activate(
 
 
 def feed_forward(w: FFN, c: Dense, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    """Compute a feed-forward layer, its output gate included."""
     gate, up = einsums("...d,df->...f", x, (w.gate, w.up))
-    gate = None if gate is None else scaled(biased(gate, w.gate_bias), c.gate_scale)
-    up = biased(up, w.up_bias)
-    out = scaled(biased(einsum("...f,fd->...d", activate(c, gate, up), w.down), w.down_bias), c.scale)
+    gate = None if gate is None else apply_scale(add_bias(gate, w.gate_bias), c.gate_scale)
+    up = add_bias(up, w.up_bias)
+    out = apply_scale(add_bias(einsum("...f,fd->...d", activate(c, gate, up), w.down), w.down_bias), c.scale)
     if w.output_gate is None:
         return out
-    wanted = jnp.expand_dims(w.output_gate.astype(jnp.float32), range(x.ndim - 1))
-    score = jnp.sum(x.astype(jnp.float32) * wanted, axis=-1, keepdims=True)
+    gate_weight = jnp.expand_dims(w.output_gate.astype(jnp.float32), range(x.ndim - 1))
+    score = jnp.sum(x.astype(jnp.float32) * gate_weight, axis=-1, keepdims=True)
     return (out.astype(jnp.float32) * jax.nn.sigmoid(score)).astype(out.dtype)

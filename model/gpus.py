@@ -1,8 +1,8 @@
 """The GPU or TPU that programs are compiled for, and the kernels that they may use there.
 
-Rules are static where a compiler may abort the process on what it does not know, which nothing catches. What
-they allow is checked on the device at a first start (serve/engine/startup/kernel_checks.py); programs are
-traced `without` the kernels that fail there.
+Rules are static: a compiler may abort the process on a kernel that the device cannot run, and nothing catches
+that. Kernels that the rules allow are checked on the device at a first start
+(serve/engine/startup/kernel_checks.py). `disable_kernels` keeps kernels that fail out of traced programs.
 """
 
 import os
@@ -19,18 +19,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-KERNELS = "jax.experimental.pallas.ops.gpu"
-TRITON = (8, 0)  # the least compute capability that Triton compiles for
-HOPPER = (9, 0)  # the only one with the instructions that the Mosaic kernels are made of
-E4M3 = (8, 9)  # the least with conversions of float8_e4m3fn
-# Compute capabilities by a part of the name, of GPUs that are described and have only that.
+JAX_KERNELS_PACKAGE = "jax.experimental.pallas.ops.gpu"
+TRITON_CAPABILITY = (8, 0)  # the lowest compute capability that Triton compiles for
+HOPPER_CAPABILITY = (9, 0)  # the only one with the instructions of the Mosaic kernels
+E4M3_CAPABILITY = (8, 9)  # the lowest with conversions of float8_e4m3fn
+# Compute capabilities by a part of the name, for described GPUs: they have only a name.
 CAPABILITIES = {
     "T4": (7, 5), "A100": (8, 0), "L4": (8, 9), "RTX 4090": (8, 9), "H100": (9, 0), "H200": (9, 0),
     "B200": (10, 0), "RTX 5090": (12, 0),
 }  # fmt: skip
 # Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide, technical
-# specifications); others have LEAST_SHARED.
-SHARED = {
+# specifications); others have MIN_SHARED_BYTES.
+SHARED_BYTES = {
     (7, 5): 65_536,
     (8, 0): 166_912,
     (8, 7): 166_912,
@@ -38,126 +38,147 @@ SHARED = {
     (10, 0): 232_448,
     (10, 3): 232_448,
 }
-LEAST_SHARED = 101_376
-# XLA's options that are not its defaults. Without a command buffer (CUDA graph) the host waits at each turn
-# of a loop and at every conditional around it: XLA's own list, and loops. A product that is not split along
-# its inner dimension (split-K) has the same bits for more numbers of rows, for 2 % of a step at most.
-CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+MIN_SHARED_BYTES = 101_376
+# Options that differ from XLA's defaults. A command buffer (CUDA graph) takes XLA's own list, and loops.
+# Without it the host waits in each iteration of a loop and at every conditional around it. Without split-K a
+# product has the same bits for more numbers of rows. That costs 2 % of a step at most.
+COMMAND_BUFFER_OPS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
 if jax.__version_info__ >= (0, 12):
-    CAPTURED += ",COLLECTIVES_KERNEL"
-OPTIONS = {"xla_gpu_enable_command_buffer": CAPTURED, "xla_gpu_experimental_force_split_k": "1"}
-# cuBLAS splits sums all the same, of products with few rows, though not with 64 or fewer (on an H200). XLA's
-# own kernels do not: a step of 256 rows of 8B takes 16 % longer with them.
-SPLIT_BY_CUBLAS = range(65, 512)
-WITHOUT_CUBLAS = {"xla_gpu_experimental_autotune_backends": "TRITON,NATIVE_EMITTER,BLOCK_LEVEL_EMITTER"}
+    COMMAND_BUFFER_OPS += ",COLLECTIVES_KERNEL"
+XLA_GPU_OPTIONS = {
+    "xla_gpu_enable_command_buffer": COMMAND_BUFFER_OPS,
+    "xla_gpu_experimental_force_split_k": "1",
+}
+# Numbers of rows for which cuBLAS splits sums all the same (on an H200). XLA's own kernels do not, but a step
+# of 256 rows of an 8B model takes 16 % longer with them.
+CUBLAS_SPLIT_ROWS = range(65, 512)
+NO_CUBLAS_OPTIONS = {"xla_gpu_experimental_autotune_backends": "TRITON,NATIVE_EMITTER,BLOCK_LEVEL_EMITTER"}
 # A GPU that is described without a name is a Hopper.
-DESCRIBED = "NVIDIA H200"
-REFUSED: ContextVar[frozenset[str]] = ContextVar("refused kernels", default=frozenset())
+DEFAULT_GPU_NAME = "NVIDIA H200"
+DISABLED_KERNELS: ContextVar[frozenset[str]] = ContextVar("refused kernels", default=frozenset())
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """An NVIDIA GPU: its name and its compute capability."""
+    """An NVIDIA GPU.
+
+    name: the device kind, as "NVIDIA H200".
+    capability: compute capability, major and minor.
+    """
 
     name: str
     capability: tuple[int, int]
 
     @property
     def shared_memory(self) -> int:
-        """Bytes that a block of threads may have."""
-        return SHARED.get(self.capability, LEAST_SHARED)
+        """Return the bytes of shared memory that a block of threads may use."""
+        return SHARED_BYTES.get(self.capability, MIN_SHARED_BYTES)
 
     @property
-    def version(self) -> str:
+    def capability_text(self) -> str:
+        """Return the compute capability as text, such as "9.0"."""
         return "{}.{}".format(*self.capability)
 
     @property
     def auto_dtype(self) -> str:
-        """The 16-bit dtype that it multiplies fast."""
-        return "bfloat16" if self.capability >= TRITON else "float16"
+        """Return the 16-bit dtype that the GPU multiplies fast."""
+        return "bfloat16" if self.capability >= TRITON_CAPABILITY else "float16"
 
-    def options(self, rows: int = 0) -> dict[str, str]:
-        """Options of XLA's compiler for steps, except those that the user's XLA_FLAGS set; none if these name
-        a file. Where products are cuBLAS's, merging those of one input would copy their weights side by side
-        in each step.
+    def compiler_options(self, rows: int = 0) -> dict[str, str]:
+        """Return XLA compiler options for steps, without options that the user's XLA_FLAGS set.
 
-        rows: of products whose sums must not depend on their number; 0 if they may.
+        The options are empty if XLA_FLAGS name a file. On GPUs whose products run in cuBLAS, dot merging is
+        off: it would copy the weights of one input side by side in each step.
+
+        rows: number of rows whose sums must not depend on that number; 0 if they may.
         """
-        given = os.environ.get("XLA_FLAGS", "").strip()
-        if given and not given.startswith("-"):
+        user_flags = os.environ.get("XLA_FLAGS", "").strip()
+        if user_flags and not user_flags.startswith("-"):
             return {}
-        own = WITHOUT_CUBLAS if rows in SPLIT_BY_CUBLAS else {}
-        if self.capability < TRITON:
-            own = {"xla_gpu_dot_merger_threshold_mb": "0"}
+        options = NO_CUBLAS_OPTIONS if rows in CUBLAS_SPLIT_ROWS else {}
+        if self.capability < TRITON_CAPABILITY:
+            options = {"xla_gpu_dot_merger_threshold_mb": "0"}
         return {
-            name: value for name, value in (OPTIONS | own).items() if not re.search(rf"--{name}\b", given)
+            name: value
+            for name, value in (XLA_GPU_OPTIONS | options).items()
+            if not re.search(rf"--{name}\b", user_flags)
         }
 
 
 class Kernel(NamedTuple):
-    """A kernel by the name that reports show.
+    """A kernel, by the name that reports show.
 
-    backend: what compiles it: Triton, Mosaic GPU, or Mosaic for TPUs.
-    replaced_by: what stands in, for messages.
+    name: name in reports.
+    backend: its compiler: Triton, Mosaic GPU, or Mosaic for TPUs.
+    fallback: description of its fallback, for messages.
     """
 
     name: str
     backend: Literal["triton", "mosaic", "tpu"]
-    replaced_by: str
+    fallback: str
 
 
-def gpu() -> Gpu | None:
-    """The GPU that programs are compiled for, this machine's or one that is described; None elsewhere."""
-    return gpu_of(target_device())
+def target_gpu() -> Gpu | None:
+    """Return the GPU that programs are compiled for, here or described. None if it is no NVIDIA GPU."""
+    return gpu_from_device(target_device())
 
 
 def target_device() -> Any:
-    """The device that programs are compiled for, or its description."""
-    here, described = jax.devices()[0], jax.sharding.get_abstract_mesh().abstract_device
-    is_here = described is None or described.device_kind == here.device_kind  # it has no capability
-    return here if is_here else described
+    """Return the device that programs are compiled for, or its description."""
+    local_device, described = jax.devices()[0], jax.sharding.get_abstract_mesh().abstract_device
+    is_local = (
+        described is None or described.device_kind == local_device.device_kind
+    )  # which has no capability
+    return local_device if is_local else described
 
 
-def on_tpu() -> bool:
-    """True if programs are compiled for a TPU."""
+def is_tpu_target() -> bool:
+    """Return True if programs are compiled for a TPU."""
     return target_device().platform == "tpu"
 
 
-def gpu_of(device: Any) -> Gpu | None:
-    """The NVIDIA GPU that a device, or its description, is; None for another device."""
+def gpu_from_device(device: Any) -> Gpu | None:
+    """Return the NVIDIA GPU of a device or of its description. None for another device."""
     if device.platform not in ("gpu", "cuda"):
         return None
-    name, said = device.device_kind or DESCRIBED, getattr(device, "compute_capability", None)
-    if said is None:
-        return Gpu(name, next((found for part, found in CAPABILITIES.items() if part in name), TRITON))
-    found = re.match(r"(\d+)\.(\d+)", str(said))  # AMD's begin with "gfx"
-    return Gpu(name, (int(found[1]), int(found[2]))) if found else None
+    name, reported = device.device_kind or DEFAULT_GPU_NAME, getattr(device, "compute_capability", None)
+    if reported is None:
+        return Gpu(
+            name,
+            next(
+                (capability for part, capability in CAPABILITIES.items() if part in name), TRITON_CAPABILITY
+            ),
+        )
+    capability = re.match(r"(\d+)\.(\d+)", str(reported))  # AMD's begin with "gfx"
+    return Gpu(name, (int(capability[1]), int(capability[2]))) if capability else None
 
 
-def may_use(kernel: Kernel) -> bool:
-    """True if programs may use a kernel where they are compiled for; see `refusal`."""
-    return refusal(kernel) is None
+def may_use_kernel(kernel: Kernel) -> bool:
+    """Return True if programs may use a kernel where they are compiled for. See `refusal_reason`."""
+    return refusal_reason(kernel) is None
 
 
-def refusal(kernel: Kernel, memory: int = 0, kept: Iterable[Any] = ()) -> str | None:
+def refusal_reason(kernel: Kernel, memory: int = 0, converted_dtypes: Iterable[Any] = ()) -> str | None:
     """Return why programs may not use a kernel, or None.
 
-    memory: bytes of shared memory that a block of it asks for.
-    kept: dtypes that it converts.
+    memory: bytes of shared memory that a block of it needs.
+    converted_dtypes: dtypes that it converts.
     """
-    if kernel.name in REFUSED.get():
+    if kernel.name in DISABLED_KERNELS.get():
         return "it did not pass its check on this device"
     if kernel.backend == "tpu":
-        return None if on_tpu() else "it is a TPU's"
-    device = gpu()
-    if device is None or not compiles_for_gpus():
+        return None if is_tpu_target() else "it is a TPU's"
+    device = target_gpu()
+    if device is None or not has_gpu_compiler():
         return "no compiler for an NVIDIA GPU is here"
-    has = f"{device.name} has {device.version}"
-    if kernel.backend == "mosaic" and device.capability != HOPPER:
+    has = f"{device.name} has {device.capability_text}"
+    if kernel.backend == "mosaic" and device.capability != HOPPER_CAPABILITY:
         return f"it needs compute capability 9.0, {has}"
-    if device.capability < TRITON:
+    if device.capability < TRITON_CAPABILITY:
         return f"it needs compute capability 8.0, {has}"
-    if device.capability < E4M3 and any(jnp.dtype(dtype) == jnp.float8_e4m3fn for dtype in kept):
+    if device.capability < E4M3_CAPABILITY and any(
+        jnp.dtype(dtype) == jnp.float8_e4m3fn for dtype in converted_dtypes
+    ):
         return f"float8_e4m3fn needs compute capability 8.9, {has}"
     if memory > device.shared_memory:
         return f"it needs {memory} bytes of shared memory a block, {device.name} has {device.shared_memory}"
@@ -165,28 +186,31 @@ def refusal(kernel: Kernel, memory: int = 0, kept: Iterable[Any] = ()) -> str | 
 
 
 @contextmanager
-def without(kernels: Iterable[str]) -> Iterator[None]:
-    """Trace programs of this block without the kernels of these names; threads have blocks of their own."""
-    token = REFUSED.set(frozenset(kernels))
+def disable_kernels(kernels: Iterable[str]) -> Iterator[None]:
+    """Trace programs of this block without the kernels of these names. Each thread has its own set."""
+    token = DISABLED_KERNELS.set(frozenset(kernels))
     try:
         yield
     finally:
-        REFUSED.reset(token)
+        DISABLED_KERNELS.reset(token)
 
 
 @cache
-def compiles_for_gpus() -> bool:
-    """True if jax has a compiler for NVIDIA GPUs; without one their kernels need not even be traced."""
+def has_gpu_compiler() -> bool:
+    """Return True if jax has a compiler for NVIDIA GPUs. Without one their kernels need not be traced."""
     return any(find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 @cache
-def shipped(name: str) -> Any:
-    """The module of a kernel that jax ships; None where this jax does not, or cannot compile it, or lacks
-    absl, which these modules import."""
-    if not compiles_for_gpus():
+def import_jax_kernel(name: str) -> Any:
+    """Import the module of a kernel that jax ships.
+
+    Returns None if this jax does not ship or cannot compile it, or if absl is missing, which these modules
+    import.
+    """
+    if not has_gpu_compiler():
         return None
     try:
-        return import_module(f"{KERNELS}.{name}")
+        return import_module(f"{JAX_KERNELS_PACKAGE}.{name}")
     except ImportError:
         return None

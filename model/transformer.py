@@ -8,104 +8,120 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .attention import Attend, Attention, attention_spec, mix_heads
+from .attention import Attend, Attention, attention_spec, run_attention
 from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, Mixer, ModelConfig
-from .experts import MoE, chosen_experts, experts_spec, mix_experts
+from .experts import MoE, chosen_expert_ids, experts_spec, run_moe
 from .ffn import FFN, feed_forward, ffn_spec
-from .inputs import PerLayerEmbedding, PerLayerGate, input_spec, inputs_of, inputs_spec, with_input
-from .latent import LatentAttention, latent_spec, mix_latent
-from .layers import Norm, NormWeight, biased, einsum, norm_spec, normalise, scaled, softcapped
-from .recurrent.convolution import ShortConvolution, convolution_spec, mix_convolution
-from .recurrent.delta import DeltaAttention, delta_spec, mix_delta
+from .latent import LatentAttention, latent_spec, run_latent_attention
+from .layers import Norm, NormWeight, add_bias, apply_scale, apply_softcap, einsum, norm_spec, normalise
+from .per_layer_embeddings import (
+    PerLayerEmbedding,
+    PerLayerGate,
+    add_layer_input,
+    compute_layer_inputs,
+    per_layer_embedding_spec,
+    per_layer_gate_spec,
+)
+from .recurrent.convolution import ShortConvolution, convolution_spec, run_short_conv
+from .recurrent.delta import DeltaAttention, delta_spec, run_delta_net
 from .recurrent.kinds import DeltaNet, Mamba, ShortConv
-from .recurrent.mamba import MambaMixer, mamba_spec, mix_mamba
-from .rope import Rotation, beyond, rotation
+from .recurrent.mamba import MambaMixer, mamba_spec, run_mamba
+from .rope import RotaryFactors, rotary_factors, rows_past_boundary
 from .tree import Spec, pytree
 
-# how a layer's parts are made and computed, by their kind
+# functions that make the specs of a sublayer and compute it, by its kind
 SUBLAYERS: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    GroupedQuery: (attention_spec, mix_heads),
-    Latent: (latent_spec, mix_latent),
-    DeltaNet: (delta_spec, mix_delta),
-    ShortConv: (convolution_spec, mix_convolution),
-    Mamba: (mamba_spec, mix_mamba),
+    GroupedQuery: (attention_spec, run_attention),
+    Latent: (latent_spec, run_latent_attention),
+    DeltaNet: (delta_spec, run_delta_net),
+    ShortConv: (convolution_spec, run_short_conv),
+    Mamba: (mamba_spec, run_mamba),
     Dense: (ffn_spec, feed_forward),
-    Experts: (experts_spec, mix_experts),
+    Experts: (experts_spec, run_moe),
 }
 
 
 @pytree
 class Layer:
-    """Parameters of a layer; a norm that the family does not have is None. A layer with keys and a state has
-    both `attention` and `recurrent`."""
+    """Parameters of a layer. A norm that the family does not have is None.
+
+    A layer with keys and a state has both `attention` and `recurrent`.
+    """
 
     attention_norm: Norm | NormWeight | None
-    attention: Attention | LatentAttention | None  # of a layer that keeps keys
+    attention: Attention | LatentAttention | None  # of a layer with keys
     ffn_norm: Norm | NormWeight | None
     ffn: FFN | MoE | None
     attention_post_norm: Norm | NormWeight | None = None
     ffn_post_norm: Norm | NormWeight | None = None
-    recurrent: DeltaAttention | ShortConvolution | MambaMixer | None = None  # of one that keeps a state
+    recurrent: DeltaAttention | ShortConvolution | MambaMixer | None = None  # of a layer with a state
     input: PerLayerGate | None = None
-    scale: Any = None  # [1], of what comes out
+    scale: Any = None  # [1], factor of the layer's output
 
-    def of(self, mixer: Mixer) -> Any:
-        """A mixer's parameters."""
-        return self.attention if mixer.state is None else self.recurrent
+    def mixer_params(self, mixer: Mixer) -> Any:
+        """Return a mixer's parameters."""
+        return self.attention if mixer.state_shapes is None else self.recurrent
 
     @property
     def any_norm(self) -> Norm | NormWeight:
-        """A norm of the layer; all are replicated on its devices."""
+        """Return a norm of the layer. All are replicated on its devices."""
         return next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm is not None)
 
 
 @pytree
 class Decoder:
-    """All parameters. `head` is None where the embedding is tied to the output, `head_bias` is added to
-    logits."""
+    """All parameters of a decoder.
+
+    `head` is None if the embedding is also the output matrix, or if there is none. `head_bias` is added to
+    logits.
+    """
 
     embed: Any  # [V,D]
     layers: tuple[Layer, ...]
-    norm: Any  # Norm; what a stage of a pipeline does not have is None
+    norm: Any  # Norm; a pipeline stage has None for what is on another stage
     head: Any = None  # [V,D]
-    positions: Any = None  # [max_position,D], where they are learned
+    positions: Any = None  # [max_position,D], if positions are learned
     head_bias: Any = None  # [V]
     inputs: PerLayerEmbedding | None = None
 
 
 def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
+    """Return the specs of one layer."""
     D, depth, norm = c.hidden_size, c.num_layers, norm_spec(c.norm, c.hidden_size)
     pre, post = norm if c.pre_norms else None, norm if c.post_norms else None
-    own = {mixer.state is None: SUBLAYERS[type(mixer)][0](mixer, D, depth) for mixer in kind.mixers}
-    keys, state = own.get(True), own.get(False)
+    specs = {mixer.state_shapes is None: SUBLAYERS[type(mixer)][0](mixer, D, depth) for mixer in kind.mixers}
+    keys, state = specs.get(True), specs.get(False)
     if kind.ffn is None:
         return Layer(pre, keys, None, None, post, None, state)
     is_normed = isinstance(kind.ffn, Experts) and kind.ffn.norms is not None
     second = None if c.parallel == "one norm" or is_normed else pre
     scale = Spec((1,), ("one",), mean=1.0, scale=0.0) if c.layer_scales else None
     ffn = SUBLAYERS[type(kind.ffn)][0](kind.ffn, D, depth)
-    return Layer(pre, keys, second, ffn, post, post, state, input_spec(c), scale)
+    return Layer(pre, keys, second, ffn, post, post, state, per_layer_gate_spec(c), scale)
 
 
 def decoder_spec(c: ModelConfig) -> Decoder:
-    """Every parameter of a decoder, before it has numbers."""
+    """Return the specs of every parameter of a decoder."""
     V, D = c.vocab_size, c.hidden_size
     specs = {kind: layer_spec(kind, c) for kind in set(c.layers)}
     return Decoder(
         embed=Spec((V, D), ("vocab", "model")),
         layers=tuple(specs[kind] for kind in c.layers),
         norm=norm_spec(c.norm, D),
-        head=None if c.tied_embeddings else Spec((V, D), ("vocab", "model")),
+        head=Spec((V, D), ("vocab", "model")) if c.has_head and not c.tied_embeddings else None,
         positions=Spec((c.max_position, D), ("position", "model")) if c.learned_positions else None,
-        head_bias=Spec((V,), ("vocab",), scale=0.0) if c.head_bias else None,
-        inputs=inputs_spec(c),
+        head_bias=Spec((V,), ("vocab",), scale=0.0) if c.has_head and c.head_bias else None,
+        inputs=per_layer_embedding_spec(c),
     )
 
 
 @dataclass(frozen=True)
-class Observe:
-    """Which inner values a step reports of each token. experts: the experts chosen in every layer that has
-    some. layers: numbers of layers after which hidden states are reported, 0 for the embedding."""
+class ObserveOptions:
+    """Selection of the inner values that a step reports of each token.
+
+    experts: True to report the chosen experts of every layer that has experts.
+    layers: numbers of layers after which hidden states are reported, 0 for the embedding.
+    """
 
     experts: bool = False
     layers: tuple[int, ...] = ()
@@ -113,184 +129,207 @@ class Observe:
 
 @pytree
 class Observed:
-    """Inner values of a step's tokens. experts: int32 [B,T,layers with experts,A], best first. hidden:
-    float32 [B,T,layers,D]. None if not observed."""
+    """Inner values of a step's tokens, None if not observed.
+
+    experts: int32 [B,T,layers with experts,A], best first.
+    hidden: float32 [B,T,layers,D].
+    """
 
     experts: Any = None
     hidden: Any = None
 
 
 class Recorder:
-    """Collects the values of one forward pass while it is traced."""
+    """Collector of the observed values of one forward pass while it is traced."""
 
-    def __init__(self, observe: Observe):
+    def __init__(self, observe: ObserveOptions):
         self._observe = observe
         self._experts: list[Int[Array, "B T A"]] = []
         self._hidden: dict[int, Float[Array, "B T D"]] = {}
 
-    def after_layers(self, n: int, x: Float[Array, "B T D"]) -> None:
-        """Take the hidden states after the first n layers."""
+    def record_hidden(self, n: int, x: Float[Array, "B T D"]) -> None:
+        """Record the hidden states after the first n layers."""
         if n in self._observe.layers:
             self._hidden[n] = x.astype(jnp.float32)
 
-    def route(self, w: Any, kind: LayerKind, x: Float[Array, "B T D"]) -> None:
-        """Take the experts that a layer chooses for its feed-forward layer's input."""
+    def record_experts(self, w: Any, kind: LayerKind, x: Float[Array, "B T D"]) -> None:
+        """Record the experts that a layer chooses for its feed-forward layer's input."""
         if self._observe.experts and isinstance(kind.ffn, Experts):
-            self._experts.append(chosen_experts(w, kind.ffn, x))
+            self._experts.append(chosen_expert_ids(w, kind.ffn, x))
 
-    def observed(self) -> Observed:
+    def collect(self) -> Observed:
+        """Return the recorded values."""
         hidden = [self._hidden[n] for n in self._observe.layers]
-        return Observed(*(jnp.stack(found, 2) if found else None for found in (self._experts, hidden)))
+        return Observed(*(jnp.stack(values, 2) if values else None for values in (self._experts, hidden)))
 
 
-@jax.named_scope("embed")
-def embed(
+@jax.named_scope("embed_tokens")
+def embed_tokens(
     params: Decoder, c: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T D"]:
-    x = scaled(rows_of(params.embed, tokens), c.embedding_scale)
+    """Return the embeddings of tokens, learned positions included."""
+    x = apply_scale(lookup_embedding(params.embed, tokens), c.embedding_scale)
     return x if params.positions is None else x + params.positions[positions]
 
 
-def rows_of(matrix: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Rows of an embedding. On a CPU a barrier ties a 16-bit matrix to the step's tokens: XLA would widen all
-    of it before a loop of several steps."""
+def lookup_embedding(matrix: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Look up the embeddings of tokens.
 
-    def plainly(matrix: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    On a CPU an optimization barrier ties a 16-bit matrix to the step's tokens. Otherwise XLA would widen the
+    whole matrix before a loop of several steps.
+    """
+
+    def lookup(matrix: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return matrix[tokens]
 
-    def late(matrix: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return plainly(*jax.lax.optimization_barrier((matrix, tokens)))
+    def lookup_after_barrier(matrix: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return lookup(*jax.lax.optimization_barrier((matrix, tokens)))
 
     if not isinstance(matrix, jax.Array) or matrix.dtype.itemsize != 2:
-        return plainly(matrix, tokens)
-    return jax.lax.platform_dependent(matrix, tokens, cpu=late, default=plainly)
+        return lookup(matrix, tokens)
+    return jax.lax.platform_dependent(matrix, tokens, cpu=lookup_after_barrier, default=lookup)
 
 
 @jax.named_scope("rotary")
-def turns(c: ModelConfig, positions: Int[Array, "B T"], lengths: Int[Array, " B"]) -> list[Rotation | None]:
-    """Each layer's rotary embedding; layers of one kind share it."""
-    found: dict[Any, Rotation | None] = {}
+def rotary_by_layer(
+    c: ModelConfig, positions: Int[Array, "B T"], lengths: Int[Array, " B"]
+) -> list[RotaryFactors | None]:
+    """Return the rotary embedding of each layer, or None. Layers of one kind share it."""
+    rotary_by_rope: dict[Any, RotaryFactors | None] = {}
 
-    def of_kind(kind: LayerKind) -> Rotation | None:
-        if kind.keys is None or (rope := kind.keys.rope) is None:
+    def find_rotary(kind: LayerKind) -> RotaryFactors | None:
+        if kind.attention is None or (rope := kind.attention.rope) is None:
             return None
-        size = kind.keys.turned
-        if (rope, size) not in found:
-            found[rope, size] = rotation(positions, rope, size, beyond(rope, lengths))
-        return found[rope, size]
+        size = kind.attention.rotary_dims
+        if (rope, size) not in rotary_by_rope:
+            rotary_by_rope[rope, size] = rotary_factors(
+                positions, rope, size, rows_past_boundary(rope, lengths)
+            )
+        return rotary_by_rope[rope, size]
 
-    return [of_kind(kind) for kind in c.layers]
+    return [find_rotary(kind) for kind in c.layers]
 
 
-def layer(
+def run_layer(
     w: Layer,
     kind: LayerKind,
     c: ModelConfig,
     x: Float[Array, "B T D"],
-    rotary: Rotation | None,
+    rotary: RotaryFactors | None,
     attend: Attend,
     state: Any,
     i: int,
     layer_input: Float[Array, "B T P"] | None = None,
     recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """x + mix(norm(x)), then x + ffn(norm(x)); returns x and attend's state after layer i.
+    """Run one layer: x + mix(norm(x)), then x + ffn(norm(x)). Returns x and attend's state after layer i.
 
     `layer_input`: the layer's own input (Gemma 3n and 4), or None.
     """
-    inner = normed(c, x, w.attention_norm)
-    state, mixed = mix(w, kind, inner, rotary, attend, state, i)
-    outer = added(c, x, mixed, w.attention_post_norm)
+    inner = apply_norm(c, x, w.attention_norm)
+    state, mixed = run_mixers(w, kind, inner, rotary, attend, state, i)
+    outer = add_residual(c, x, mixed, w.attention_post_norm)
     if kind.ffn is None:
         return outer, state
-    inner = ffn_input(w, c, x, inner, outer)
+    inner = compute_ffn_input(w, c, x, inner, outer)
     if recorder is not None:
-        recorder.route(w.ffn, kind, inner)
-    made = ffn_half(w.ffn, kind, inner)
-    return after_ffn(w, c, outer, made, layer_input), state
+        recorder.record_experts(w.ffn, kind, inner)
+    ffn_output = run_ffn(w.ffn, kind, inner)
+    return add_ffn_residual(w, c, outer, ffn_output, layer_input), state
 
 
-def mix(
+def run_mixers(
     w: Layer,
     kind: LayerKind,
     x: Float[Array, "B T D"],
-    rotary: Rotation | None,
+    rotary: RotaryFactors | None,
     attend: Attend,
     state: Any,
     i: int,
 ) -> tuple[Any, Float[Array, "B T D"]]:
-    """Attend's state after the mixers of layer i, and the sum of their outputs for normed x."""
-    made = []
+    """Run layer i's mixers on normed x. Returns attend's new state, and the sum of their outputs."""
+    outputs = []
     for mixer, (scale_in, scale_out) in zip(kind.mixers, kind.scales, strict=False):
-        mixing = SUBLAYERS[type(mixer)][1]
-        turn = rotary if mixer is kind.keys else None
-        with jax.named_scope("attention" if mixer.state is None else "recurrent"):
-            state, out = mixing(w.of(mixer), mixer, scaled(x, scale_in), turn, attend, state, i)
-            made.append(scaled(out, scale_out))
-    return state, sum(made[1:], made[0])
+        run_mixer = SUBLAYERS[type(mixer)][1]
+        mixer_rotary = rotary if mixer is kind.attention else None
+        with jax.named_scope("attention" if mixer.state_shapes is None else "recurrent"):
+            state, out = run_mixer(
+                w.mixer_params(mixer), mixer, apply_scale(x, scale_in), mixer_rotary, attend, state, i
+            )
+            outputs.append(apply_scale(out, scale_out))
+    return state, sum(outputs[1:], outputs[0])
 
 
-def ffn_input(
+def compute_ffn_input(
     w: Layer,
     c: ModelConfig,
     x: Float[Array, "B T D"],
     inner: Float[Array, "B T D"],
     outer: Float[Array, "B T D"],
 ) -> Float[Array, "B T D"]:
-    """The feed-forward layer's input: from `outer`, x after the mixers, or in parallel to them from x, whose
-    norm may be `inner`, the mixers' own."""
+    """Return the feed-forward layer's normed input.
+
+    It is `outer`, x after the mixers. In a parallel layer it is x, whose norm may be the mixers' own,
+    `inner`.
+    """
     if c.parallel is None:
-        return normed(c, outer, w.ffn_norm)
-    return inner if w.ffn_norm is None else normed(c, x, w.ffn_norm)
+        return apply_norm(c, outer, w.ffn_norm)
+    return inner if w.ffn_norm is None else apply_norm(c, x, w.ffn_norm)
 
 
-def ffn_half(w: Any, kind: LayerKind, inner: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The feed-forward layer, which mixes no tokens and keeps no state."""
+def run_ffn(w: Any, kind: LayerKind, inner: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Run the feed-forward layer, which mixes no tokens and keeps no state."""
     with jax.named_scope("experts" if isinstance(kind.ffn, Experts) else "ffn"):
         return SUBLAYERS[type(kind.ffn)][1](w, kind.ffn, inner)
 
 
-def after_ffn(
+def add_ffn_residual(
     w: Layer,
     c: ModelConfig,
     outer: Float[Array, "B T D"],
-    made: Float[Array, "B T D"],
+    ffn_output: Float[Array, "B T D"],
     layer_input: Float[Array, "B T P"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """x after a layer whose feed-forward layer's output is `made`."""
-    out = added(c, outer, made, w.ffn_post_norm)
+    """Add the feed-forward layer's output to the residual stream, and finish the layer."""
+    out = add_residual(c, outer, ffn_output, w.ffn_post_norm)
     if w.input is not None:
-        out = with_input(w.input, c, out, layer_input)
+        out = add_layer_input(w.input, c, out, layer_input)
     return out if w.scale is None else out * w.scale[None, None]
 
 
-def attention_half(
+def run_attention_sublayer(
     w: Layer,
     kind: LayerKind,
     c: ModelConfig,
     x: Float[Array, "B T D"],
-    rotary: Rotation | None,
+    rotary: RotaryFactors | None,
     attend: Attend,
     state: Any,
     i: int,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
-    """`layer` up to its feed-forward layer, where that lies on other devices: x after the mixers, the
-    feed-forward layer's input, and attend's state."""
-    inner = normed(c, x, w.attention_norm)
-    state, mixed = mix(w, kind, inner, rotary, attend, state, i)
-    outer = added(c, x, mixed, w.attention_post_norm)
-    return outer, ffn_input(w, c, x, inner, outer), state
+    """Run a layer up to its feed-forward layer, which is on other devices.
+
+    Returns x after the mixers, the feed-forward layer's input, and attend's state.
+    """
+    inner = apply_norm(c, x, w.attention_norm)
+    state, mixed = run_mixers(w, kind, inner, rotary, attend, state, i)
+    outer = add_residual(c, x, mixed, w.attention_post_norm)
+    return outer, compute_ffn_input(w, c, x, inner, outer), state
 
 
 @jax.named_scope("norm")
-def normed(c: ModelConfig, x: Float[Array, "B T D"], norm: Norm | NormWeight | None) -> Float[Array, "B T D"]:
+def apply_norm(
+    c: ModelConfig, x: Float[Array, "B T D"], norm: Norm | NormWeight | None
+) -> Float[Array, "B T D"]:
+    """Normalise x, if there is a norm."""
     return x if norm is None else normalise(x, norm, c.norm)
 
 
-def added(
+def add_residual(
     c: ModelConfig, x: Float[Array, "B T D"], y: Float[Array, "B T D"], post: Norm | NormWeight | None
 ) -> Float[Array, "B T D"]:
-    return x + scaled(normed(c, y, post), c.residual_scale)
+    """Add a sublayer's output to the residual stream, after its post-norm and scale."""
+    return x + apply_scale(apply_norm(c, y, post), c.residual_scale)
 
 
 def forward(
@@ -303,20 +342,20 @@ def forward(
     lengths: Int[Array, " B"] | None = None,
     recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """Hidden states after the last norm, and attend's new state. Layers are unrolled: a scan would copy their
-    weights.
+    """Return hidden states after the last norm, and attend's new state. Layers are unrolled: a scan would
+    copy their weights.
 
-    `lengths`: tokens of each row's whole sequence, by which longrope chooses its frequencies; by default the
+    `lengths`: tokens of each row's whole sequence, by which longrope chooses its frequencies. Default: the
     last position + 1.
     """
     lengths = positions[:, -1] + 1 if lengths is None else lengths
-    x = embed(params, config, tokens, positions)
-    inputs = inputs_of(params.inputs, config, tokens, x)
-    x, state = through(params.layers, config, x, positions, lengths, attend, state, inputs, recorder)
-    return normed(config, x, params.norm), state
+    x = embed_tokens(params, config, tokens, positions)
+    inputs = compute_layer_inputs(params.inputs, config, tokens, x)
+    x, state = run_layers(params.layers, config, x, positions, lengths, attend, state, inputs, recorder)
+    return apply_norm(config, x, params.norm), state
 
 
-def through(
+def run_layers(
     layers: Sequence[Layer],
     config: ModelConfig,
     x: Float[Array, "B T D"],
@@ -327,24 +366,32 @@ def through(
     inputs: Sequence[Float[Array, "B T P"] | None] | None = None,
     recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """x and attend's state after consecutive layers, all that `config` has; `inputs`: of each layer its own,
-    if any."""
+    """Run consecutive layers, all that `config` has. Returns x and attend's state.
+
+    `inputs`: each layer's own input, if any.
+    """
     inputs = [None] * len(layers) if inputs is None else inputs
-    for i, rotary in enumerate(turns(config, positions, lengths)):
+    for i, rotary in enumerate(rotary_by_layer(config, positions, lengths)):
         if recorder is not None:
-            recorder.after_layers(i, x)
-        x, state = layer(
+            recorder.record_hidden(i, x)
+        x, state = run_layer(
             layers[i], config.layers[i], config, x, rotary, attend, state, i, inputs[i], recorder
         )
     if recorder is not None:
-        recorder.after_layers(len(layers), x)
+        recorder.record_hidden(len(layers), x)
     return x, state
 
 
-@jax.named_scope("unembed")
-def unembed(params: Decoder, config: ModelConfig, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-    """Logits in float32."""
+@jax.named_scope("compute_logits")
+def compute_logits(
+    params: Decoder, config: ModelConfig, hidden: Float[Array, "*rows D"]
+) -> Float[Array, "*rows V"]:
+    """Compute logits in float32."""
     head = params.embed if params.head is None else params.head
-    logits = scaled(einsum("...d,vd->...v", hidden, head, jnp.float32), config.logit_scale)
+    logits = apply_scale(einsum("...d,vd->...v", hidden, head, jnp.float32), config.logit_scale)
     bias = None if params.head_bias is None else params.head_bias.astype(jnp.float32)
-    return softcapped(biased(logits, bias), config.logit_softcap)
+    return apply_softcap(add_bias(logits, bias), config.logit_softcap)
+
+
+# Former names, until 0.3: docs/releasing.md
+unembed = compute_logits

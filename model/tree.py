@@ -1,4 +1,4 @@
-"""Trees of parameters: the records that hold them, and what is known of a parameter before it has numbers."""
+"""Trees of parameters: their records, and what is known of a parameter before it has numbers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True)
 def pytree(cls: type[T]) -> type[T]:
-    """A frozen dataclass that is a pytree, of whose structure the fields that are `static` are a part.
+    """Make a class a frozen dataclass and a pytree. Its `static` fields are a part of the tree's structure.
 
-    jax takes it apart in C++ at every call of a program, and rebuilds it by `__init__`: the types of fields
+    jax flattens it in C++ at every call of a program, and rebuilds it by `__init__`. So the types of fields
     admit what trees of specs and of shardings hold.
     """
     cls = dataclass(frozen=True)(cls)
@@ -26,7 +26,8 @@ def pytree(cls: type[T]) -> type[T]:
 
 
 def static(default: Any) -> Any:
-    """A field of a pytree that programs are compiled for, such as a size: hashable, and no leaf."""
+    """Declare a field of a pytree that programs are compiled for, such as a size. It is hashable, and no
+    leaf."""
     return field(default=default, metadata={"static": True})
 
 
@@ -53,8 +54,8 @@ def is_spec(x: Any) -> bool:
     return isinstance(x, Spec)
 
 
-def init(key: PRNGKeyArray, specs: T, dtype: DTypeLike = jnp.float32) -> T:
-    """Random parameters for a tree of specs."""
+def init_params(key: PRNGKeyArray, specs: T, dtype: DTypeLike = jnp.float32) -> T:
+    """Draw random parameters for a tree of specs."""
     leaves, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
 
     def draw(spec: Spec, k: PRNGKeyArray) -> Num[Array, "..."]:
@@ -66,46 +67,53 @@ def init(key: PRNGKeyArray, specs: T, dtype: DTypeLike = jnp.float32) -> T:
     return jax.tree.unflatten(treedef, [draw(s, k) for s, k in zip(leaves, keys, strict=True)])
 
 
-def abstract(specs: T, dtype: DTypeLike, sharding: jax.sharding.Sharding | None = None) -> T:
-    """The tree as shapes without numbers, for compiling ahead of time and for memory plans."""
+def shapes_from_specs(specs: T, dtype: DTypeLike, sharding: jax.sharding.Sharding | None = None) -> T:
+    """Return a tree of specs as shapes without numbers, for compilation ahead of time and for memory
+    plans."""
     return jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype or dtype, sharding=sharding), specs, is_leaf=is_spec
     )
 
 
-def nbytes(tree: Any) -> int:
-    """Bytes of every array (or abstract array) of a tree."""
+def tree_bytes(tree: Any) -> int:
+    """Return the bytes of all arrays, or ShapeDtypeStructs, of a tree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def paths(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by dotted path, e.g. `layers.0.attention.q`."""
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by dotted path, such as `layers.0.attention.q`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def not_finite(leaves: Mapping[str, jax.Array]) -> str | None:
-    """The first path whose array holds NaN or infinity.
+def find_non_finite(leaves: Mapping[str, jax.Array]) -> str | None:
+    """Return the first path whose array holds NaN or infinity, or None.
 
-    Arrays are reduced where they lie, one after another: a device has few collectives on their way.
+    Arrays are reduced on their devices, one after another, so that a device has few collectives in flight.
     """
     floats = (path for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.floating))
-    return next((path for path in floats if not all_finite(leaves[path])), None)
+    return next((path for path in floats if not is_all_finite(leaves[path])), None)
 
 
 @jax.jit
-def all_finite(x: Num[Array, "..."]) -> Bool[Array, ""]:
+def is_all_finite(x: Num[Array, "..."]) -> Bool[Array, ""]:
+    """Return True if all numbers are finite."""
     return jnp.isfinite(x).all()
 
 
-def holds(tree: Any, kind: type) -> bool:
+def has_instance(tree: Any, kind: type) -> bool:
+    """Return True if a node of the tree is of a kind."""
     return any(isinstance(x, kind) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)))
 
 
-def unwrapped(tree: T, kind: type, whole: Callable[[Any], Any]) -> T:
-    """The tree with `whole` of each record of a kind in its place; itself where it has none."""
-    if not holds(tree, kind):
+def map_instances(tree: T, kind: type, convert: Callable[[Any], Any]) -> T:
+    """Replace each record of a kind by what `convert` makes of it. Returns the tree itself if it has none."""
+    if not has_instance(tree, kind):
         return tree
     return jax.tree.map(
-        lambda x: whole(x) if isinstance(x, kind) else x, tree, is_leaf=lambda x: isinstance(x, kind)
+        lambda x: convert(x) if isinstance(x, kind) else x, tree, is_leaf=lambda x: isinstance(x, kind)
     )
+
+
+# Former names, until 0.3: docs/releasing.md
+init = init_params

@@ -1,7 +1,8 @@
-"""Random numbers that (seed, position) alone decide: `jax.random`'s own, of many rows at once.
+"""Random numbers that depend on (seed, position) alone. They equal those of `jax.random`, for many rows at
+once.
 
-Threefry-2x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), as one expression:
-`jax.random` makes a CPU a loop of its rounds, which takes longer to compile and to run.
+Threefry-2x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), as one expression.
+`jax.random` makes a loop of its rounds on a CPU, which takes longer to compile and to run.
 """
 
 import jax
@@ -10,12 +11,12 @@ from jaxtyping import Array, Float32, Int, UInt, UInt32
 
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 PARITY = 0x1BD11BDA
-Pair = tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]
-Key = tuple[UInt32[Array, "*#shape"], UInt32[Array, "*#shape"]]
+HashWords = tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]
+ThreefryKey = tuple[UInt32[Array, "*#shape"], UInt32[Array, "*#shape"]]
 
 
-def threefry(key: Key, count: Pair) -> Pair:
-    """The hash of two words under a key."""
+def threefry_hash(key: ThreefryKey, count: HashWords) -> HashWords:
+    """Return the Threefry-2x32 hash of two words under a key."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(PARITY))
     a, b = count[0] + keys[0], count[1] + keys[1]
     for i in range(5):
@@ -26,30 +27,31 @@ def threefry(key: Key, count: Pair) -> Pair:
     return a, b
 
 
-def fold_in(key: Key, data: UInt32[Array, " B"]) -> Pair:
-    """`jax.random.fold_in` of a key a row."""
-    return threefry(key, (jnp.zeros_like(data), data))
+def fold_in(key: ThreefryKey, data: UInt32[Array, " B"]) -> HashWords:
+    """Return `jax.random.fold_in` of one key per row."""
+    return threefry_hash(key, (jnp.zeros_like(data), data))
 
 
 def uniform(
     seed: UInt[Array, " B"], position: Int[Array, " B"], n: int, *purpose: int, least: float = 0.0
 ) -> Float32[Array, "B {n}"]:
-    """n numbers of each row in [least, 1), the `jax.random.uniform` of `jax.random.key(seed)` with the
-    position folded in, and the `purpose` after it."""
+    """Return n numbers per row in [least, 1). They equal `jax.random.uniform` with `jax.random.key(seed)`,
+    into which the position, then `purpose`, are folded."""
     seed = seed.astype(jnp.uint32)
     key = fold_in((jnp.zeros_like(seed), seed), position.astype(jnp.uint32))
     for number in purpose:
         key = fold_in(key, jnp.full_like(seed, number))
     number = jnp.broadcast_to(jnp.arange(n, dtype=jnp.uint32), (len(seed), n))
-    a, b = threefry((key[0][:, None], key[1][:, None]), (jnp.zeros_like(number), number))
+    a, b = threefry_hash((key[0][:, None], key[1][:, None]), (jnp.zeros_like(number), number))
     mantissa = ((a ^ b) >> jnp.uint32(9)) | jnp.uint32(0x3F800000)
-    found = jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
-    return jnp.maximum(jnp.float32(least), found * (jnp.float32(1) - jnp.float32(least)) + jnp.float32(least))
+    unit = jax.lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
+    return jnp.maximum(jnp.float32(least), unit * (jnp.float32(1) - jnp.float32(least)) + jnp.float32(least))
 
 
 def gumbel(
     seed: UInt[Array, " B"], position: Int[Array, " B"], n: int, *purpose: int
 ) -> Float32[Array, "B {n}"]:
-    """The `jax.random.gumbel` of the same keys."""
+    """Return n Gumbel numbers per row. They equal `jax.random.gumbel` with the key that `uniform`
+    describes."""
     tiny = float(jnp.finfo(jnp.float32).tiny)
     return -jnp.log(-jnp.log(uniform(seed, position, n, *purpose, least=tiny)))

@@ -1,8 +1,8 @@
 """From logits to tokens, by a pipeline of logits processors.
 
-Order and meaning are vLLM's. A row's token is a function of its logits, knobs, history and position alone:
-neighbours only decide what is computed for nothing. What no row wants is not computed, so a greedy batch pays
-for an argmax.
+Order and meaning are vLLM's. A row's token is a function of its own logits, knobs, history and position.
+Neighbours only decide what is computed in vain. A stage that no row uses is not computed, so a greedy batch
+costs an argmax.
 """
 
 from collections.abc import Iterable
@@ -16,21 +16,34 @@ from jaxtyping import Array, Bool, Float, Int
 from ..model.tree import pytree
 from .checks import MAX_LOGPROBS
 from .params import NO_LOGPROBS, NO_TOKEN
-from .processors import PIPELINE, Change, SamplingRows, Stage, perturbed, stages, stages_of, tempered
-from .search import argmax, argmax_here, largest, pairwise_sum, whole
+from .processors import (
+    PIPELINE,
+    LogitsChange,
+    SamplingRows,
+    SamplingStage,
+    add_gumbel_noise,
+    apply_temperature,
+    custom_stages,
+    stage_names,
+)
+from .search import argmax, argmax_unsharded, gather_vocab, max_or_nonfinite, pairwise_sum, top_logits
 from .state import SamplingState
 
-OFFSETS, NARROWINGS = stages("offset"), stages("narrowing")
-EDITS = (*OFFSETS, *stages("edit"))  # hold for greedy rows too
-LARGE = 1024.0  # a number beside which float32 loses what distinguishes logits
-Wanted = dict[str, Bool[Array, " B"]]  # of each change: the rows that use it
+OFFSETS, NARROWINGS = stage_names("offset"), stage_names("narrowing")
+EDITS = (*OFFSETS, *stage_names("edit"))  # apply to greedy rows too
+LARGE_OFFSET = 1024.0  # larger offsets would round away the differences between float32 logits
+RowsByStage = dict[str, Bool[Array, " B"]]  # rows that use each stage, by the stage's name
 
 
 @pytree
 class Scores:
-    """Tokens as the unprocessed logits see them: log-probability, rank (1 is the likeliest; equal logits
-    share the larger rank), and the likeliest tokens with theirs, padded with NO_TOKEN where the vocabulary is
-    smaller."""
+    """Scores of tokens by the unprocessed logits.
+
+    logprob: log-probability of the token
+    rank: 1 is the most likely; equal logits share the larger rank
+    top_ids: most likely tokens, padded with NO_TOKEN where the vocabulary is smaller
+    top_logprobs: log-probabilities of these
+    """
 
     logprob: Any  # float32 [B]
     rank: Any  # int32 [B]
@@ -40,7 +53,8 @@ class Scores:
 
 @pytree
 class Sampled:
-    """Tokens, and their scores as in `Scores`; the scores of a slot that wants none are arbitrary."""
+    """Sampled tokens, with their scores as in `Scores`; the scores of a slot that wants none are
+    arbitrary."""
 
     token: Any  # int32 [B]
     logprob: Any  # float32 [B]
@@ -49,7 +63,7 @@ class Sampled:
     top_logprobs: Any  # float32 [B,n_top]
 
 
-@partial(jax.jit, inline=True)  # programs of as many rows share one trace
+@partial(jax.jit, inline=True)  # programs with equally many rows share one trace
 @jax.named_scope("sample")
 def sample(
     logits: Float[Array, "B V"],
@@ -58,132 +72,158 @@ def sample(
     live: Bool[Array, " B"],
     state: SamplingState,
 ) -> Sampled:
-    """The token of each row for `position`, by the knobs and history of `slot`; of a dead row any."""
-    logits, rows = logits.astype(jnp.float32), rows_of(position, slot, live, state)
-    wanted = who_wants(rows)
+    """Return the token of each row for `position`, by the knobs and history of `slot`. A row that is not live
+    gets any token. NAN_TOKEN where the largest logit is NaN or infinite."""
+    logits, rows = logits.astype(jnp.float32), gather_sampling_rows(position, slot, live, state)
+    rows_by_stage = find_rows_by_stage(rows)
     token = jax.lax.cond(
-        jnp.any(either(wanted, (*edits(state), "draw"))),
-        choose,
+        jnp.any(rows_using_any(rows_by_stage, (*edit_stage_names(state), "draw"))),
+        choose_tokens,
         lambda x, *_: argmax(x),
         logits,
         rows,
-        wanted,
+        rows_by_stage,
     )
-    return scored(logits, token, live & (rows.knobs.logprobs != NO_LOGPROBS), state.n_top)
+    return score_sampled(logits, token, live & (rows.knobs.logprobs != NO_LOGPROBS), state.n_top)
 
 
-def rows_of(
+def gather_sampling_rows(
     position: Int[Array, " B"], slot: Int[Array, " B"], live: Bool[Array, " B"], state: SamplingState
 ) -> SamplingRows:
+    """Gather the knobs of each row from its slot."""
     return SamplingRows(jax.tree.map(lambda x: x[slot], state.knobs), position, live, slot, state)
 
 
-def who_wants(rows: SamplingRows) -> Wanted:
-    """Decided once: each branch would compute it anew."""
-    return {name: rows.live & wants(rows) for name, (_, wants, _) in pipeline(rows.state).items()}
+def find_rows_by_stage(rows: SamplingRows) -> RowsByStage:
+    """Return the rows that use each stage. It is computed once, because each `cond` branch would compute it
+    again."""
+    return {name: rows.live & wants(rows) for name, (_, wants, _) in sampling_stages(rows.state).items()}
 
 
-def pipeline(state: SamplingState) -> dict[str, Stage]:
-    """Users' functions see the model's logits; biases, bans, grammars and penalties hold for what they
-    return."""
-    return stages_of(state.processors) | PIPELINE
+def sampling_stages(state: SamplingState) -> dict[str, SamplingStage]:
+    """Return all stages in their order. Users' functions come first and see the model's logits. Biases, bans,
+    grammars and penalties apply to their results."""
+    return custom_stages(state.processors) | PIPELINE
 
 
-def edits(state: SamplingState) -> tuple[str, ...]:
-    return (*stages_of(state.processors), *EDITS)
+def edit_stage_names(state: SamplingState) -> tuple[str, ...]:
+    """Return the names of the stages that apply to greedy rows too."""
+    return (*custom_stages(state.processors), *EDITS)
 
 
-def either(wanted: Wanted, names: Iterable[str]) -> Bool[Array, " B"]:
-    """Rows that use one of these changes."""
-    return jnp.any(jnp.stack([wanted[name] for name in names]), axis=0)
+def rows_using_any(rows_by_stage: RowsByStage, names: Iterable[str]) -> Bool[Array, " B"]:
+    """True for rows that use one of these stages."""
+    return jnp.any(jnp.stack([rows_by_stage[name] for name in names]), axis=0)
 
 
-def choose(logits: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Int[Array, " B"]:
-    """Argmax of the edited logits, of rows with a temperature after narrowing and noise."""
-    x = edited(whole(logits), rows, wanted)
+def choose_tokens(
+    logits: Float[Array, "B V"], rows: SamplingRows, rows_by_stage: RowsByStage
+) -> Int[Array, " B"]:
+    """Return the argmax of the edited logits, in rows with a temperature after narrowing and noise."""
+    x = edit_logits(gather_vocab(logits), rows, rows_by_stage)
 
-    def drawn(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
-        return perturbed(narrowed(x, rows, wanted), rows)
+    def draw_logits(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
+        """Narrow the logits and add noise; NaN where the largest is not finite."""
+        is_finite = jnp.isfinite(max_or_nonfinite(x))[:, None]  # min_p, top_k and top_p would mask NaN
+        return jnp.where(is_finite, add_gumbel_noise(narrow_logits(x, rows, rows_by_stage), rows), jnp.nan)
 
-    return argmax_here(only(wanted["draw"], drawn, x, rows))
-
-
-def edited(x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Float[Array, "B V"]:
-    """Logits after what holds for greedy rows too."""
-
-    def edit(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
-        x = in_turn(x, rows, wanted, stages_of(rows.state.processors))
-        x = only(either(wanted, OFFSETS), partial(offset, wanted=wanted), x, rows)
-        return in_turn(x, rows, wanted, stages("edit"))
-
-    return where_any(either(wanted, edits(rows.state)), edit, x, rows)
+    return argmax_unsharded(change_rows(rows_by_stage["draw"], draw_logits, x, rows))
 
 
-def offset(x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Float[Array, "B V"]:
-    """Biases and masks. Large ones count from the largest: logits lowered alike keep their bits."""
-    amount = in_turn(jnp.zeros_like(x), rows, wanted, OFFSETS)
-    most = jnp.max(amount, axis=-1, keepdims=True)
-    return x + (amount - jnp.where(jnp.abs(most) > LARGE, most, 0.0))
-
-
-def narrowed(x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted) -> Float[Array, "B V"]:
-    """Log-weights to draw from: 0 for the likeliest, MASKED or less outside min_p, top_k, top_p."""
-    narrow = partial(in_turn, wanted=wanted, names=NARROWINGS)
-    return where_any(either(wanted, NARROWINGS), narrow, tempered(x, rows), rows)
-
-
-def in_turn(
-    x: Float[Array, "B V"], rows: SamplingRows, wanted: Wanted, names: Iterable[str]
+def edit_logits(
+    x: Float[Array, "B V"], rows: SamplingRows, rows_by_stage: RowsByStage
 ) -> Float[Array, "B V"]:
-    every = pipeline(rows.state)
+    """Apply the stages that apply to greedy rows too."""
+
+    def apply_edits(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
+        """Apply users' functions, then offsets, then penalties."""
+        x = apply_stages(x, rows, rows_by_stage, custom_stages(rows.state.processors))
+        x = change_rows(
+            rows_using_any(rows_by_stage, OFFSETS),
+            partial(apply_offsets, rows_by_stage=rows_by_stage),
+            x,
+            rows,
+        )
+        return apply_stages(x, rows, rows_by_stage, stage_names("edit"))
+
+    return change_if_any(rows_using_any(rows_by_stage, edit_stage_names(rows.state)), apply_edits, x, rows)
+
+
+def apply_offsets(
+    x: Float[Array, "B V"], rows: SamplingRows, rows_by_stage: RowsByStage
+) -> Float[Array, "B V"]:
+    """Add biases and masks. If the largest offset is large, it is subtracted from all: logits that are
+    lowered alike keep their bits."""
+    amount = apply_stages(jnp.zeros_like(x), rows, rows_by_stage, OFFSETS)
+    largest_offset = jnp.max(amount, axis=-1, keepdims=True)
+    return x + (amount - jnp.where(jnp.abs(largest_offset) > LARGE_OFFSET, largest_offset, 0.0))
+
+
+def narrow_logits(
+    x: Float[Array, "B V"], rows: SamplingRows, rows_by_stage: RowsByStage
+) -> Float[Array, "B V"]:
+    """Return log-weights to draw from: 0 for the most likely token, MASKED or less for tokens outside of
+    min_p, top_k and top_p."""
+    narrow = partial(apply_stages, rows_by_stage=rows_by_stage, names=NARROWINGS)
+    return change_if_any(rows_using_any(rows_by_stage, NARROWINGS), narrow, apply_temperature(x, rows), rows)
+
+
+def apply_stages(
+    x: Float[Array, "B V"], rows: SamplingRows, rows_by_stage: RowsByStage, names: Iterable[str]
+) -> Float[Array, "B V"]:
+    """Apply stages one after the other, each to the rows that use it."""
+    every = sampling_stages(rows.state)
     for name in names:
-        x = only(wanted[name], every[name][2], x, rows)
+        x = change_rows(rows_by_stage[name], every[name][2], x, rows)
     return x
 
 
-def only(
-    wanted: Bool[Array, " B"], change: Change, x: Float[Array, "B V"], rows: SamplingRows
+def change_rows(
+    wanted: Bool[Array, " B"], change: LogitsChange, x: Float[Array, "B V"], rows: SamplingRows
 ) -> Float[Array, "B V"]:
-    """`change(x)` on the wanted rows, the very bits of x on the others; nothing runs where none is wanted."""
-    return where_any(wanted, lambda x, r: jnp.where(wanted[:, None], change(x, r), x), x, rows)
+    """Apply `change` to the wanted rows, and keep the exact bits of the others. Nothing runs if no row is
+    wanted."""
+    return change_if_any(wanted, lambda x, r: jnp.where(wanted[:, None], change(x, r), x), x, rows)
 
 
-def where_any(
-    wanted: Bool[Array, " B"], change: Change, x: Float[Array, "B V"], rows: SamplingRows
+def change_if_any(
+    wanted: Bool[Array, " B"], change: LogitsChange, x: Float[Array, "B V"], rows: SamplingRows
 ) -> Float[Array, "B V"]:
-    """`change(x)` where a row is wanted. A branch not taken copies x: one is around several changes."""
+    """Apply `change` to all rows if any row is wanted. A `cond` branch that is not taken copies x, so one
+    `cond` encloses several changes."""
     return jax.lax.cond(jnp.any(wanted), change, lambda x, _: x, x, rows)
 
 
 # ---------------------------------------------------------------- scores
 
 
-@jax.named_scope("scores")
-def scored(
+@jax.named_scope("score_sampled")
+def score_sampled(
     logits: Float[Array, "B V"], token: Int[Array, " B"], wanted: Bool[Array, " B"], n_top: int
 ) -> Sampled:
-    """Chosen tokens with their scores, which are only computed where a row wants its own."""
-    some = partial(score, n_top=n_top)
-    x = jax.lax.cond(jnp.any(wanted), some, lambda x, _: no_scores(x.shape[0], n_top), logits, token)
+    """Return tokens with their scores. Scores are only computed if some row wants them."""
+    some = partial(score_tokens, n_top=n_top)
+    x = jax.lax.cond(jnp.any(wanted), some, lambda x, _: empty_scores(x.shape[0], n_top), logits, token)
     return Sampled(token, x.logprob, x.rank, x.top_ids, x.top_logprobs)
 
 
-def score(logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = MAX_LOGPROBS) -> Scores:
-    """Scores of the given tokens, and the `n_top` likeliest beside them."""
-    logits = whole(logits.astype(jnp.float32))
+def score_tokens(logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = MAX_LOGPROBS) -> Scores:
+    """Return the scores of the given tokens, and the `n_top` most likely tokens."""
+    logits = gather_vocab(logits.astype(jnp.float32))
     top = jnp.max(logits, axis=-1, keepdims=True)
     log_total = jnp.log(pairwise_sum(jnp.exp(logits - top)))
-    own = jnp.take_along_axis(logits, targets[:, None], axis=1)
-    values, ids = largest(logits, min(n_top, logits.shape[1]))
+    target_logits = jnp.take_along_axis(logits, targets[:, None], axis=1)
+    values, ids = top_logits(logits, min(n_top, logits.shape[1]))
     missing = ((0, 0), (0, n_top - ids.shape[1]))
     return Scores(
-        logprob=((own - top) - log_total)[:, 0],
-        rank=jnp.sum(logits >= own, axis=-1, dtype=jnp.int32),
+        logprob=((target_logits - top) - log_total)[:, 0],
+        rank=jnp.sum(logits >= target_logits, axis=-1, dtype=jnp.int32),
         top_ids=jnp.pad(ids, missing, constant_values=NO_TOKEN),
         top_logprobs=jnp.pad((values - top) - log_total, missing, constant_values=-jnp.inf),
     )
 
 
-def no_scores(B: int, n_top: int) -> Scores:
+def empty_scores(B: int, n_top: int) -> Scores:
+    """Return scores of zeros."""
     zero, top = jnp.zeros(B, jnp.float32), jnp.zeros((B, n_top), jnp.float32)
     return Scores(zero, zero.astype(jnp.int32), top.astype(jnp.int32), top)

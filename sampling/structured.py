@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from ..fields import converted, knob
-from ..neutral import NEUTRAL, check_neutral
-from ..refusals import shown, unknown
+from ..neutral_values import NEUTRAL, check_neutral
+from ..option_fields import convert_field, knob
+from ..refusals import quote, unknown_name_message
 
-Options = tuple[tuple[str, Any], ...]
+OptionPairs = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StructuredOutputsParams:
 
     def __post_init__(self):
         for name, kind in StructuredOutputsParams.__annotations__.items():
-            converted(f"structured_outputs.{name}", vars(self)[name], kind)
+            convert_field(f"structured_outputs.{name}", vars(self)[name], kind)
         ways = [name for name in WAYS if vars(self)[name] not in (None, False)]
         if len(ways) != 1:
             raise ValueError(
@@ -42,44 +42,45 @@ class StructuredOutputsParams:
             raise ValueError(
                 f"structured_outputs.choice={list(self.choice)} is not allowed: texts, none empty"
             )
-        if isinstance(self.json, str) and not is_object(self.json):
+        if isinstance(self.json, str) and not is_json_object(self.json):
             raise ValueError(
-                f"structured_outputs.json={shown(self.json)} is not allowed: the text of a JSON object"
+                f"structured_outputs.json={quote(self.json)} is not allowed: the text of a JSON object"
             )
 
     @property
-    def schema(self) -> str | None:
-        """The JSON Schema as text, where it is one."""
+    def schema(self) -> Mapping[str, Any] | None:
+        """JSON Schema of the output, or None if it is not constrained by one."""
         if self.json_object:
-            return '{"type":"object"}'
-        return self.json if self.json is None or isinstance(self.json, str) else json.dumps(self.json)
+            return {"type": "object"}
+        return json.loads(self.json) if isinstance(self.json, str) else self.json
 
 
 WAYS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-def is_object(text: str) -> bool:
+def is_json_object(text: str) -> bool:
+    """True if a text is a JSON object."""
     try:
         return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, RecursionError):
         return False
 
 
-def structured(value: Any) -> StructuredOutputsParams | None:
-    """Parse a request's field, also an object of JSON. Raises TypeError or ValueError."""
+def parse_structured_outputs(value: Any) -> StructuredOutputsParams | None:
+    """Parse the field of a request, which may be a JSON object. Raises TypeError or ValueError."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"structured_outputs={shown(value)}: expected an object with one of {', '.join(WAYS)}"
+            f"structured_outputs={quote(value)}: expected an object with one of {', '.join(WAYS)}"
         )
-    names, given = [f.name for f in fields(StructuredOutputsParams)], {}
-    for name, one in value.items():
+    names, values = [f.name for f in fields(StructuredOutputsParams)], {}
+    for name, field_value in value.items():
         if (dotted := f"structured_outputs.{name}") in NEUTRAL["structured_outputs"]:
-            check_neutral("structured_outputs", dotted, one)
+            check_neutral("structured_outputs", dotted, field_value)
         elif name not in names:
-            raise ValueError(unknown("field of structured_outputs", str(name), names))
-        elif one is not None:
+            raise ValueError(unknown_name_message("field of structured_outputs", str(name), names))
+        elif field_value is not None:
             kind = StructuredOutputsParams.__annotations__[name]
-            given[name] = converted(f"structured_outputs.{name}", one, kind)
-    return StructuredOutputsParams(**given)
+            values[name] = convert_field(f"structured_outputs.{name}", field_value, kind)
+    return StructuredOutputsParams(**values)

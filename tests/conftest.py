@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-pytest_plugins = ["suite.costs", "suite.groups"]
+pytest_plugins = ["suite.contexts", "suite.costs", "suite.groups"]
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:

@@ -19,25 +19,35 @@ import numpy as np
 import pytest
 import sentencepiece as spm
 from cases.compare import log_softmax, same_tensors
+from cases.text.calls import read_message
 from tokenizers import Tokenizer as Backend
 
 from duetto import LLM, SamplingParams
-from duetto.checkpoints.dialects import calls_of, marks_of
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.dialects import find_reasoning_marks, find_tool_call_marks
+from duetto.checkpoints.huggingface import load_hf
+from duetto.lora.request import LoRARequest
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.inputs import inputs_of
 from duetto.model.layers import normalise
-from duetto.model.transformer import Decoder, embed, forward, layer, turns, unembed
-from duetto.serve.cli.convert import convert
-from duetto.serve.engine.startup.folder import DEMO
-from duetto.serve.text.grammar.grammars import Grammars
+from duetto.model.per_layer_embeddings import compute_layer_inputs
+from duetto.model.transformer import (
+    Decoder,
+    compute_logits,
+    embed_tokens,
+    forward,
+    rotary_by_layer,
+    run_layer,
+)
+from duetto.serve.cli.convert import convert_model
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
+from duetto.serve.text.grammar.compiler import GrammarCompiler
 from duetto.serve.text.openai.dialect import Dialect
-from duetto.serve.text.tokenizer.chat import ChatTemplateError, render_chat
+from duetto.serve.text.tokenizer.chats.chat import ChatTemplateError, render_chat
 from duetto.serve.text.tokenizer.detokenizer import Detokenizer
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
+from duetto.serve.text.tools.formats import find_tool_format
 from duetto.serve.text.tools.stream_reader import ToolCallArguments, ToolCallStart
-from duetto.serve.text.tools.tool import Toolbox
+from duetto.serve.text.tools.tool import Tool, Toolbox
 from duetto.serve.text.tools.tool_parser import ToolParser
 
 pytestmark = pytest.mark.extras
@@ -107,13 +117,15 @@ def run(params: Decoder, config: ModelConfig, tokens: jax.Array) -> tuple[jax.Ar
     """Logits [T,V], and hidden values [1,T,D] of the embedding, after each layer, and after the norm."""
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
     hidden, _ = forward(params, config, tokens[None], positions, causal)
-    states, kept = [embed(params, config, tokens[None], positions)], None
-    own = inputs_of(params.inputs, config, tokens[None], states[0])
-    for i, turn in enumerate(turns(config, positions, jnp.array([LENGTH]))):
-        x, kept = layer(params.layers[i], config.layers[i], config, states[-1], turn, causal, kept, i, own[i])
+    states, kept = [embed_tokens(params, config, tokens[None], positions)], None
+    own = compute_layer_inputs(params.inputs, config, tokens[None], states[0])
+    for i, turn in enumerate(rotary_by_layer(config, positions, jnp.array([LENGTH]))):
+        x, kept = run_layer(
+            params.layers[i], config.layers[i], config, states[-1], turn, causal, kept, i, own[i]
+        )
         states.append(x)
     states.append(normalise(states[-1], params.norm, config.norm))
-    return unembed(params, config, hidden)[0], states
+    return compute_logits(params, config, hidden)[0], states
 
 
 def outputs(params: Decoder, config: ModelConfig, ids: list[int]):
@@ -132,7 +144,7 @@ def assert_greedy(logits: jax.Array, case: dict, count: int) -> None:
 
 @pytest.mark.parametrize("name", [*ALL, *RECENT, *RECURRENT])
 def test_logits_greedy_tokens_and_hidden_values(name):
-    config, params = load(folder_of(name), jnp.float32)
+    config, params = load_hf(folder_of(name), jnp.float32)
     for case in cases(folder_of(name)):
         logits, states = outputs(params, config, case["prompt_ids"] + case["greedy_ids"])
         assert_greedy(logits, case, 24)
@@ -152,15 +164,15 @@ def test_both_styles_of_configuration_say_the_same(name, tmp_path):
     source = folder_of(name)
     folder = Path(shutil.copytree(source, tmp_path / name, copy_function=shutil.copyfile))
     shutil.copyfile(source / "config_v5.json", folder / "config.json")
-    (config, params), (expected, same) = load(folder, jnp.float32), load(source, jnp.float32)
+    (config, params), (expected, same) = load_hf(folder, jnp.float32), load_hf(source, jnp.float32)
     assert config == expected
     for found, wanted in zip(jax.tree.leaves(params), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
 @pytest.mark.parametrize("i", [0, 3, 7, 11])
-def test_a_trained_model_tells_the_same_story(i):
-    config, params = load(STORIES)
+def test_a_trained_model_generates_the_same_text(i):
+    config, params = load_hf(STORIES)
     case = cases(STORIES)[i]
     logits, _ = outputs(params, config, case["prompt_ids"] + case["greedy_ids"][:24])
     found = np.asarray(logits)[len(case["prompt_ids"]) - 1]
@@ -215,9 +227,9 @@ def assert_served(name, **layout):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_family_there_and_back(name, tmp_path):
-    convert(TINY / name, tmp_path / "a")
-    convert(tmp_path / "a", tmp_path / "b", "huggingface")
+def test_every_family_is_converted_and_converted_back(name, tmp_path):
+    convert_model(TINY / name, tmp_path / "a")
+    convert_model(tmp_path / "a", tmp_path / "b", "huggingface")
     ahead = "model.layers.3." if name == "deepseek_v3" else "no such name"
     assert same_tensors(TINY / name, tmp_path / "b", ahead)
 
@@ -230,7 +242,7 @@ def test_every_family_there_and_back(name, tmp_path):
     [(GPT2, "golden"), (DATA / "tokenizers" / "phi3", "golden"), (STORIES, "tokenizer_golden")],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_real_tokenizers_golden_ids(folder, golden):
+def test_real_tokenizers_give_the_golden_ids(folder, golden):
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
     for case in json.loads((folder / f"{golden}.json").read_text()):
@@ -240,7 +252,7 @@ def test_real_tokenizers_golden_ids(folder, golden):
         assert tokenizer.decode(case["ids"], True) == case["decoded"] == streamed(tokenizer, case["ids"])
 
 
-def test_a_real_llama_model_has_the_ids_of_its_tokenizer_json(tmp_path):
+def test_sentencepiece_llama_has_the_ids_of_its_tokenizer_json(tmp_path):
     """Except where that keeps spaces that the model says to remove; of a text's own "▁" only one is taken for
     such a space."""
     shutil.copy(STORIES / "tokenizer.model", tmp_path)
@@ -286,15 +298,43 @@ def test_real_chat_templates_are_rendered_as_transformers_renders_them():
         assert text == expected, name
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
-        "Qwen-Qwen2.5-7B-Instruct",
-        "meta-llama-Llama-3.1-8B-Instruct",
-        "meta-llama-Llama-3.2-3B-Instruct",
-    ],
-)
+CALLING = [
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
+    "Qwen-Qwen2.5-7B-Instruct",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+]
+
+
+@pytest.mark.parametrize("model", [*CALLING, "microsoft-Phi-3.5-mini-instruct"])
+def test_replies_sent_back_to_real_chat_templates_are_rendered_alike(model):
+    golden = json.loads((DATA / "chat_templates" / "golden.json").read_text())
+    source = (DATA / "chat_templates" / f"{model}.jinja").read_text()
+    case = golden["cases"]["tool_result"]
+    options = {"bos_token": "<s>", "eos_token": "</s>", "tools": case["tools"], "date_string": "26 Jul 2024"}
+    asked, said, result = case["messages"]
+    function = {"name": "get_weather", "arguments": json.dumps({"city": "Oslo"})}
+    bare = {"role": "assistant", "tool_calls": [said["tool_calls"][0] | {"function": function}]}
+    for sent in (bare, bare | {"content": None}, bare | {"content": None, "refusal": None, "audio": None}):
+        text = render_chat(source, [asked, sent, result], **options)
+        assert text == golden["rendered"][f"{model}|tool_result|gen"]
+    again = [asked, {"role": "assistant", "content": "Cold."}, asked]
+    empty = [asked, {"role": "assistant", "content": "Cold.", "tool_calls": []}, asked]
+    assert render_chat(source, empty, **options) == render_chat(source, again, **options)
+
+
+@pytest.mark.parametrize("report", ["01_null_content", "02_empty_tool_calls", "03_cut_arguments"])
+def test_reported_histories_are_rendered_by_a_real_template_of_deepseek(report):
+    """Its calls are those of messages whose content is null, and it joins their arguments to text."""
+    source = (DATA / "chat_templates" / "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B.jinja").read_text()
+    messages = json.loads((DATA / "reports" / "text" / f"{report}.json").read_text())
+    text = render_chat(source, messages, bos_token="<s>", eos_token="</s>")
+    call = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n%s\n```"
+    arguments = {"01_null_content": '{"q": "a"}', "03_cut_arguments": "{}"}
+    assert (call % arguments[report] if report in arguments else "fine") in text
+
+
+@pytest.mark.parametrize("model", CALLING)
 def test_calls_are_found_in_what_real_chat_templates_write(model):
     """And a grammar would have allowed them."""
     template = (DATA / "chat_templates" / f"{model}.jinja").read_text()
@@ -305,16 +345,43 @@ def test_calls_are_found_in_what_real_chat_templates_write(model):
     text = render_chat(template, given["messages"][:2], **options, add_generation_prompt=False)
     text = text.removeprefix(prompt).removesuffix("\n")
     text = text.removesuffix("<|im_end|>").removesuffix("<|eot_id|>").removesuffix("<|end|>")
-    own = Tokenizer.from_folder(DEMO)
+    own = Tokenizer.from_folder(DEMO_FOLDER)
     assert own is not None
-    dialect, box = Dialect(own, calls_of(template).name), Toolbox(given["tools"], "required")
-    begun, arguments, _ = ToolParser(dialect.require_tool_format(), box.tools).take(text, at_end=True)
+    dialect, box = Dialect(own, find_tool_call_marks(template).name), Toolbox(given["tools"], "required")
+    begun, arguments, _ = ToolParser(dialect.require_tool_format(), box.tools).parse_chunk(text, at_end=True)
     assert begun == ToolCallStart("get_weather") and isinstance(arguments, ToolCallArguments)
     assert json.loads(arguments.text) == {"city": "Oslo"}
-    grammars = Grammars(own, len(own), [own.eos_token_id])
-    follower = grammars.constraint(dialect.constraints(box, []), 0)
-    follower.follow(own.encode(text.strip()))
+    grammars = GrammarCompiler(own, len(own), [own.eos_token_id])
+    follower = grammars.compile_constraint(dialect.call_grammar(box, []), 0)
+    follower.advance(own.encode(text.strip()))
     assert follower.failure is None
+
+
+REPORTED_TOOLS = {  # tools of the texts below, and those of them in which no call is
+    "find": {"q": "string", "n": "integer", "r": "number", "tags": "array", "o": "object"},
+    "write": {"path": "string", "content": "string"},
+    "now": {},
+}
+NO_CALLS = {
+    "hermes single quotes", "hermes code fence", "mistral v11 no args", "llama3 nested function",
+}  # fmt: skip
+
+
+def test_calls_that_others_read_wrongly_have_no_tags():
+    """The same ones however a text is cut, and nothing of them is left beside them."""
+    tools = [
+        Tool(name, {"properties": {key: {"type": kind} for key, kind in keys.items()}})
+        for name, keys in REPORTED_TOOLS.items()
+    ]
+    reported = json.loads((DATA / "reports" / "text" / "06_texts_of_calls.json").read_text())
+    for case, (name, text) in reported.items():
+        calls, rest = read_message(name, text, tools=tools)
+        assert read_message(name, text, range(1, len(text)), tools) == (calls, rest), case
+        assert bool(calls) is (case not in NO_CALLS), case
+        marks = [
+            mark for mark in find_tool_format(name).marks if mark in rest + "".join(dict(calls).values())
+        ]
+        assert not marks or not calls or "unknown tool" in case or "in string" in case or "raw" in case, case
 
 
 @pytest.mark.parametrize(
@@ -331,5 +398,43 @@ def test_calls_are_found_in_what_real_chat_templates_write(model):
 )
 def test_marks_of_real_chat_templates(model, calls, begin):
     template = (DATA / "chat_templates" / f"{model}.jinja").read_text()
-    found, marks = calls_of(template), marks_of(template)
+    found, marks = find_tool_call_marks(template), find_reasoning_marks(template)
     assert (found and found.name, marks and marks.begin) == (calls, begin)
+
+
+# ------------------------------------------------------------ folders that others' users reported
+
+REPORTS = DATA / "reports" / "models"
+REPORTED_FOLDERS = sorted(file.parent.name for file in REPORTS.glob("*/golden.json"))
+
+
+@pytest.mark.skipif(not REPORTED_FOLDERS, reason=f"{REPORTS} is not there")
+@pytest.mark.parametrize("name", REPORTED_FOLDERS)
+def test_reported_folders_say_what_transformers_and_peft_compute(name):
+    """Each with its `overrides.json` as hf_overrides, or as an adapter of the folder that `base` names."""
+    folder, options, request = REPORTS / name, {}, None
+    if (folder / "overrides.json").exists():
+        options = {"hf_overrides": json.loads((folder / "overrides.json").read_text())}
+    if (folder / "base").exists():
+        options, request = {"enable_lora": True}, LoRARequest(name, 1, str(folder))
+        folder = REPORTS / (folder / "base").read_text().strip()
+    golden = json.loads((REPORTS / name / "golden.json").read_text())
+    texts = [case["prompt"] + [step["token"] for step in case["steps"]] for case in golden]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=8)
+    with LLM(folder, dtype="float32", max_model_len=128, compilation_cache=None, **options) as llm:
+        outputs = llm.generate(texts, params, lora_request=request, use_tqdm=False)
+    for case, output in zip(golden, outputs, strict=True):
+        rows = output.prompt_logprobs[len(case["prompt"]) :]
+        for step, row in zip(case["steps"], rows, strict=True):
+            found = {token: entry.logprob for token, entry in (row or {}).items()}
+            assert step["gap"] < 1e-3 or max(found, key=found.__getitem__) == step["token"]
+            for token in found.keys() & map(int, step["top"]):
+                assert abs(found[token] - step["top"][str(token)]) < tolerance(name)
+
+
+@pytest.mark.skipif(not (REPORTS / "bl_confadded").exists(), reason=f"{REPORTS} is not there")
+def test_tokens_that_only_a_reported_configuration_adds_are_known():
+    tokenizer = Tokenizer.from_folder(REPORTS / "bl_confadded")
+    assert tokenizer is not None
+    golden = json.loads((REPORTS / "bl_confadded" / "gold.json").read_text())
+    assert [tokenizer.encode(text) for text in golden["texts"]] == golden["auto"]

@@ -16,7 +16,7 @@ from benchmarks.report import Result, load, save
 from benchmarks.table import block, fill
 from benchmarks.traces import Scale
 from duetto.checkpoints.huggingface import read_config
-from duetto.checkpoints.huggingface import save as save_model
+from duetto.checkpoints.huggingface import save_hf as save_model
 from duetto.serve.planner.roofline.presets import PRESETS
 
 DEMO = ROOT / "checkpoints" / "demo"
@@ -67,6 +67,7 @@ def test_scores_of_documents_and_choices_are_timed(bench: Bench, monkeypatch: py
     assert rows[1].what.startswith("4 questions of 4 choices, ")
 
 
+@pytest.mark.full
 def test_prefixes_are_found_where_caching_is_on(bench: Bench):
     rows = {(row.engine, row.unit): row.median for row in alone.prefix(bench)}
     assert rows["caching", "s"] > 0 and rows["no caching", "s"] > 0
@@ -137,7 +138,7 @@ def test_results_come_back_from_their_file_and_fill_documents(tmp_path: Path):
         load(tmp_path / "other.json")
 
 
-def test_a_summary_has_a_few_figures_of_the_engines_that_have_all_of_them():
+def test_a_summary_has_few_figures_of_complete_engines():
     figures = [
         *(("throughput", "at once", "tokens/s"), ("throughput", "at once: equal", "%")),
         *(("decode", f"{n} rows", "ms") for n in (1, 8, 32)),

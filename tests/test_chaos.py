@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 from suite.fixtures import ROOT
+from suite.marks import full_if
 
 from benchmarks.chaos.__main__ import main
 from benchmarks.chaos.planted import PLANTED, found_by, planted
@@ -17,7 +18,7 @@ SEEDS = 12
 WITHIN = 200  # seeds within which a planted fault is found
 
 
-def test_seeds_find_nothing():
+def test_seeds_find_no_violation():
     outcomes = [run(seed) for seed in range(SEEDS)]
     assert [outcome.log for outcome in outcomes if outcome.error] == []
     kinds = {outcome.kind for outcome in outcomes}
@@ -27,7 +28,7 @@ def test_seeds_find_nothing():
 
 
 @pytest.mark.parametrize("seed", [478])  # found a request that waited for no replica that was up
-def test_seeds_that_found_a_fault(seed):
+def test_seeds_that_failed_before_pass(seed):
     assert run(seed).error == ""
 
 
@@ -51,12 +52,13 @@ def test_a_run_goes_on_where_its_figures_end(tmp_path, monkeypatch):
     assert found["faults"] == Counter(fault.kind for outcome in outcomes for fault in outcome.faults)
 
 
+@full_if(lambda name: name not in ("lost admission", "realm of pages"))
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name):
     assert found_by(name, range(WITHIN)) is not None, f"no seed finds that {PLANTED[name].about}"
 
 
-def test_a_failing_seed_is_shrunk_to_the_faults_that_it_needs():
+def test_a_failing_seed_is_shrunk_to_its_needed_faults():
     seed = found_by("torn page", range(WITHIN))
     assert seed is not None
     with planted("torn page"):

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.weights import logits
+from suite.marks import full
 from tokenizers import Tokenizer
 
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.huggingface import load_hf
 from duetto.model.config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def demo() -> tuple:
-    return load(DEMO, jnp.float32)
+    return load_hf(DEMO, jnp.float32)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def greedy(model: tuple, prompt: list[int], count: int) -> list[int]:
 
 
 def parameter_count(folder: Path) -> int:
-    return sum(x.size for x in jax.tree.leaves(load(folder)[1]))
+    return sum(x.size for x in jax.tree.leaves(load_hf(folder)[1]))
 
 
 def test_the_demo_model_is_small():
@@ -74,7 +75,7 @@ def test_the_draft_is_a_tenth_and_shares_the_tokenizer():
 
 
 def test_what_ships_is_complete(folder: Path):
-    config, params = load(folder)
+    config, params = load_hf(folder)
     mixer = config.layers[0].mixer
     assert config.max_position >= 1024 and mixer.num_heads > mixer.key_heads and config.tied_embeddings
     assert params.embed.dtype == jnp.bfloat16
@@ -89,7 +90,7 @@ def test_transformers_decodes_the_same_tokens(folder: Path, tokenizer: Tokenizer
     transformers = pytest.importorskip("transformers")
     theirs, ours = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
-        load(folder, jnp.float32),
+        load_hf(folder, jnp.float32),
     )
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt).ids
@@ -133,7 +134,7 @@ def test_perplexity_of_the_standard_library(demo: tuple, tokenizer: Tokenizer):
     assert math.exp(float(nats)) < 30
 
 
-@pytest.mark.parametrize("prompt", ["\n\ndef", "\n\ndef "])
+@pytest.mark.parametrize("prompt", ["\n\ndef", full("\n\ndef ")])
 def test_most_lines_after_def_parse(
     examples: SimpleNamespace, demo: tuple, tokenizer: Tokenizer, prompt: str
 ):

@@ -76,7 +76,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path):
     # no line ends inside of it
     assert '<code><span class="word">--max-num-seqs</span></code>' in pages["batch"]
     assert "is prefilled once for its continuations" in pages["llm"] and "InputProcessor" not in pages["llm"]
-    assert "require_whole" not in pages["outputs"]
+    assert "require_complete" not in pages["outputs"]
     for name, page in pages.items():  # nothing is fetched from elsewhere, and no picture is drawn by a script
         assert (
             re.findall(r'(?:<script|<img|<link rel="stylesheet")[^>]+"https?://(?!colab)[^"]+"', page) == []

@@ -16,13 +16,14 @@ from cases.adapters import write
 from cases.documents import PAGES, ROOT, Block, blocks, commands, with_outputs
 from cases.models import TINY
 from cases.weights import drawn
+from suite.marks import full_if
 
 from duetto import LLM, SamplingParams
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.huggingface import load_hf
 from duetto.model.transformer import decoder_spec
-from duetto.serve.cli.main import main, parse
-from duetto.serve.engine.startup.folder import DEMO
-from duetto.serve.options.keywords import engine_options
+from duetto.serve.cli.main import main, parse_command_line
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
+from duetto.serve.options.keywords import options_from_keywords
 
 OWN = "a model of the reader's own"
 DEVICES = "several devices: tests/devices/ runs these layouts"
@@ -96,7 +97,7 @@ def test_every_block_has_a_language_that_is_run_or_checked(page: Path):
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a reader has before the first block of a page."""
     monkeypatch.chdir(tmp_path)
-    demo, _ = load(DEMO, jnp.float32)
+    demo, _ = load_hf(DEMO_FOLDER, jnp.float32)
     for seed, adapter in enumerate(("sql", "de")):
         write(tmp_path / adapter, demo, rank=4, seed=seed)
     asked = {"prompts": ["import "], "prompt": "import ", "answer_ids": [5, 6]}
@@ -104,6 +105,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return asked | own | {"train": lambda params, answers: params}
 
 
+@full_if(lambda page: page.stem != "quickstart")
 @pytest.mark.usefixtures("steady_steps", "few_shapes")
 @pytest.mark.parametrize("page", PYTHON, ids=name)
 def test_python_runs_and_prints_what_the_page_shows(page: Path, prepared: dict[str, Any]):
@@ -121,8 +123,8 @@ def test_python_runs_and_prints_what_the_page_shows(page: Path, prepared: dict[s
 
 def replaced(block: Block) -> str:
     """A block over the model that ships."""
-    text = re.sub(r'LLM\(\s*"(folder|Qwen/Qwen3-0.6B|demo)"', f'LLM("{DEMO}"', block.text)
-    return text.replace('model="demo"', f'model="{DEMO}"').replace("/adapters/", "")
+    text = re.sub(r'LLM\(\s*"(folder|Qwen/Qwen3-0.6B|demo)"', f'LLM("{DEMO_FOLDER}"', block.text)
+    return text.replace('model="demo"', f'model="{DEMO_FOLDER}"').replace("/adapters/", "")
 
 
 def stripped(text: str) -> list[str]:
@@ -143,7 +145,7 @@ def check(words: list[str]) -> None:
     program, rest = words[0].rpartition("bin/")[2], words[1:]
     if program == "duetto":
         if not rest[0].startswith("--"):
-            parse(rest)
+            parse_command_line(rest)
     elif program == "make":
         assert all(word in TARGETS for word in rest if "=" not in word), words
     elif "install" in rest:
@@ -168,7 +170,7 @@ def test_commands_print_what_the_page_shows(page: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("few_shapes")
-def test_the_line_of_a_batch_job_has_the_answer_that_is_shown(tmp_path: Path):
+def test_the_documented_batch_line_has_the_documented_answer(tmp_path: Path):
     line, answer = (block.text for block in blocks(ROOT / "README.md") if block.language == "json")
     (tmp_path / "prompts.jsonl").write_text(line)
     assert main(["batch", str(tmp_path / "prompts.jsonl"), str(tmp_path / "answers.jsonl"), "--quiet"]) == 0
@@ -209,6 +211,6 @@ def test_what_an_example_of_vllm_uses_is_refused(use: str):
         with pytest.raises(NotImplementedError):
             getattr(LLM, use.removeprefix("LLM."))(None)
     else:
-        kind = {"LLM": lambda **given: engine_options(given), "SamplingParams": SamplingParams}
+        kind = {"LLM": lambda **given: options_from_keywords(given), "SamplingParams": SamplingParams}
         with pytest.raises((TypeError, ValueError)):
             eval(use, kind)

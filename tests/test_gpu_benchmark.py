@@ -37,6 +37,7 @@ def rehearsed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, ran.stdout
 
 
+@pytest.mark.full
 def test_every_part_is_rehearsed_behind_doctor(rehearsed: tuple[Path, str]):
     folder, told = rehearsed
     found = figures(folder)
@@ -47,6 +48,7 @@ def test_every_part_is_rehearsed_behind_doctor(rehearsed: tuple[Path, str]):
     assert checks["requests alone and together: tokens and log-probabilities"] == 1.0
 
 
+@pytest.mark.full
 def test_a_part_stands_alone_and_joins_the_figures(rehearsed: tuple[Path, str]):
     folder, _ = rehearsed
     before = figures(folder)["rows"]
@@ -57,6 +59,7 @@ def test_a_part_stands_alone_and_joins_the_figures(rehearsed: tuple[Path, str]):
     assert {row["part"] for row in rows[len(before) :]} == {"prefill"}
 
 
+@pytest.mark.full
 def test_the_script_ends_where_nothing_is_measured(tmp_path: Path):
     ran = run(str(tmp_path))
     assert ran.returncode == 2 and "is no NVIDIA GPU: nothing is measured" in ran.stderr

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ("model", "kvcache", "sampling", "checkpoints", "serve")
 MOST_DOORS, MOST_LINES, MOST_OF_A_FUNCTION = 13, 500, 60  # a folder's files and folders; lines
+MOST_WORDS = 10  # of a test's name
 # A file a family; folders that are to lose doors, and may get none.
 CROWDED = {
     "checkpoints/families": 99,
@@ -22,6 +23,7 @@ CROWDED = {
     "kvcache": 15,
     "serve/llm": 15,
 }
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 PUBLIC = {"_asdict", "_replace", "_exit"}  # of namedtuple and os, in spite of their names
 
 
@@ -40,7 +42,7 @@ def trees(files) -> dict[Path, ast.Module]:
     return {file: ast.parse((ROOT / file).read_text()) for file in files if file.suffix == ".py"}
 
 
-def test_a_folder_shows_about_a_dozen_doors(files):
+def test_a_folder_has_about_a_dozen_entries(files):
     doors = defaultdict[str, set[str]](set)
     for file in files:
         if file.parts[0] in (*LIBRARY, "src") and file.name != "__init__.py":
@@ -51,7 +53,7 @@ def test_a_folder_shows_about_a_dozen_doors(files):
     } == {}
 
 
-def test_private_fields_of_another_class_are_not_reached_into(trees):
+def test_private_fields_of_another_class_are_not_used(trees):
     reaches = []
     for file, tree in trees.items():
         if file.parts[0] in (*LIBRARY, "src"):
@@ -71,18 +73,24 @@ def is_own(value: ast.expr) -> bool:
     return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
-def test_files_and_functions_can_be_read_at_one_sitting(trees):
+def test_files_and_functions_have_a_maximum_length(trees):
     long = []
     for file, tree in trees.items():
         long += [str(file)] if len((ROOT / file).read_text().splitlines()) > MOST_LINES else []
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if isinstance(node, FUNCTIONS):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 long += [f"{file}: {node.name}"] if lines > MOST_OF_A_FUNCTION else []
     assert long == []
 
 
-def test_every_room_is_in_the_wheel(files):
+def test_names_of_tests_have_at_most_ten_words(trees):
+    functions = (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, FUNCTIONS))
+    names = [node.name for node in functions if node.name.startswith("test_")]
+    assert [name for name in names if name.count("_") > MOST_WORDS] == []
+
+
+def test_every_package_is_in_the_wheel(files):
     rooms = {file.parent for file in files if file.name == "__init__.py"}
     library = {"duetto." + str(room).replace("/", ".") for room in rooms if room.parts[0] in LIBRARY}
     others = {str(room).removeprefix("src/").replace("/", ".") for room in rooms if room.parts[0] == "src"}
@@ -90,7 +98,7 @@ def test_every_room_is_in_the_wheel(files):
     assert sorted(packages) == sorted(library | others)
 
 
-def test_what_the_library_reads_beside_its_modules_is_in_the_wheel(files):
+def test_data_files_of_the_library_are_in_the_wheel(files):
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     kept = {
         (package.removeprefix("duetto.").replace(".", "/"), name)
@@ -101,7 +109,7 @@ def test_what_the_library_reads_beside_its_modules_is_in_the_wheel(files):
         assert any(file.is_relative_to(folder) and file.match(name) for folder, name in kept), file
 
 
-def test_no_class_name_stands_twice_in_the_library(trees):
+def test_class_names_are_unique_in_the_library(trees):
     places = defaultdict(list)
     for file, tree in trees.items():
         for node in ast.walk(tree) if file.parts[0] in (*LIBRARY, "src") else ():

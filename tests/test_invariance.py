@@ -16,17 +16,18 @@ from cases.models import RANDOM
 from cases.observed import OPTIONS, observed, observed_plainly
 from cases.oracle import computed
 from cases.streams import streamed
-from suite.fixtures import Model, with_few_shapes
+from suite.fixtures import Model, mark_models, with_few_shapes
+from suite.marks import full, full_if
 
 from duetto import LLM, RequestOutput, SamplingParams
-from duetto.cpu_kernels.library import library
-from duetto.model.recurrent.kinds import STATE
-from duetto.model.weights.fixed import is_fixed
+from duetto.cpu_kernels.library import load_library
+from duetto.model.recurrent.kinds import STATE_WINDOW
+from duetto.model.weights.fixed_tiles import has_fixed_tiles
 from duetto.serve.engine.core.request import Request
 from duetto.serve.engine.speculation.ngram import NgramDrafter
 from duetto.serve.engine.speculation.suffix import SuffixDrafter
 from duetto.serve.runtime.compiled.compile import Programs
-from duetto.serve.runtime.compiled.shapes import Canonical
+from duetto.serve.runtime.compiled.shapes import CanonicalShapes
 
 CHUNKS = {"max_prefill_tokens": 32, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
 # Each option has another value somewhere, and no more programs than that takes: only the base has prefills of
@@ -68,7 +69,7 @@ def prompt_bits(output: RequestOutput) -> list[Scores]:
 
 @pytest.mark.parametrize(
     "model",
-    [*RANDOM, "int8", "windows, int8 cache", "latent, fp8_e5m2 cache", "demo"],
+    [*mark_models(RANDOM), full("int8"), "windows, int8 cache", full("latent, fp8_e5m2 cache"), full("demo")],
     indirect=True,
     scope="session",
 )
@@ -89,7 +90,7 @@ def test_a_guess_changes_no_token_of_the_oracle(tiny):
 
 def test_batched_and_prefix_hits_equal_alone(model, base, expected):
     texts = prompts(model.config.vocab_size)
-    base.engine.tables.forget()
+    base.engine.tables.reset_prefix_cache()
     cold = base.generate(texts, PARAMS, use_tqdm=False)
     warm = base.generate(texts, PARAMS, use_tqdm=False)
     assert [bits(o) for o in cold] == expected
@@ -100,10 +101,24 @@ def test_batched_and_prefix_hits_equal_alone(model, base, expected):
     assert bool(shared & set(base.report()["steps"])) == bool(shared)
 
 
+@pytest.mark.parametrize("model", ["tiny", "recurrent"], indirect=True, scope="session")
+def test_requests_with_cache_salts_equal_alone(model, base, expected):
+    """Beside those of other salts, that compute the same pages."""
+    texts = [
+        {"prompt_token_ids": text, "cache_salt": salt}
+        for salt in ("a", "b")
+        for text in prompts(model.config.vocab_size)
+    ]
+    for cached in (0, sum((n - 1) // 64 * 64 for n in LENGTHS)):
+        found = base.generate(texts, 2 * PARAMS, use_tqdm=False)
+        assert [bits(o) for o in found] == 2 * expected
+        assert sum(o.num_cached_tokens for o in found) == 2 * cached
+
+
 # Of each kind of attention and of cache: what joins late is compared with no regard to the rest of a model.
 @pytest.mark.parametrize(
     "model",
-    ["latent", "recurrent", "bfloat16", "windows, int8 cache", "tiny"],
+    [full("latent"), full("recurrent"), full("bfloat16"), full("windows, int8 cache"), "tiny"],
     indirect=True,
     scope="session",
 )
@@ -116,7 +131,7 @@ def test_cold_equals_alone(model, serve, expected, monkeypatch):
         last.callback(gate.set)
         while rounds < 2 or llm.engine.warmup is not None:
             rounds += llm.engine.warmup is None
-            llm.engine.tables.forget()
+            llm.engine.tables.reset_prefix_cache()
             assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == expected
             gate.set()
 
@@ -142,7 +157,7 @@ def test_streamed_equals_batch(model, base, expected):
 def test_streams_of_the_server_equal_alone(model, base, expected):
     """Beside each other, and again from the pages that they have left."""
     texts = prompts(model.config.vocab_size)
-    base.engine.tables.forget()
+    base.engine.tables.reset_prefix_cache()
     assert streamed(base, texts, PARAMS) == expected
     assert streamed(base, texts, PARAMS) == expected
 
@@ -152,7 +167,7 @@ def embeddings(model, base):
     """Of each text alone."""
     found = []
     for text in prompts(model.config.vocab_size):
-        base.engine.tables.forget()
+        base.engine.tables.reset_prefix_cache()
         found.append(embedded(base, [text]))
     return [last for last, _ in found] + [mean for _, mean in found]
 
@@ -160,7 +175,7 @@ def embeddings(model, base):
 def test_embeddings_equal_alone(model, base, embeddings):
     """Beside each other, and again from the pages that they have left."""
     texts = prompts(model.config.vocab_size)
-    base.engine.tables.forget()
+    base.engine.tables.reset_prefix_cache()
     assert embedded(base, texts) == embeddings
     assert embedded(base, texts) == embeddings
     if model.params.embed.dtype == "float32" and model.kv_cache_dtype == "auto":
@@ -168,13 +183,13 @@ def test_embeddings_equal_alone(model, base, embeddings):
         assert np.allclose(embeddings, plain, rtol=1e-3, atol=1e-4)
 
 
-def test_prompts_that_are_held_back_for_others_have_the_same_bits(model, base, expected, monkeypatch):
+def test_delayed_prompts_have_the_same_bits(model, base, expected, monkeypatch):
     """An empty seat costs nothing here: prompts are held back as long as there is anything to save."""
     texts, asked = prompts(model.config.vocab_size), [(j % 2, 2 + 7 * j % 20) for j in range(20)]
     params = [PARAMS[i].clone() for i, _ in asked]
     for one, (_, most) in zip(params, asked, strict=True):
         one.max_tokens = most  # they end one by one
-    gathering, seconds = base.engine.scheduler.gathering, {"prefill": 1.0, "decode": 1e-9}
+    gathering, seconds = base.engine.scheduler.prefill_batcher, {"prefill": 1.0, "decode": 1e-9}
     monkeypatch.setattr(gathering, "_costs", None)
     monkeypatch.setattr(gathering, "_seconds", lambda shape: shape.area * seconds[shape.phase])
     before = gathering.prompts
@@ -185,6 +200,7 @@ def test_prompts_that_are_held_back_for_others_have_the_same_bits(model, base, e
     assert (gathering.prompts > before) == any(s.area < s.rows * alone for s in shapes)
 
 
+@pytest.mark.full
 def test_any_engine_gives_the_same_bits(model, serve, expected, embeddings):
     for options in variants(model):
         report = assert_same_bits(model, serve, expected, options, embeddings)
@@ -192,39 +208,45 @@ def test_any_engine_gives_the_same_bits(model, serve, expected, embeddings):
             assert report["preemptions"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["tiny"], indirect=True, scope="session")
 @pytest.mark.parametrize("options", MORE.values(), ids=MORE)
 def test_more_engines_give_the_same_bits(model, serve, expected, options):
     assert_same_bits(model, serve, expected, options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["windows"], indirect=True, scope="session")
 def test_the_shapes_of_an_accelerator_give_the_same_tokens(model, serve, expected, monkeypatch):
     """Their canonical shapes are wide: the tokens are the oracle's, and whoever is beside a request changes
     no bit of it."""
-    here = Canonical.on
-    monkeypatch.setattr(Canonical, "on", lambda platform, *sizes: here("gpu", *sizes))
+    here = CanonicalShapes.choose
+    monkeypatch.setattr(CanonicalShapes, "choose", lambda platform, *sizes: here("gpu", *sizes))
     texts = prompts(model.config.vocab_size)
     with serve(max_num_seqs=32, max_prefill_tokens=256, decode_steps=4) as llm:
         assert {str(shape) for shape in llm.engine.classes.decode} >= {"decode[64,1]", "decode[64,4]"}
         assert min(shape.area for shape in llm.engine.programs.steps if shape.phase == "prefill") == 256
         together = [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)]
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         alone = [bits(llm.generate(t, p, use_tqdm=False)[0]) for t, p in zip(texts, PARAMS, strict=True)]
     assert together == alone
     assert [[token for token, *_ in x] for x in together] == [[token for token, *_ in x] for x in expected]
 
 
-@pytest.mark.parametrize("model", ["tiny", "windows", "bfloat16", "int8"], indirect=True, scope="session")
-@pytest.mark.skipif(not library().isas, reason=library().refusal or "there are kernels")
+@pytest.mark.parametrize(
+    "model", ["tiny", full("windows"), full("bfloat16"), full("int8")], indirect=True, scope="session"
+)
+@pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
 def test_own_kernels_of_a_cpu_give_the_same_bits(model, serve, oracle):
     """The tokens are those of the oracle with the same kernels, but in bfloat16."""
     texts = prompts(model.config.vocab_size)
     with serve(cpu_kernels=True) as llm:
         together = [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)]
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         alone = [bits(llm.generate(t, p, use_tqdm=False)[0]) for t, p in zip(texts, PARAMS, strict=True)]
-        assert llm.report()["cpu_kernels"] == library().isa and llm.report()["without_cpu_kernels"] is None
+        assert (
+            llm.report()["cpu_kernels"] == load_library().isa and llm.report()["without_cpu_kernels"] is None
+        )
         assert llm.report()["compilations"] == 0
         plain = oracle(replace(model, params=llm.engine.params))
         llm.update_params(model.params)
@@ -235,8 +257,9 @@ def test_own_kernels_of_a_cpu_give_the_same_bits(model, serve, oracle):
         assert [[token for token, *_ in x] for x in together] == wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["demo", "borrowed"], indirect=True, scope="session")
-@pytest.mark.skipif(not library().isas, reason=library().refusal or "there are kernels")
+@pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
 def test_attention_by_kernels_of_a_cpu_gives_the_same_bits(model, serve, oracle):
     """Alone, beside others, in other chunks and pages, through preemption, and with draft tokens. An engine
     of the demo model, whose programs are optimised, has several of these. The first has programs of all
@@ -247,7 +270,7 @@ def test_attention_by_kernels_of_a_cpu_gives_the_same_bits(model, serve, oracle)
         assert llm.report()["cpu_attention_layers"] > 0
         plain = oracle(replace(model, params=llm.engine.params))
         alone = [bits(llm.generate(t, p, use_tqdm=False)[0]) for t, p in zip(texts, PARAMS, strict=True)]
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         assert [bits(o) for o in llm.generate(texts, PARAMS, use_tqdm=False)] == alone
         used = {"decode[8,1]"} if model.name == "borrowed" else {"decode[1,4]", "decode[8,1]"}
         assert used <= llm.report()["steps"].keys()
@@ -276,7 +299,7 @@ def assert_same_bits(model: Model, serve, expected, options, embeddings=None) ->
         assert embeddings is None or embedded(llm, texts) == embeddings
         report = llm.report()
         llm.update_params(model.params)
-        is_wrapped = is_fixed(llm.engine.params)
+        is_wrapped = has_fixed_tiles(llm.engine.params)
         assert jax.tree.structure(llm.params) == jax.tree.structure(model.params)
     assert is_wrapped == ("batch_invariant_matmul" in options and model.params.embed.dtype == "bfloat16")
     assert [bits(o) for o in found] == expected
@@ -284,6 +307,7 @@ def assert_same_bits(model: Model, serve, expected, options, embeddings=None) ->
     return report
 
 
+@full_if(lambda model: model != "tiny")
 def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
     text = prompts(model.config.vocab_size)[-1]
@@ -294,15 +318,16 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
         assert output.num_cached_tokens == 0  # all of its tokens are scored
         return prompt_bits(output)
 
-    base.engine.tables.forget()
+    base.engine.tables.reset_prefix_cache()
     alone = scores(base)
     assert scores(base) == alone
-    base.engine.tables.forget()
+    base.engine.tables.reset_prefix_cache()
     assert scores(base, neighbours=2) == alone
     before = base.report()["cached_tokens"]
     (end,) = base.log_likelihood(text[:100], text[100:])
     found = base.report()["cached_tokens"] - before
-    assert found == 64 or STATE in base.engine.config.windows  # the page before the tokens that are scored
+    # the page before the tokens that are scored
+    assert found == 64 or STATE_WINDOW in base.engine.config.windows
     assert end.logprobs == [entry[0][1] for entry in alone[99:]]
     with with_few_shapes():
         small = serve(**variants(model)[0] | {"decode_steps": 1})
@@ -310,13 +335,13 @@ def test_prompt_logprobs_do_not_depend_on_chunks(model, base, serve, expected):
         assert scores(small) == alone
 
 
-@pytest.mark.parametrize("model", ["tiny", "bfloat16"], indirect=True, scope="session")
+@pytest.mark.parametrize("model", ["tiny", full("bfloat16")], indirect=True, scope="session")
 def test_prompt_logprobs_survive_preemption(model, base, serve, expected):
     """So few pages that requests are preempted while they decode: they find their pages again, and have their
     scores."""
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, prompt_logprobs=2)
     texts = prompts(model.config.vocab_size)
-    base.engine.tables.forget()
+    base.engine.tables.reset_prefix_cache()
     wanted = [prompt_bits(o) for o in base.generate(texts, params, use_tqdm=False)]
     with with_few_shapes():
         llm = serve(**TIGHT | {"decode_steps": 1})
@@ -330,7 +355,7 @@ def test_prompt_logprobs_survive_preemption(model, base, serve, expected):
 def test_samples_of_one_prompt_share_its_pages(model, base):
     """All of them are queued at once on a cold cache; the first writes the prompt's pages, the others find
     them."""
-    base.engine.tables.forget()
+    base.engine.tables.reset_prefix_cache()
     before = base.report()["cached_tokens"]
     params = SamplingParams(temperature=0.8, seed=4, n=4, max_tokens=4, logprobs=0)
     text = prompts(model.config.vocab_size)[5]
@@ -338,7 +363,7 @@ def test_samples_of_one_prompt_share_its_pages(model, base):
     assert base.report()["cached_tokens"] - before == 3 * 128
     for i, completion in enumerate(several.outputs):
         alone = SamplingParams(temperature=0.8, seed=4 + i, max_tokens=4, logprobs=0)
-        base.engine.tables.forget()
+        base.engine.tables.reset_prefix_cache()
         assert bits(base.generate(text, alone, use_tqdm=False)[0]) == bits(
             RequestOutput("", None, [], [completion])
         )
@@ -356,6 +381,7 @@ def test_replayed_traces_have_the_scores_of_sampled_tokens(model, base, expected
     assert [bits(o) for o in found] == [*expected, *expected]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["windows", "borrowed"], indirect=True, scope="session")
 def test_observed_values_change_no_bit(model, serve, expected):
     """Those of each request are its own: alone, beside others, in chunks, and through preemption."""
@@ -386,13 +412,13 @@ class Told:
         self.texts, self.V, self.change = {tuple(text): text for text in texts}, V, change
         self.known: dict[Request, int] = {}
 
-    def begin(self, request: Request, prompt: Sequence[int]) -> None:
+    def begin(self, request: Request, prompt: Sequence[int], salt: bytes = b"") -> None:
         self.known[request] = len(prompt)
 
     def extend(self, request: Request, tokens: Sequence[int]) -> None:
         self.known[request] += len(tokens)
 
-    def guess(self, request: Request, k: int) -> list[int]:
+    def propose(self, request: Request, k: int) -> list[int]:
         known, prompt = self.known[request], request.prompt
         text = next(text for text in self.texts.values() if text[: len(prompt)] == prompt)
         ahead = enumerate(text[known : known + k], known)
@@ -412,7 +438,7 @@ CHANGES = {
     "random": scattered,
     "adversarial": lambda place, token, V: token if place % 5 < 3 else scattered(place, token, V),
 }
-OWN = {"ngram": lambda: NgramDrafter(1, 3), "suffix": lambda: SuffixDrafter(least=0.0)}
+OWN = {"ngram": lambda: NgramDrafter(1, 3), "suffix": lambda: SuffixDrafter(min_token_prob=0.0)}
 
 
 @pytest.fixture(scope="module")
@@ -426,6 +452,7 @@ def guessing(serve, model):
         yield llm
 
 
+@full_if(lambda model: model != "tiny")
 @pytest.mark.parametrize(
     "model",
     ["tiny", "windows", "latent", "borrowed", "recurrent", "bfloat16, fp8_e4m3 cache", "demo"],
@@ -433,7 +460,7 @@ def guessing(serve, model):
     scope="session",
 )
 @pytest.mark.parametrize("drafter", [*CHANGES, *OWN])
-def test_guesses_change_no_bit(model, guessing, expected, drafter):
+def test_draft_tokens_change_no_bit(model, guessing, expected, drafter):
     """Greedy and seeded, with penalties, biases and log-probabilities; through preemption, and through prefix
     hits."""
     texts, V = prompts(model.config.vocab_size), model.config.vocab_size
@@ -441,7 +468,7 @@ def test_guesses_change_no_bit(model, guessing, expected, drafter):
     speculation = guessing.engine.speculation
     speculation.drafter = Told(whole, V, CHANGES[drafter]) if drafter in CHANGES else OWN[drafter]()
     before = guessing.report()
-    guessing.engine.tables.forget()
+    guessing.engine.tables.reset_prefix_cache()
     for _ in range(2):
         assert [bits(o) for o in guessing.generate(texts, PARAMS, use_tqdm=False)] == expected
     after = guessing.report()

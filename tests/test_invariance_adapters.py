@@ -22,11 +22,11 @@ from suite.fixtures import with_few_shapes
 from duetto import SamplingParams
 from duetto.lora.request import LoRARequest
 from duetto.model.attention import causal
-from duetto.model.transformer import forward, unembed
-from duetto.model.weights.adapted import AdapterSizes, adapted, stacks_of, with_owners
-from duetto.serve.engine.lora.writer import Writer, with_room
+from duetto.model.transformer import compute_logits, forward
+from duetto.model.weights.lora import AdapterSizes, lora_stacks, with_lora_stacks, with_row_slots
+from duetto.serve.engine.lora.writer import AdapterWriter, add_lora_slots
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.main import app
+from duetto.serve.server.http.main import make_server_app
 from duetto.serve.server.service.service import Service
 
 pytestmark = [
@@ -57,15 +57,15 @@ def folders(model, tmp_path_factory) -> dict[str, Path]:
 def trained(folder: Path, model) -> Path:
     """An adapter of rank 3 that has learnt to repeat a text, by gradients through the record that serves."""
     config, text = model.config, jnp.arange(40, 72, dtype=jnp.int32)[None]
-    params = with_room(model.params, config, AdapterSizes(1, 3))
-    terms = {path: (a, 0 * b) for path, (a, b) in stacks_of(params).items() if "attention" in path}
+    params = add_lora_slots(model.params, config, AdapterSizes(1, 3))
+    terms = {path: (a, 0 * b) for path, (a, b) in lora_stacks(params).items() if "attention" in path}
     optimiser = optax.adam(3e-2)
 
     def loss(terms):
-        owned = with_owners(adapted(model.params, terms), jnp.zeros(1, jnp.int32))
+        owned = with_row_slots(with_lora_stacks(model.params, terms), jnp.zeros(1, jnp.int32))
         places = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
         hidden, _ = forward(owned, config, text, places, causal)
-        scores = unembed(owned, config, hidden)[:, :-1]
+        scores = compute_logits(owned, config, hidden)[:, :-1]
         return optax.softmax_cross_entropy_with_integer_labels(scores, text[:, 1:]).mean()
 
     @jax.jit
@@ -108,35 +108,36 @@ def alone(llm, model, wanted):
     """Each request served alone by an engine without pages."""
     found = []
     for prompt, params, own in zip(prompts(model.config.vocab_size), PARAMS, wanted, strict=True):
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         found += [bits(o) for o in llm.generate(prompt, params, use_tqdm=False, lora_request=own)]
     return found
 
 
 def test_alone_equals_the_oracle_and_the_model_without_adapters(model, alone, expected, folders):
     """Exactly: the oracle has the same terms, and no cache."""
-    room, texts = with_room(model.params, model.config, SIZES), prompts(model.config.vocab_size)
-    writer = Writer(room)
+    room, texts = add_lora_slots(model.params, model.config, SIZES), prompts(model.config.vocab_size)
+    writer = AdapterWriter(room)
     for i, name in enumerate(WHOSE):
         if name is None:
             assert alone[i] == expected[i]
             continue
         adapter = read(folders[name], model.config)
-        place = writer.places.take(adapter)
-        room = writer.write(room)
-        owned = replace(model, params=with_owners(room, jnp.full(1, place, jnp.int32)))
-        writer.places.release(adapter)
+        place = writer.lora_slots.reserve(adapter)
+        room = writer.write_due_adapters(room)
+        owned = replace(model, params=with_row_slots(room, jnp.full(1, place, jnp.int32)))
+        writer.lora_slots.release(adapter)
         found = [token for token, *_ in alone[i]]
         assert found == continue_plainly(owned, texts[i], PARAMS[i], guess=found)
         assert found != [token for token, *_ in expected[i]]
 
 
+@pytest.mark.full
 def test_batched_and_prefix_hits_equal_alone(model, llm, alone, wanted):
     """A prompt's pages are found by those who have the same adapter; a place is taken by another adapter when
     nobody uses it."""
-    texts, places = prompts(model.config.vocab_size), llm.engine.scheduler.places
+    texts, places = prompts(model.config.vocab_size), llm.engine.scheduler.lora_slots
     loads, compiled = places.loads, llm.report()["compilations"]
-    llm.engine.tables.forget()
+    llm.engine.tables.reset_prefix_cache()
     for found in [[0] * 7, [(n - 1) // 64 * 64 for n in LENGTHS]]:
         outputs = llm.generate(texts, PARAMS, use_tqdm=False, lora_request=wanted)
         assert [output.lora_request for output in outputs] == wanted
@@ -147,7 +148,8 @@ def test_batched_and_prefix_hits_equal_alone(model, llm, alone, wanted):
     assert places.loads > loads and llm.report()["compilations"] == compiled
 
 
-def test_preemption_and_guesses_change_no_bit(model, serve, alone, wanted):
+@pytest.mark.full
+def test_preemption_and_draft_tokens_change_no_bit(model, serve, alone, wanted):
     texts = prompts(model.config.vocab_size)
     with serve(**TIGHT, **LORA) as llm:
         compiled = llm.report()["compilations"]
@@ -172,11 +174,10 @@ def test_a_trained_adapter_equals_its_merged_weights(model, llm, folders, reques
     np.testing.assert_allclose(found, scores[np.arange(19), text[1:]], atol=2e-4)
 
 
+@pytest.mark.full
 def test_adapters_outlast_a_sleep_and_new_weights(model, llm, requests):
-    text, greedy = (
-        prompts(model.config.vocab_size)[3],
-        SamplingParams(temperature=0.0, max_tokens=8, logprobs=0),
-    )
+    text = prompts(model.config.vocab_size)[3]
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0)
     ask = partial(llm.generate, text, greedy, use_tqdm=False, lora_request=requests["a"])
     before = bits(ask()[0])
     for level in (1, 2):
@@ -207,10 +208,10 @@ def test_a_server_names_loads_and_unloads_adapters(model, llm, folders):
 
     async def talk() -> None:
         service = Service(llm, options, {})
-        transport = httpx.ASGITransport(app(service, [], None))
+        transport = httpx.ASGITransport(make_server_app(service, [], None))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             for name in ("a", "b", "c"):
-                llm.input_processor.adapters._known.pop(name, None)
+                llm.input_processor.adapter_registry._adapters_by_name.pop(name, None)
 
             async def completed(name: str) -> list[int]:
                 body = {"model": name, "prompt": [5, 6, 7], "temperature": 0, "logprobs": 0, "max_tokens": 4}

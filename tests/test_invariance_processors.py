@@ -8,15 +8,16 @@ from cases.invariance import LENGTHS, bits, prompts
 from cases.oracle import continue_plainly
 from cases.processors import ASKED, EXTRA, PROCESSORS
 from suite.fixtures import with_few_shapes
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
-from duetto.serve.llm.audit.facts import facts_of
+from duetto.serve.llm.audit.facts import engine_facts
 
 TIGHT = {  # so few pages that requests are preempted
     "max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 32, "decode_steps": 1,
 }  # fmt: skip
 GUESSES = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}}
-pytestmark = [pytest.mark.parametrize("model", ["tiny", "recurrent"], indirect=True, scope="session")]
+pytestmark = [pytest.mark.parametrize("model", ["tiny", full("recurrent")], indirect=True, scope="session")]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def alone(llm, model):
     """Each request served alone by an engine without pages."""
     found = []
     for prompt, params in zip(prompts(model.config.vocab_size), ASKED, strict=True):
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         found += [bits(o) for o in llm.generate(prompt, params, use_tqdm=False)]
     return found
 
@@ -50,7 +51,7 @@ def test_alone_equals_the_oracle_and_the_engine_without_processors(model, alone,
 
 def test_batched_and_prefix_hits_equal_alone(model, llm, alone):
     texts, compiled = prompts(model.config.vocab_size), llm.report()["compilations"]
-    llm.engine.tables.forget()
+    llm.engine.tables.reset_prefix_cache()
     for found in [[0] * 7, [(n - 1) // 64 * 64 for n in LENGTHS]]:
         outputs = llm.generate(texts, ASKED, use_tqdm=False)
         assert [bits(o) for o in outputs] == alone
@@ -58,8 +59,8 @@ def test_batched_and_prefix_hits_equal_alone(model, llm, alone):
     assert llm.report()["compilations"] == compiled
 
 
-@pytest.mark.parametrize("more", [{}, GUESSES], ids=["chunks", "guesses"])
-def test_preemption_chunks_and_guesses_change_no_bit(model, serve, alone, more):
+@pytest.mark.parametrize("more", [full({}), GUESSES], ids=["chunks", "guesses"])
+def test_preemption_chunks_and_draft_tokens_change_no_bit(model, serve, alone, more):
     texts = prompts(model.config.vocab_size)
     with with_few_shapes(verifications=1):
         llm = serve(**TIGHT, **more, logits_processors=PROCESSORS)
@@ -76,7 +77,7 @@ def test_a_default_of_the_engine_is_every_requests(model, serve, alone):
     own = {"override_generation_config": {"extra_args": EXTRA[0], "temperature": 0.0, "max_tokens": 24}}
     with serve(logits_processors=PROCESSORS, **own) as llm:
         (output,) = llm.generate(prompts(model.config.vocab_size)[0], use_tqdm=False)
-        facts = facts_of(llm.engine, llm.options)
+        facts = engine_facts(llm.engine, llm.options)
     assert output.outputs[0].token_ids == [token for token, *_ in alone[0]]
     assert "thinking_budget" in facts["logits_processors"]
 

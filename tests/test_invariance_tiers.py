@@ -12,14 +12,15 @@ from cases.invariance import LENGTHS, PARAMS, bits, prompts
 from cases.models import LATENT, TINY
 from fakes.tiers import always_fetching
 from suite.fixtures import Model
+from suite.marks import full
 
 from duetto import LLM
 from duetto.model.config import Dense, GroupedQuery, LayerKind
-from duetto.model.heads import head_spec
-from duetto.model.pair import Pair
+from duetto.model.draft_head import draft_head_spec
+from duetto.model.draft_pair import Pair
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init
-from duetto.serve.engine.speculation.beside import SpeculatorWeights
+from duetto.model.tree import init_params
+from duetto.serve.engine.speculation.speculator_weights import SpeculatorWeights
 from duetto.serve.engine.startup import start
 from duetto.serve.llm.disaggregated import PrefillWorker
 
@@ -30,11 +31,18 @@ SMALLER = SMALL | {"max_model_len": 112, "max_batched_token_mem": 112, "max_num_
 
 @pytest.mark.parametrize(
     "model",
-    ["tiny", "windows, int8 cache", "latent, fp8_e5m2 cache", "recurrent", "bfloat16", "demo"],
+    [
+        "tiny",
+        full("windows, int8 cache"),
+        full("latent, fp8_e5m2 cache"),
+        full("recurrent"),
+        full("bfloat16"),
+        full("demo"),
+    ],
     indirect=True,
     scope="session",
 )
-def test_pages_from_the_host_and_from_a_saved_cache_have_the_same_bits(model, serve, expected, tmp_path):
+def test_pages_from_host_and_saved_cache_have_the_same_bits(model, serve, expected, tmp_path):
     """Preempted requests go on from swapped pages, and prompts find what the pool has lost; then all of it is
     found again in a folder."""
     texts = prompts(model.config.vocab_size)
@@ -48,12 +56,12 @@ def test_pages_from_the_host_and_from_a_saved_cache_have_the_same_bits(model, se
         llm.load_cache(tmp_path)
         found = llm.generate(texts, PARAMS, use_tqdm=False)
         assert [bits(o) for o in found] == expected
-        step = max(16, model.config.block)
+        step = max(16, model.config.prefill_alignment)
         assert [o.num_cached_tokens for o in found] == [(n - 1) // step * step for n in LENGTHS]
         assert llm.report()["tiers"]["snapshot"]["hits"] > 0
 
 
-@pytest.mark.parametrize("model", ["tiny", "demo"], indirect=True, scope="session")
+@pytest.mark.parametrize("model", ["tiny", full("demo")], indirect=True, scope="session")
 def test_pages_from_files_have_the_same_bits(model, serve, expected, tmp_path):
     """In the process that wrote them, and in one that is started over them; damaged ones are computed
     again."""
@@ -73,8 +81,9 @@ def test_pages_from_files_have_the_same_bits(model, serve, expected, tmp_path):
         assert report["hits"] > 0 and report["damaged"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["tiny"], indirect=True, scope="session")
-def test_guesses_on_pages_from_the_host_change_no_bit(model, serve, expected):
+def test_draft_tokens_on_fetched_pages_change_no_bit(model, serve, expected):
     texts, config = (
         prompts(model.config.vocab_size),
         {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
@@ -89,11 +98,11 @@ def test_guesses_on_pages_from_the_host_change_no_bit(model, serve, expected):
 def draft(mixer: Any) -> SpeculatorWeights:
     """A model of one layer, which is seldom right."""
     config = replace(TINY, layers=(LayerKind(mixer, Dense(96)),))
-    return SpeculatorWeights(init(jax.random.key(5), decoder_spec(config)), config)
+    return SpeculatorWeights(init_params(jax.random.key(5), decoder_spec(config)), config)
 
 
 def head(model: Model) -> SpeculatorWeights:
-    return SpeculatorWeights(init(jax.random.key(5), head_spec(model.config.hidden_size, 32)))
+    return SpeculatorWeights(init_params(jax.random.key(5), draft_head_spec(model.config.hidden_size, 32)))
 
 
 ITSELF = "a model that drafts for itself"
@@ -112,13 +121,14 @@ def guessing(serve, model, monkeypatch):
 
     def begin(guesser: str, **options: Any) -> LLM:
         method, k, beside = GUESSERS[guesser]
-        monkeypatch.setattr(start, "read_beside", lambda *_: beside(model))
+        monkeypatch.setattr(start, "read_speculator", lambda *_: beside(model))
         config = {"method": method, "model": "beside", "num_speculative_tokens": k, "adaptive": False}
         return serve(speculative_config=config, **options)
 
     return begin
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model, guesser",
     [
@@ -129,24 +139,26 @@ def guessing(serve, model, monkeypatch):
     indirect=["model"],
     scope="session",
 )
-def test_guesses_of_the_device_on_fetched_pages_change_no_token(model, guessing, oracle, tmp_path, guesser):
+def test_device_drafts_on_fetched_pages_change_no_token(model, guessing, oracle, tmp_path, guesser):
     """A draft model's keys come back with the target's: one that drafts for itself stays always right."""
     report = assert_tokens_on_fetched_pages(model, partial(guessing, guesser), oracle, tmp_path)
     found = report["speculation"]
     assert found["drafted"] > 0 and (guesser != ITSELF or found["accepted"] == found["drafted"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["tiny"], indirect=True, scope="session")
-def test_a_cache_that_was_saved_beside_another_draft_model_is_refused(model, guessing, tmp_path):
+def test_a_cache_saved_with_another_draft_model_is_refused(model, guessing, tmp_path):
     with guessing(ITSELF, **SMALLER) as llm:
         llm.save_cache(tmp_path)
         llm.load_cache(tmp_path)
         beside = jax.tree.map(lambda x: -x, model.params)
-        llm.engine._state = replace(llm.engine._state, params=Pair(model.params, beside))
+        llm.engine._arguments = replace(llm.engine._arguments, params=Pair(model.params, beside))
         with pytest.raises(ValueError, match="of another model, other weights"):
             llm.load_cache(tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model", ["int8", "int4", "fp8", "windows", "latent"], indirect=True, scope="session"
 )
@@ -181,8 +193,9 @@ class Unreliable:
 
     def __init__(self, source: PrefillWorker, slow: bool):
         self.source, self.slow, self.asked = source, slow, 0
-        self.begin, self.leave, self.renew, self.room = source.begin, source.leave, source.renew, source.room
-        self.is_here = True
+        self.begin_prefill, self.cancel_prefill = source.begin_prefill, source.cancel_prefill
+        self.expect_realm, self.room_bytes = source.expect_realm, source.room_bytes
+        self.is_connected = True
 
     def fetch(self, key: bytes) -> bytes | None:
         self.asked += 1
@@ -195,21 +208,21 @@ class Unreliable:
 
 
 @pytest.mark.parametrize(
-    "model", ["tiny", "windows, int8 cache", "recurrent"], indirect=True, scope="session"
+    "model", ["tiny", full("windows, int8 cache"), full("recurrent")], indirect=True, scope="session"
 )
 def test_pages_that_another_engine_has_computed_have_the_same_bits(model, serve, expected):
     """All of them, some that are lost or late, and none where the other engine is late."""
     texts = prompts(model.config.vocab_size)
     with serve(**SMALL, kv_role="both") as llm:
-        mover, step = llm.engine.tiers.mover, max(16, model.config.block)
-        peer, patience = mover.peer, llm.engine.tiers._patience
-        source = peer.source
+        mover, step = llm.engine.page_finder.mover, max(16, model.config.prefill_alignment)
+        peer, patience = mover.remote_kv, llm.engine.page_finder.patience_seconds
+        source = peer.service
         for way in ("first", "lost", "slow", "late"):
-            llm.engine.tables.forget()
-            peer.renew(source.realm, peer.page_bytes)  # nothing is known to be there
-            peer.source = source if way == "first" else Unreliable(source, way == "slow")
-            peer.patience = 0.0 if way == "late" else 60.0
-            llm.engine.tiers._patience = (lambda pages: 0.01) if way == "slow" else patience
+            llm.engine.tables.reset_prefix_cache()
+            peer.expect_realm(source.realm, peer.page_bytes)  # nothing is known to be there
+            peer.service = source if way == "first" else Unreliable(source, way == "slow")
+            peer.patience_seconds = 0.0 if way == "late" else 60.0
+            llm.engine.page_finder.patience_seconds = (lambda pages: 0.01) if way == "slow" else patience
             found = llm.generate(texts, PARAMS, use_tqdm=False)
             assert [bits(o) for o in found] == expected
             if way == "first":

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from suite.marks import full_if
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ["ruff format --check .", "ruff check .", "lint-imports", "pyright"]
 
 
+@full_if(lambda command: command == "pyright")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command(command):
     program, *arguments = command.split()

@@ -42,6 +42,13 @@ def test_the_page_about_installing_has_all_extras():
     assert sorted(listed) == sorted(PROJECT["optional-dependencies"])
 
 
+def test_dependencies_have_lowest_versions_and_only_jax_a_highest():
+    """`.ci/packages` installs the lowest ones; jaxlib follows jax."""
+    found = [re.fullmatch(r"([\w-]+)(>=[\d.]+)?(,<[\d.]+)?(; .*)?", own) for own in PROJECT["dependencies"]]
+    assert all(found) and [own[1] for own in found if not own[2]] == ["jaxlib"]
+    assert [own[1] for own in found if own[3]] == ["jax"]
+
+
 @pytest.mark.extras
 def test_the_long_description_renders_as_an_index_shows_it():
     markdown = pytest.importorskip("readme_renderer.markdown")

@@ -12,8 +12,8 @@ from benchmarks.chaos.page import filled
 from benchmarks.chaos.simulated.world import SimulatedLoop
 from duetto.serve.kv.routing.placement import Replica
 from duetto.serve.kv.routing.prefix_index import EventPrefixIndex
-from duetto.serve.llm.metrics import snapshot
-from duetto.serve.server.router.main import router_families
+from duetto.serve.llm.metrics import engine_metrics
+from duetto.serve.server.router.main import router_metric_families
 from duetto.serve.server.service.exposition import EventLoopLag
 
 PAGE = (ROOT / "docs" / "reliability.md").read_text()
@@ -24,14 +24,14 @@ ROW = re.compile(r"\| .*?\((`\w+`(?:, `\w+`)*)\) \|.*\| ([\d,]+) \|")
 class Idle:
     """What the families of a router read of its proxy."""
 
-    resumed = retried = waiting = 0
+    num_resumed = num_retried = num_waiting = 0
 
     @property
-    def line(self) -> "Idle":
+    def queue(self) -> "Idle":
         return self
 
 
-def test_each_fault_of_the_simulation_has_a_row_with_its_number():
+def test_each_simulated_fault_has_a_row_with_its_number():
     rows = [kind for kinds, _ in ROW.findall(PAGE) for kind in re.findall(r"\w+", kinds)]
     assert {*rows} == {*ENGINE, *FLEET, *PREFILL} and len(rows) == len({*rows})
     assert filled(PAGE, FIGURES) == PAGE
@@ -53,8 +53,8 @@ def test_the_metrics_of_the_runbook_exist():
     machine.start()
     machine.engine.kernels = {"attention": Check()}
     replica, idle = Replica("x", EventPrefixIndex()), Idle()
-    names = {metric.name for metric in snapshot(machine.engine)}
-    names |= {family.name for family in router_families([replica], idle)}  # type: ignore[arg-type]
+    names = {metric.name for metric in engine_metrics(machine.engine)}
+    names |= {family.name for family in router_metric_families([replica], idle)}  # type: ignore[arg-type]
     names |= {family.name for family in EventLoopLag(loop).histogram.collect()}
     loop.close()
     named = {*re.findall(r"`((?:vllm|duetto):\w+)`", PAGE)}

@@ -200,7 +200,7 @@ def lines(minutes: int, leak: float) -> list[dict]:
     return found
 
 
-def test_growth_is_found_in_processes_that_are_killed_and_in_others():
+def test_growth_is_found_in_killed_and_other_processes():
     flat, leaking = growth(lines(60, 0.0)), growth(lines(60, 1.0))
     assert {*flat} == {*ENGINES, *ROUTERS.values()}
     assert all(size["rss_mib"]["percent"] == 0 for size in flat.values()) and not grown(flat)

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from cases.requests import SMALLEST
 from suite.fixtures import with_few_shapes
+from suite.marks import full_if
 
 from duetto.serve.llm import loading
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("vllm_scripts/*/*.py")}
+REPETITIONS = "quantization", "logprobs", "prefix_caching", "neutral_options"
 
 # What each prints, line by line, among other things.
 SAYS = {
@@ -114,6 +116,7 @@ def read_once(load):
     return loaded
 
 
+@full_if(lambda name: name.startswith("spec_decode_") or name in REPETITIONS)
 @pytest.mark.usefixtures("steady_steps")
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_script(name, place, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from benchmarks.chaos.simulated.device import BROKEN, VOCAB, Oracle, token_after
 from benchmarks.chaos.simulated.world import SimulatedLoop, hashed
 from duetto.sampling.params import SamplingParams
 from duetto.serve.engine.core.request import Request, RequestTimes
-from duetto.serve.kv.disagg.peer import RemoteKVTier
+from duetto.serve.kv.disagg.remote_tiers import RemoteKVTier
 
 UNTIL, LIMIT = 1.0, 120.0  # seconds in which faults begin, and within which all ends
 STEP = 0.008  # seconds of a step, at most
@@ -92,7 +92,7 @@ class Alone:
         process = self.machine.start()
         process.start(self._drive())
         for ask in self.asks:
-            if ask.at <= self.loop.time() and (ask.request is None or not ask.request.finished):
+            if ask.at <= self.loop.time() and (ask.request is None or not ask.request.is_finished):
                 self._submit(ask)
 
     async def _drive(self) -> None:
@@ -114,12 +114,12 @@ class Alone:
             return
         audit(self.machine.engine)
         for ask in self.asks:
-            if ask.request is not None and ask.request.finished:
+            if ask.request is not None and ask.request.is_finished:
                 self._check(ask)
 
     def restart(self, by_itself: bool = False) -> None:
         for ask in self.asks:
-            if ask.request is not None and not ask.request.finished:
+            if ask.request is not None and not ask.request.is_finished:
                 self._known(ask)
                 ask.request = None
         self.machine.stop() if by_itself else self.machine.process.kill()
@@ -129,8 +129,8 @@ class Alone:
         """Keep the tokens of a lost request, if the next process has the weights that they follow from."""
         request = ask.request
         assert request is not None
-        made = {self._made(ask, request, i) for i in range(request.generated)}
-        ask.tokens = request.outputs if made <= {self.machine.weights} else []
+        made = {self._made(ask, request, i) for i in range(request.num_output_tokens)}
+        ask.tokens = request.output_tokens if made <= {self.machine.weights} else []
         ask.made = self.machine.weights
 
     def _submit(self, ask: Ask) -> None:
@@ -144,13 +144,13 @@ class Alone:
             stop_ids=ask.stops,
             priority=ask.priority,
             arrival=ask.number,
-            clock=RequestTimes(self.loop.time(), 0.0, now=self.loop.time),
+            times=RequestTimes(self.loop.time(), 0.0, now=self.loop.time),
         )
         if ask.tokens:
-            request.resume(ask.tokens)
-            request.clock = RequestTimes(self.loop.time(), 0.0, now=self.loop.time)
+            request.append_resumed_tokens(ask.tokens)
+            request.times = RequestTimes(self.loop.time(), 0.0, now=self.loop.time)
         ask.request = request
-        if request.finished:
+        if request.is_finished:
             return self._check(ask)
         self.machine.engine.submit(request)
         self.asked.set()
@@ -165,7 +165,7 @@ class Alone:
             return
         request.is_checked = True  # type: ignore[attr-defined]
         tokens, prompt, keys, made = request.tokens, len(ask.prompt), list[int](), -1
-        for i in range(request.generated):
+        for i in range(request.num_output_tokens):
             weights = self._made(ask, request, i)
             keys, made = (keys if weights == made else []), weights
             self.oracle.keys(weights, tokens[: prompt + i], prompt, keys)
@@ -176,14 +176,16 @@ class Alone:
 
     def _made(self, ask: Ask, request: Request, i: int) -> int:
         """Return the number of the weights that a request's token follows from."""
-        versions = [version for start, version in request.weights if start <= i]
-        return self.machine.versions[versions[-1]] if versions and i >= request.known else ask.made
+        versions = [version for start, version in request.weights_versions if start <= i]
+        return (
+            self.machine.versions[versions[-1]] if versions and i >= request.num_resumed_tokens else ask.made
+        )
 
     def _check_end(self, ask: Ask, request: Request) -> None:
-        stopped = [i for i, token in enumerate(request.outputs) if token in ask.stops]
-        whole = request.generated == ask.most or stopped == [request.generated - 1]
+        stopped = [i for i, token in enumerate(request.output_tokens) if token in ask.stops]
+        whole = request.num_output_tokens == ask.most or stopped == [request.num_output_tokens - 1]
         if stopped[:-1] or (request.finish_reason != "abort" and not whole):
-            raise Violation(f"request {ask.number} ended by {request.finish_reason}: {request.outputs}")
+            raise Violation(f"request {ask.number} ended by {request.finish_reason}: {request.output_tokens}")
         if request.finish_reason == "abort" and (ask.leaves is None or whole):
             raise Violation(f"request {ask.number} was aborted")
 
@@ -195,7 +197,7 @@ class Alone:
             self._submit(ask)
         if ask.leaves is not None:
             await asyncio.sleep(ask.leaves)
-            if ask.request is not None and not ask.request.finished:
+            if ask.request is not None and not ask.request.is_finished:
                 self.machine.engine.abort(ask.request)
                 audit(self.machine.engine)
                 self._check(ask)
@@ -248,7 +250,7 @@ class Alone:
             if self.loop.errors or any(t.done() and t.exception() for t in events):
                 break
             if self.loop.time() > LIMIT:
-                left = [a.number for a in self.asks if a.request is None or not a.request.finished]
+                left = [a.number for a in self.asks if a.request is None or not a.request.is_finished]
                 raise Violation(f"requests {left} have not ended")
             await asyncio.sleep(0.05)
         for task in events:
@@ -263,11 +265,11 @@ class Alone:
 
     def trace(self) -> str:
         """Return a hash of all tokens and times."""
-        ended = [(a.number, a.request.tokens, a.request.clock.finish) for a in self.asks if a.request]
+        ended = [(a.number, a.request.tokens, a.request.times.finish) for a in self.asks if a.request]
         return hashed(self.loop, ended)
 
     @property
     def _is_over(self) -> bool:
-        return all(a.request is not None and a.request.finished for a in self.asks) and not (
-            self.machine.engine.flights or self.machine.disk.is_slow
+        return all(a.request is not None and a.request.is_finished for a in self.asks) and not (
+            self.machine.engine.in_flight_steps or self.machine.disk.is_slow
         )

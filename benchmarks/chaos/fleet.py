@@ -19,14 +19,14 @@ from benchmarks.chaos.simulated.device import VOCAB, Oracle
 from benchmarks.chaos.simulated.network import Network
 from benchmarks.chaos.simulated.world import SimulatedLoop, hashed
 from duetto.serve.engine.core.engine import MAX_FAILURES
-from duetto.serve.kv.routing.placement import Prompt, Replica, best
+from duetto.serve.kv.routing.placement import Prompt, Replica, choose_replica
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.router.health import Health
-from duetto.serve.server.router.prompts import TextNaming
-from duetto.serve.server.router.proxy import OTHER_REALM, Proxy
-from duetto.serve.server.router.queue import PrefillPool, RequestQueue
+from duetto.serve.server.router.health import HealthChecker
+from duetto.serve.server.router.prompts import TextPageHasher
+from duetto.serve.server.router.proxy import OTHER_REALM_ERROR, Proxy
+from duetto.serve.server.router.request_queue import PrefillPool, RequestQueue
 
 UNTIL, LIMIT = 1.5, 120.0  # seconds in which faults begin, and within which all ends
 CALM = 25.0  # seconds after which no fault is felt any more
@@ -108,12 +108,12 @@ class Fleet:
 
     def _naming(self, path: str, body: Mapping[str, Any]) -> Prompt:
         """Name a prompt as the router does, and tell the monitor whose it is."""
-        prompt = TextNaming(self.config.page_size)(path, body)
+        prompt = TextPageHasher(self.config.page_size)(path, body)
         self.monitor.queued(prompt, self.by_seed[body["seed"]])
         return prompt
 
     def _choose(self, replicas: Sequence[Replica], prompt: Prompt, most: int, but: Any) -> Replica | None:
-        found = best(replicas, prompt, most, but)
+        found = choose_replica(replicas, prompt, most, but)
         if found is not None:
             self.monitor.assigned(prompt)
         return found
@@ -124,7 +124,7 @@ class Fleet:
         server = ServerOptions(queue_timeout=40.0)
         self.line = RequestQueue(self.routed, self.options.max_in_flight, server, self._choose)
         self.proxy = Proxy(self.line, PrefillPool({}, 1), self._naming, self.options, server)
-        self.health = Health(self.routed, self.line, self.options)
+        self.health = HealthChecker(self.routed, self.line, self.options)
 
     # ------------------------------------------------------------ faults
 
@@ -162,13 +162,13 @@ class Fleet:
             engine.sleep(0)
             await asyncio.sleep(fault.seconds)
             engine.wake_up(["scheduling"])
-            await service.change(lambda: None)
+            await service.change_engine(lambda: None)
 
     async def _drain(self, replica: ChaosReplica, fault: Fault) -> None:
         """End a process as SIGTERM does: it takes no requests, and ends after those that it has."""
         process = replica.machine.process
         if process.is_alive and not replica.service.is_draining:
-            process.context.copy().run(replica.service.drain)
+            process.context.copy().run(replica.service.start_draining)
             while process.is_alive and not replica.service.ended.is_set():
                 await asyncio.sleep(0.02)
             if process.is_alive:
@@ -251,7 +251,7 @@ class Fleet:
         lost += [machine for machine, count in failed.items() if count >= MAX_FAILURES]
         cuts = [fault.machine for fault in felt if fault.kind == "cut"]
         match client.code:
-            case "replica_lost" if client.error == str(OTHER_REALM):
+            case "replica_lost" if client.error == str(OTHER_REALM_ERROR):
                 return client.ask.stream and self._has_mixed(client) and bool(lost + cuts)
             case "replica_lost" | "unavailable":  # a cut parts any two machines
                 return len(lost + cuts) > MOST_LOSSES or len({*lost}) + len(cuts) >= len(self.replicas)
@@ -273,13 +273,12 @@ class Fleet:
         """All requests have ended: everything that they held is free again."""
         await asyncio.sleep(2.0)
         self.health.close()
-        if self.line.waiting or self.proxy.under_way:
-            raise Violation(f"{self.line.waiting} requests wait in the router")
+        if self.line.num_waiting or self.proxy.num_in_flight:
+            raise Violation(f"{self.line.num_waiting} requests wait in the router")
         for own in self.routed:
-            if own.jobs or own.load or own.connections:
-                raise Violation(
-                    f"{own}: {len(own.jobs)} requests, load {own.load}, {len(own.connections)} connections"
-                )
+            if own.requests or own.load or own.connections:
+                counts = f"{len(own.requests)} requests, load {own.load}, {len(own.connections)} connections"
+                raise Violation(f"{own}: {counts}")
         for replica in self.replicas:
             if replica.session.groups:
                 raise Violation(f"{replica.host}: {len(replica.session.groups)} requests are left")

@@ -11,8 +11,8 @@ from benchmarks.chaos.machine import Machine, audit, audit_end
 from benchmarks.chaos.server import ChaosDriver
 from benchmarks.chaos.simulated.device import VOCAB
 from benchmarks.chaos.simulated.world import Process, SimulatedLoop
-from duetto.serve.kv.disagg.service import Ready
-from duetto.serve.kv.offload.tier import Content, Key
+from duetto.serve.kv.disagg.service import OnReady
+from duetto.serve.kv.offload.tier import PageContent, PageKey
 from duetto.serve.llm.disaggregated import PrefillWorker
 from duetto.serve.llm.session import Session
 from duetto.serve.options.engine import EngineOptions
@@ -41,11 +41,13 @@ class PrefillSide:
     def _build(self) -> None:
         self.session = Session(self.machine.engine)
         self.worker = PrefillWorker(EngineOptions(swap_space=ROOM, max_prefill_delay=0.0), VOCAB)
-        self.worker.serve(self.session, partial(ChaosDriver, self.machine))
+        self.worker.start_driver(self.session, partial(ChaosDriver, self.machine))
 
     @property
     def is_here(self) -> bool:
-        return self.machine.process.is_alive and self.worker.is_here and self.loop.time() >= self.away_until
+        return (
+            self.machine.process.is_alive and self.worker.is_connected and self.loop.time() >= self.away_until
+        )
 
     def lose(self) -> None:
         """End the connection of every client."""
@@ -82,38 +84,38 @@ class LossyService:
     def __init__(self, side: PrefillSide, process: Process):
         self._side, self._process = side, process
         self._realm: bytes | None = None
-        self._waiting: dict[int, Ready] = {}
+        self._waiting: dict[int, OnReady] = {}
         self._numbers: dict[int, int] = {}  # the worker's, by those of this service
         self._count = 0
         side.services = [own for own in side.services if own._process.is_alive] + [self]
 
     @property
-    def is_here(self) -> bool:
+    def is_connected(self) -> bool:
         return self._side.is_here and self._realm == realm(self._side.machine.weights)
 
     @property
-    def room(self) -> int:
-        return self._side.worker.room
+    def room_bytes(self) -> int:
+        return self._side.worker.room_bytes
 
-    def begin(self, prompt: Sequence[int], ready: Ready) -> int:
+    def begin_prefill(self, prompt: Sequence[int], on_ready: OnReady, salt: bytes = b"") -> int:
         self._count += 1
-        if not self.is_here:
-            ready([])
+        if not self.is_connected:
+            on_ready([])
             return self._count
-        self._waiting[self._count] = ready
-        self._carry(self._side.machine.process, self._ask, self._count, list(prompt))
+        self._waiting[self._count] = on_ready
+        self._carry(self._side.machine.process, self._ask, self._count, list(prompt), salt)
         return self._count
 
-    def leave(self, number: int) -> None:
+    def cancel_prefill(self, number: int) -> None:
         if self._waiting.pop(number, None) is not None:
             self._carry(self._side.machine.process, self._cancel, number)
 
-    def fetch(self, key: Key) -> Content | None:
-        if not self.is_here or self._side.loop.time() < self._side.silent_until:
+    def fetch(self, key: PageKey) -> PageContent | None:
+        if not self.is_connected or self._side.loop.time() < self._side.silent_until:
             return None
         return self._side.worker.fetch(key)
 
-    def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+    def expect_realm(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
         self._realm = realm
         self.lose()
 
@@ -124,19 +126,19 @@ class LossyService:
 
     # ------------------------------------------------------------ in the other process, and back
 
-    def _ask(self, number: int, prompt: list[int]) -> None:
+    def _ask(self, number: int, prompt: list[int], salt: bytes) -> None:
         worker, process = self._side.worker, self._process
 
-        def answer(keys: Sequence[Key]) -> None:
+        def answer(keys: Sequence[PageKey]) -> None:
             self._carry(process, self._answered, number, list(keys))
 
-        self._numbers[number] = worker.begin(prompt, answer)
+        self._numbers[number] = worker.begin_prefill(prompt, answer, salt)
 
     def _cancel(self, number: int) -> None:
         if (own := self._numbers.pop(number, None)) is not None:
-            self._side.worker.leave(own)
+            self._side.worker.cancel_prefill(own)
 
-    def _answered(self, number: int, keys: list[Key]) -> None:
+    def _answered(self, number: int, keys: list[PageKey]) -> None:
         if (ready := self._waiting.pop(number, None)) is not None:
             ready(keys)
 

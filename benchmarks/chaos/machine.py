@@ -14,16 +14,16 @@ from benchmarks.chaos.faults import DISK, Fault
 from benchmarks.chaos.simulated.device import ChaosPrograms, ChaosTransfers, number_of, weights_of
 from benchmarks.chaos.simulated.disk import SimulatedDisk
 from benchmarks.chaos.simulated.world import Process, SimulatedLoop
-from duetto.kvcache.tables import window_pages
+from duetto.kvcache.tables import max_window_pages
 from duetto.serve.engine.core.engine import Engine
-from duetto.serve.engine.core.plan import SchedulerConfig
-from duetto.serve.kv.disagg.peer import RemoteKVTier
-from duetto.serve.kv.offload.disk import PAGES, DiskTier
+from duetto.serve.engine.core.scheduler_output import SchedulerConfig
+from duetto.serve.kv.disagg.remote_tiers import RemoteKVTier
+from duetto.serve.kv.offload.disk import PAGE_FORMAT, DiskTier
 from duetto.serve.kv.offload.host import HostTier
-from duetto.serve.kv.offload.later import WriteBehindTier
 from duetto.serve.kv.offload.mover import PageMover
-from duetto.serve.kv.offload.tier import Key, Tier, TierChain
-from duetto.serve.kv.offload.tiering import KVOffloader
+from duetto.serve.kv.offload.page_finder import KVOffloader
+from duetto.serve.kv.offload.tier import PageKey, Tier, TierChain
+from duetto.serve.kv.offload.write_behind import WriteBehindTier
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.equal_bits.classes import ShapeClasses
 
@@ -83,7 +83,7 @@ class MachineConfig:
         def count(window: int | None) -> int:
             if window is None:
                 return self.pages
-            one = min(window_pages(window, work, self.page_size), -(-longest // self.page_size))
+            one = min(max_window_pages(window, work, self.page_size), -(-longest // self.page_size))
             return max(one, min(self.pages, one * self.seats))
 
         return Sizes(longest, self.seats, tuple(map(count, self.windows)), self.page_size)
@@ -101,7 +101,7 @@ class ChaosMover(PageMover):
         super().__init__(*args, **options)
         self._loop, self._disk, self._random, self._is_due = loop, disk, random, False
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
 
     def _wake(self) -> None:
         if not self._is_due and len(self._jobs):
@@ -111,34 +111,34 @@ class ChaosMover(PageMover):
     def _next(self) -> None:
         self._is_due = False
         if len(self._jobs) and (job := self._jobs.get(timeout=0)) is not None:
-            self.run(job)
+            self.run_job(job)
         self._wake()
 
-    def offer(self, keys: Sequence[Key], leaves: Any) -> None:
+    def offer(self, keys: Sequence[PageKey], leaves: Any) -> None:
         super().offer(keys, leaves)
         self._wake()
 
-    def fetch(self, keys: Sequence[Key], ticket: Any, patience: float) -> None:
-        super().fetch(keys, ticket, patience)
+    def start_fetch(self, keys: Sequence[PageKey], page_fetch: Any, patience_seconds: float) -> None:
+        super().start_fetch(keys, page_fetch, patience_seconds)
         self._wake()
 
-    def wait(self) -> None:
+    def wait_for_jobs(self) -> None:
         while len(self._jobs):
             job = self._jobs.get(timeout=0)
             if job is not None:
-                self.run(job)
+                self.run_job(job)
 
     @property
     def is_idle(self) -> bool:
         """True if no page is on its way."""
-        return not (len(self._jobs) or self._staged or any(self._offered) or self._coming)
+        return not (len(self._jobs) or self.staged_pages or any(self.offered_pages) or self.pending_offers)
 
 
 class ChaosWriter(WriteBehindTier):
     """A writer whose work is an event, or is done when the end of the engine waits for it."""
 
     def __init__(self, tier: Tier, loop: SimulatedLoop, random: Random):
-        super().__init__(tier, start=self._begin, linger=0.0)
+        super().__init__(tier, start=self._begin, linger_seconds=0.0)
         self._loop, self._random, self._due = loop, random, list[Callable[[], None]]()
 
     def _begin(self, work: Callable[[], None], name: str) -> None:
@@ -149,15 +149,15 @@ class ChaosWriter(WriteBehindTier):
         while self._due:
             self._due.pop()()
 
-    def settle(self, until: float, most: int = 0) -> int:
+    def flush(self, deadline: float, max_bytes: int = 0) -> int:
         self._work()
-        return super().settle(until, most)
+        return super().flush(deadline, max_bytes)
 
 
 class ChaosOffloader(KVOffloader):
     """Tiers of an engine that does not wait in real time."""
 
-    def pause(self) -> None: ...
+    def wait_for_pages(self) -> None: ...
 
 
 class Machine:
@@ -186,8 +186,8 @@ class Machine:
         self.process = Process(self.loop, f"{self.name}.{self.starts}")
         config, sizes = self.config, self.config.sizes()
         self.programs = ChaosPrograms(sizes, config.windows, config.same_bits)
-        limits = SchedulerConfig(sizes.seats, config.budget, 2, config.decode_steps)
-        state = self.programs.empty(weights_of(self.weights))
+        limits = SchedulerConfig(sizes.num_slots, config.budget, 2, config.decode_steps)
+        state = self.programs.fresh_arguments(weights_of(self.weights))
         self.engine = Engine(
             cast(Any, self.programs), config.classes(), state, limits, True, clock=self.loop.time
         )
@@ -201,7 +201,7 @@ class Machine:
         own = {"loop": self.loop, "disk": self.disk, "random": self.random, "clock": self.loop.time}
         self.transfers = transfers
         self.mover = ChaosMover(self._chain(params), transfers, self._chain, self.peer, **own)
-        self.engine.scheduler.tiers = ChaosOffloader(self.mover, self.engine.tables, lambda: COMPUTE)
+        self.engine.scheduler.page_finder = ChaosOffloader(self.mover, self.engine.tables, lambda: COMPUTE)
 
     def _chain(self, params: Any) -> TierChain:
         tiers: list[Tier] = []
@@ -210,17 +210,17 @@ class Machine:
             tiers.append(HostTier(self.config.host * size))
         if self.config.disk:
             realm = b"weights %d, %s" % (number_of(params), repr(self.config).encode())
-            most = self.config.disk * (size + PAGES.head)
+            most = self.config.disk * (size + PAGE_FORMAT.header_bytes)
             tier = DiskTier(folder(), realm[:64], most, files=self.disk)
             tiers.append(ChaosWriter(tier, self.loop, self.random))
         if self.peer is not None:
-            self.peer.renew(b"weights %d" % number_of(params), self.transfers.page_bytes)
+            self.peer.expect_realm(b"weights %d" % number_of(params), self.transfers.page_bytes)
             tiers.append(self.peer)
         return TierChain(tiers)
 
     def stop(self) -> None:
         """End the process as it ends by itself: pages are written to the disk before."""
-        self.mover.wait()
+        self.mover.wait_for_jobs()
         self.process.context.copy().run(self.engine.close)
         self.process.kill()
 
@@ -249,19 +249,21 @@ def audit(engine: Engine) -> None:
     """Raise Violation unless each page and slot is owned by exactly the requests that have it."""
     scheduler, tables = engine.scheduler, engine.tables
     running = scheduler.running
-    if sorted([*scheduler.free_slots, *running]) != list(range(engine.sizes.seats)):
+    if sorted([*scheduler.free_slots, *running]) != list(range(engine.sizes.num_slots)):
         raise Violation(f"slots: {sorted(scheduler.free_slots)} free, {sorted(running)} taken")
     for g, pool in enumerate(tables.pools):
         owned = Counter(page for r in running.values() for page in r.pages[g] if page >= 0)
         if any(owned[page] != count for page, count in enumerate(pool.references)):
             raise Violation(f"pages of group {g}: owned {dict(owned)}, counted {pool.references}")
-        if pool.free != pool.references.count(0):
-            raise Violation(f"{pool.free} pages are free, {pool.references.count(0)} without an owner")
-        names = pool.named()
+        if pool.num_free != pool.references.count(0):
+            raise Violation(f"{pool.num_free} pages are free, {pool.references.count(0)} without an owner")
+        names = pool.list_cached_pages()
         if len({page for _, page in names}) != len(names):
             raise Violation("a page has two names")
     for slot, request in running.items():
-        if request.slot != slot or not (request.pages and request.computed <= len(request.tokens) + 64):
+        if request.slot != slot or not (
+            request.pages and request.num_computed_tokens <= len(request.tokens) + 64
+        ):
             raise Violation(f"request {request.id} is in slot {slot} and says {request.slot}")
     for _, request in scheduler.waiting:
         if request.slot is not None or request.pages:
@@ -272,7 +274,7 @@ def audit_end(machine: Machine) -> None:
     """Raise Violation unless an idle engine has all of its pages and slots back."""
     audit(machine.engine)
     scheduler, tables = machine.engine.scheduler, machine.engine.tables
-    if scheduler.has_work or any(pool.free != pool.pages for pool in tables.pools):
+    if scheduler.has_work or any(pool.num_free != pool.num_pages for pool in tables.pools):
         raise Violation(f"{machine.name}: requests or pages are left in an idle engine")
-    if any(tables.reserved) or not machine.mover.is_idle:
-        raise Violation(f"{machine.name}: reserved {tables.reserved}, or pages on their way")
+    if any(tables.reserved_pages) or not machine.mover.is_idle:
+        raise Violation(f"{machine.name}: reserved {tables.reserved_pages}, or pages on their way")

@@ -16,12 +16,12 @@ from duetto.serve.engine.core import scheduler
 from duetto.serve.engine.core.results import InFlightSteps
 from duetto.serve.engine.core.scheduler import Scheduler
 from duetto.serve.host.blob_store import BlobStore
-from duetto.serve.kv.offload.disk import DIGITS, DiskTier
+from duetto.serve.kv.offload.disk import FILE_DIGITS, DiskTier
 from duetto.serve.kv.offload.mover import PageMover
 from duetto.serve.kv.routing.placement import Replica
-from duetto.serve.server.router import proxy, queue
+from duetto.serve.server.router import proxy, request_queue
 from duetto.serve.server.router.proxy import ProxyRequest
-from duetto.serve.server.router.resumable import COMMENT, END, ResumableStream
+from duetto.serve.server.router.resumable import COMMENT_PREFIX, END_COMMENT, ResumableStream
 from duetto.serve.server.routes import completions
 from duetto.serve.server.service.fair_queue import FairQueue
 from duetto.serve.text.grammar.constraint import Constraint
@@ -61,19 +61,19 @@ def release_slotless(self: Scheduler, request: Any) -> None:
 def read_unchecked(self: BlobStore, name: str) -> bytes | None:
     """Read a file whatever its checksum is."""
     found = self.files.read(self.path(name))
-    return None if found is None else found[self.format.head :]
+    return None if found is None else found[self.format.header_bytes :]
 
 
 def file_of_any(self: DiskTier, key: bytes) -> str:
     """Name a file without the realm."""
-    return hashlib.blake2b(key, digest_size=DIGITS // 2).hexdigest()
+    return hashlib.blake2b(key, digest_size=FILE_DIGITS // 2).hexdigest()
 
 
 def pass_at_once(self: ResumableStream, block: bytes) -> bytes:
     """Pass events on before their tokens are known."""
     passed = PASSED(self, block)
-    if block.startswith(COMMENT):
-        return b"" if block != END and not passed.startswith(COMMENT) else passed
+    if block.startswith(COMMENT_PREFIX):
+        return b"" if block != END_COMMENT and not passed.startswith(COMMENT_PREFIX) else passed
     self._held.clear()
     return block + b"\n\n"
 
@@ -98,8 +98,8 @@ def restart_always(self: ProxyRequest) -> bool:
 
 def leave_work(self: Replica, job: Any) -> None:
     """Forget a job that ends, but not its work."""
-    if job in self.jobs:
-        self.jobs.remove(job)
+    if job in self.requests:
+        self.requests.remove(job)
 
 
 def lose_quietly(self: Replica) -> None:
@@ -114,8 +114,8 @@ def any_replica(replicas: Any, realm: str, but: Any) -> Any:
     return replicas
 
 
-RELEASE, EXTEND, LOSE = Scheduler.release, page_hash.extend, Replica.lose
-PASSED = ResumableStream._passed
+RELEASE, EXTEND, LOSE = Scheduler.release, page_hash.extend_page_hashes, Replica.mark_down
+PASSED = ResumableStream._pass_block
 
 
 @dataclass(frozen=True)
@@ -139,21 +139,22 @@ PLANTED: dict[str, Planted] = {
     "other weights": in_fleet(
         "an answer is resumed by a replica with other weights",
         (completions, "require_realm", nothing),
-        (queue, "fitting", any_replica),
+        (request_queue, "replicas_of_realm", any_replica),
     ),
     "end tokens": in_fleet(
-        "a grammar gets end tokens, also those of a resumed answer", (Constraint, "_take", take_end_tokens)
+        "a grammar gets end tokens, also those of a resumed answer", (Constraint, "_accept", take_end_tokens)
     ),
-    "charge": in_fleet("fair shares do not count n", (proxy, "charge", charge_of_one)),
-    "fair clock": in_fleet("the clock of fair shares stands still", (FairQueue, "served", nothing)),
+    "charge": in_fleet("fair shares do not count n", (proxy, "charged_tokens", charge_of_one)),
+    "fair clock": in_fleet("the clock of fair shares stands still", (FairQueue, "on_served", nothing)),
     "early events": in_fleet(
-        "events pass the router before their tokens are known", (ResumableStream, "_passed", pass_at_once)
+        "events pass the router before their tokens are known", (ResumableStream, "_pass_block", pass_at_once)
     ),
     "begun anew": in_fleet(
-        "a stream begins anew after the client has received a part", (ProxyRequest, "restart", restart_always)
+        "a stream begins anew after the client has received a part",
+        (ProxyRequest, "restart_answer", restart_always),
     ),
-    "load": in_fleet("an ended job leaves its load in the router", (Replica, "leave", leave_work)),
-    "silent loss": in_fleet("connections of a lost replica stay open", (Replica, "lose", lose_quietly)),
+    "load": in_fleet("an ended job leaves its load in the router", (Replica, "remove_request", leave_work)),
+    "silent loss": in_fleet("connections of a lost replica stay open", (Replica, "mark_down", lose_quietly)),
     "freed twice": in_engine(
         "a shared page is freed by its first request", (PagePool, "release", release_shared)
     ),
@@ -161,16 +162,22 @@ PLANTED: dict[str, Planted] = {
     "lost admission": in_engine(
         "a preempted request is not put back into the queue", (Scheduler, "preempt", Scheduler.release)
     ),
-    "old prefixes": in_engine("pages of older weights are found", (PageTables, "forget", nothing)),
-    "old tiers": in_engine("pages of older weights are fetched from tiers", (PageMover, "replaced", nothing)),
+    "old prefixes": in_engine(
+        "pages of older weights are found", (PageTables, "reset_prefix_cache", nothing)
+    ),
+    "old tiers": in_engine(
+        "pages of older weights are fetched from tiers", (PageMover, "on_weights_replaced", nothing)
+    ),
     "realm of pages": in_engine(
-        "pages on the disk are found by engines with other weights", (DiskTier, "file", file_of_any)
+        "pages on the disk are found by engines with other weights", (DiskTier, "file_name", file_of_any)
     ),
     "steps of a lost cache": in_engine(
         "results of steps before a failure are read", (InFlightSteps, "clear", nothing)
     ),
     "slot": in_engine("the slot of an ended request is lost", (Scheduler, "release", release_slotless)),
-    "unchained names": in_engine("a page is named by its own tokens alone", (scheduler, "extend", unchained)),
+    "unchained names": in_engine(
+        "a page is named by its own tokens alone", (scheduler, "extend_page_hashes", unchained)
+    ),
 }
 
 

@@ -14,14 +14,14 @@ from benchmarks.chaos.simulated.device import BROKEN, VOCAB
 from benchmarks.chaos.simulated.network import Network, SimulatedTransport
 from benchmarks.chaos.simulated.world import Process
 from duetto.sampling.params import SamplingParams
-from duetto.serve.host.threads import Orders
-from duetto.serve.llm.driver import Driver, turn
+from duetto.serve.host.threads import OrderQueue
+from duetto.serve.llm.driver import Driver, run_orders_and_step
 from duetto.serve.llm.input_processor import InputProcessor
 from duetto.serve.llm.session import Session
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.routes.body import REALM
-from duetto.serve.server.routes.completions import COMPLETION, Completions
+from duetto.serve.server.routes.body import REALM_HEADER
+from duetto.serve.server.routes.completions import COMPLETION_API, CompletionRoute
 from duetto.serve.server.service.errors import answer_error
 from duetto.serve.server.service.service import Service
 from duetto.serve.text.grammar.constraint import Constraint
@@ -72,7 +72,7 @@ class Matcher:
 class ChaosProcessor(InputProcessor):
     """An input processor whose grammars are compiled at once: the `regex` is the number of tokens."""
 
-    def constraint(self, params: SamplingParams, start: int) -> Constraint | None:
+    def make_constraint(self, params: SamplingParams, start: int) -> Constraint | None:
         if params.structured_outputs is None:
             return None
         matcher = Matcher(int(params.structured_outputs.regex or 0))
@@ -86,16 +86,16 @@ class ChaosDriver(Driver):
     def __init__(self, machine: Machine, session: Session, *given: Any, **options: Any):
         self._machine, self._is_due = machine, False
         self._own = machine.engine
-        super().__init__(session, *given, start=self._started, **options)
+        super().__init__(session, *given, start_thread=self._started, **options)
 
-    def _started(self, alive: Any, orders: Orders) -> "ChaosDriver":
+    def _started(self, alive: Any, orders: OrderQueue) -> "ChaosDriver":
         self._alive, self._own_orders = alive, orders
         return self
 
     def join(self) -> None: ...
 
-    def call(self, work: Callable[[], Any]) -> None:
-        super().call(work)
+    def call_in_thread(self, work: Callable[[], Any]) -> None:
+        super().call_in_thread(work)
         self._wake(0.0005)
 
     def _wake(self, seconds: float) -> None:
@@ -105,7 +105,7 @@ class ChaosDriver(Driver):
 
     def _turn(self) -> None:
         self._is_due = False
-        is_busy = turn(self._alive, self._own_orders, wait=False)
+        is_busy = run_orders_and_step(self._alive, self._own_orders, wait=False)
         try:
             audit(self._own)
         except Exception as error:  # noqa: BLE001 - a violation ends the simulation
@@ -113,10 +113,10 @@ class ChaosDriver(Driver):
         if is_busy or self._own_orders.qsize():
             self._wake(STEP)
 
-    def fail(self, error: Exception) -> None:
+    def fail_requests(self, error: Exception) -> None:
         if not isinstance(error, BROKEN):
             self._machine.loop.errors.append(error)
-        super().fail(error)
+        super().fail_requests(error)
 
 
 class ServerConnection(asyncio.Protocol):
@@ -189,7 +189,7 @@ class ChaosReplica:
         machine, engine = self.machine, self.machine.engine
         options = EngineOptions(page_size=1 << 6, max_prefill_delay=0.0)
         processor = ChaosProcessor(VOCAB, engine.sizes.max_model_len, options, None, (EOS,))
-        processor.grammars = cast(Any, SimpleNamespace(wanted=lambda shape: None))
+        processor.grammars = cast(Any, SimpleNamespace(submit=lambda shape: None))
         session = Session(engine)
         self.session = session
         llm: Any = SimpleNamespace(
@@ -205,8 +205,8 @@ class ChaosReplica:
             return ChaosDriver(machine, *given)
 
         limits = ServerOptions(max_queued=64, queue_timeout=30.0)
-        self.service = Service(llm, limits, {}, driver=driver)
-        self._completions = Completions(self.service, COMPLETION)
+        self.service = Service(llm, limits, {}, make_driver=driver)
+        self._completions = CompletionRoute(self.service, COMPLETION_API)
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -224,4 +224,4 @@ class ChaosReplica:
         if path == "/health":
             return Response(status_code=200 if own.error is None else 503)
         taken = not (own.error or own.is_draining)
-        return Response(status_code=200 if taken else 503, headers={REALM: own.realms.name})
+        return Response(status_code=200 if taken else 503, headers={REALM_HEADER: own.answer_realm.name})

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.engines import Answer, Served, Setting
 from benchmarks.traces import RESERVED, Request
 from duetto import LLM, SamplingParams
-from duetto.serve.cli.bench import prefills
+from duetto.serve.cli.bench import count_prefills
 from duetto.serve.host.devices import default_device
 from duetto.serve.text.outputs import RequestOutput
 
@@ -57,10 +57,10 @@ class Ours:
             for row in range(rows):
                 self.llm.add_request(self._prompt(context), greedy(self.longest - context), f"decode {row}")
             seen = -1
-            while seen < (seen := prefills(self.llm)):  # until a step has none left to dispatch
+            while seen < (seen := count_prefills(self.llm)):  # until a step has none left to dispatch
                 self.llm.step()
             self.decoding = rows, context
-        meter = self.llm.engine.meter
+        meter = self.llm.engine.stats
         before = meter.generated_tokens
         self.llm.step()  # one call is always on its way: this one was awaited long ago
         first, begin = meter.generated_tokens, time.perf_counter()

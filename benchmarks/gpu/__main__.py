@@ -27,7 +27,7 @@ from benchmarks.gpu.peers import bench_peers
 from benchmarks.gpu.programs import bench_decode, bench_kernels, bench_prefill, bench_reference, bench_steps
 from benchmarks.gpu.run import DRY, Row, Run
 from benchmarks.gpu.serving import bench_launches, bench_serving
-from duetto.model.gpus import gpu_of
+from duetto.model.gpus import gpu_from_device
 from duetto.serve.host.devices import default_device
 
 PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
@@ -67,15 +67,15 @@ def about(dry: bool) -> dict[str, Any]:
         "transformers",
     )
     settings = {k: v for k, v in os.environ.items() if k.startswith(("XLA_", "JAX_"))}
-    device, gpu = jax.devices()[0], gpu_of(jax.devices()[0])
+    device, gpu = jax.devices()[0], gpu_from_device(jax.devices()[0])
     found = {"date": time.strftime("%Y-%m-%d"), "device": device.device_kind, "settings": settings}
-    found |= {"xla_options": gpu.options()} if gpu else {}
+    found |= {"xla_options": gpu.compiler_options()} if gpu else {}
     return found | {p: v for p in packages if (v := known(p))} | ({"dry": True} if dry else {})
 
 
 def refusal(dry: bool, kept: Any) -> str | None:
     """Return why figures may not join those of a file, or be written at all; None if they may."""
-    if not dry and gpu_of(jax.devices()[0]) is None:
+    if not dry and gpu_from_device(jax.devices()[0]) is None:
         return f"{jax.devices()[0].device_kind} is no NVIDIA GPU: nothing is measured; --dry rehearses"
     if kept is not None and kept["about"].get("dry", False) != dry:
         return "the file has dry figures" if kept["about"].get("dry") else "the file has measured figures"

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu.run import PAGE, Row, Run, guarded
-from duetto.kvcache.kernels.attention import LayerPages, attend_pages
+from duetto.kvcache.kernels.attention import LayerPages, attend_gpu
 from duetto.kvcache.kernels.hopper_attention import HOPPER_PREFILL
-from duetto.kvcache.pages import Batch, read_keys, running_softmax
+from duetto.kvcache.pages import Batch, attend_key_blocks, read_kv_block
 from duetto.model.attention import AttentionParams
-from duetto.model.gpus import without
+from duetto.model.gpus import disable_kernels
 from duetto.serve.cli.bench import median_seconds
 
 READING = AttentionParams(0.125)
@@ -22,12 +22,12 @@ Attention = Callable[[jax.Array, LayerPages], jax.Array]
 
 
 def by_kernels(q: jax.Array, pages: LayerPages) -> jax.Array:
-    return attend_pages(q, pages, READING, interpret=jax.default_backend() == "cpu")
+    return attend_gpu(q, pages, READING, interpret=jax.default_backend() == "cpu")
 
 
 def by_triton(q: jax.Array, pages: LayerPages) -> jax.Array:
     """Without the kernel that a Hopper has for several queries."""
-    with without([HOPPER_PREFILL.name]):
+    with disable_kernels([HOPPER_PREFILL.name]):
         return by_kernels(q, pages)
 
 
@@ -35,8 +35,8 @@ def by_blocks(q: jax.Array, pages: LayerPages) -> jax.Array:
     """The reference, which gathers a block's pages."""
     B, T = q.shape[:2]
     batch = Batch(jnp.zeros((B, T), jnp.int32), pages.start, pages.count, (pages.table,), pages.start)
-    read = partial(read_keys, pages[:2], pages.table, READING, q.dtype)
-    return running_softmax(q, batch, read, READING).astype(q.dtype)
+    read = partial(read_kv_block, pages[:2], pages.table, READING, q.dtype)
+    return attend_key_blocks(q, batch, read, READING).astype(q.dtype)
 
 
 def by_gather(q: jax.Array, pages: LayerPages) -> jax.Array:

@@ -67,8 +67,8 @@ def demo_checks(run: Run) -> Iterator[Row]:
 def reference_only() -> Iterator[None]:
     """While this is entered, programs are made without the kernels, and none is taken from disk."""
     with (
-        patch.object(kernels, "refusal_of", lambda *_: "left out"),
-        patch.object(hopper_attention, "has_kernel", lambda *_: False),
-        patch.object(executable_cache, "folder", lambda: None),
+        patch.object(kernels, "kernel_refusal", lambda *_: "left out"),
+        patch.object(hopper_attention, "may_use_hopper_kernel", lambda *_: False),
+        patch.object(executable_cache, "program_folder", lambda: None),
     ):
         yield

@@ -12,16 +12,16 @@ import jax.numpy as jnp
 from benchmarks.gpu.profile import kernel_times
 from benchmarks.gpu.run import PAGE, Row, Run, guarded
 from duetto import LLM
-from duetto.model.gpus import OPTIONS, WITHOUT_CUBLAS
-from duetto.model.tree import init
+from duetto.model.gpus import NO_CUBLAS_OPTIONS, XLA_GPU_OPTIONS
+from duetto.model.tree import init_params
 from duetto.model.weights.compress import form_spec
-from duetto.model.weights.prepared import prepared
+from duetto.model.weights.device_forms import convert_to_device_forms
 from duetto.serve.cli.bench import Bench, BenchModel, median_seconds
-from duetto.serve.engine.startup.folder import read_in_form
+from duetto.serve.engine.startup.model_folder import convert_to_engine_layout
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.roofline.facts import facts
-from duetto.serve.planner.roofline.floor import pools
+from duetto.serve.planner.roofline.floor import describe_pool_buffers
 from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.program_facts import read_program_facts
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.shapes import Shape
 
@@ -35,7 +35,7 @@ FORMS = {
     "8b": (None, "fixed", "int8", "fp8", "int4"),
 }
 # XLA's options for a step; under the contract some have no product of cuBLAS, which may split sums
-OTHERS: dict[str, dict[str, str]] = {"duetto's": {}, "no cuBLAS": WITHOUT_CUBLAS}
+OTHERS: dict[str, dict[str, str]] = {"duetto's": {}, "no cuBLAS": NO_CUBLAS_OPTIONS}
 LOAD = EngineOptions(
     max_num_seqs=256,
     max_prefill_tokens=2048,
@@ -51,9 +51,13 @@ def model_of(run: Run, name: str, form: str | None) -> BenchModel:
     """Random weights of a preset that is cut to few layers, in a form."""
     config = replace(PRESETS[name], layers=PRESETS[name].layers[: run.layers or LAYERS])
     is_fixed = form == "fixed"
-    params = init(jax.random.key(0), form_spec(config, None if is_fixed else form), jnp.dtype(run.dtype))
+    params = init_params(
+        jax.random.key(0), form_spec(config, None if is_fixed else form), jnp.dtype(run.dtype)
+    )
     options = EngineOptions(page_size=PAGE, batch_invariant_matmul=is_fixed)
-    return BenchModel(name, config, prepared(read_in_form(params, options), is_fixed), options)
+    return BenchModel(
+        name, config, convert_to_device_forms(convert_to_engine_layout(params, options), is_fixed), options
+    )
 
 
 def bench_estimates(run: Run) -> Iterator[Row]:
@@ -72,7 +76,10 @@ def bench_options(run: Run) -> Iterator[Row]:
     model = replace(model, options=replace(model.options, reproducible=False))
     shapes = [*(Shape("decode", width, 1) for width in run.widths), Shape("prefill", 1, run.prompt)]
     for name, options in OTHERS.items():
-        with patch.dict(OPTIONS, options), patch.object(executable_cache, "folder", lambda: None):
+        with (
+            patch.dict(XLA_GPU_OPTIONS, options),
+            patch.object(executable_cache, "program_folder", lambda: None),
+        ):
             for shape in shapes:
                 gc.collect()
                 bench = Bench(model, shape, run.context if shape.phase == "decode" else 0)
@@ -84,8 +91,8 @@ def bench_options(run: Run) -> Iterator[Row]:
 def timed(run: Run, model: BenchModel, shape: Shape) -> tuple[Callable[[], float], str, float]:
     """How to measure a program, the unit, and the estimate from the bytes that it touches."""
     bench = Bench(model, shape, run.context)
-    read = pools(shape, model.config.layers, bench.state.cache, run.context)
-    touched = facts(bench.programs.steps[shape], read).bytes
+    read = describe_pool_buffers(shape, model.config.layers, bench.state.cache, run.context)
+    touched = read_program_facts(bench.programs.steps[shape], read).bytes
     return lambda: median_seconds(bench.step, run.repeats), "ms", touched / run.peaks.bandwidth
 
 
@@ -93,7 +100,7 @@ def bench_classes(run: Run) -> Iterator[Row]:
     """Of an engine's shapes, those with the canonical bits; with and without products of one
     configuration."""
     config = replace(PRESETS[run.shape], layers=PRESETS[run.shape].layers[: run.layers or LAYERS])
-    params = init(jax.random.key(0), form_spec(config, None), jnp.dtype(run.dtype))
+    params = init_params(jax.random.key(0), form_spec(config, None), jnp.dtype(run.dtype))
     for batch_invariant_matmul in (False, True):
         options = replace(TINY if run.dry else LOAD, batch_invariant_matmul=batch_invariant_matmul)
         with LLM.from_params(config, params, compilation_cache=None, **asdict(options)) as llm:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from benchmarks.gpu.run import Row, Run, guarded
-from duetto.serve.planner.roofline.floor import demand
+from duetto.serve.planner.roofline.floor import program_demand
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.runtime.compiled.shapes import Shape
 
@@ -86,5 +86,5 @@ def continuous_step(model: Any, prompts: list[list[int]], tokens: int) -> float:
 
 
 def floor_of(run: Run, shape: Shape) -> float:
-    least = demand(shape, PRESETS[run.shape], run.dtype, run.context)
-    return least.floor(run.peaks.flops16, run.peaks.bandwidth)
+    least = program_demand(shape, PRESETS[run.shape], run.dtype, run.context)
+    return least.floor_seconds(run.peaks.flops16, run.peaks.bandwidth)

@@ -9,7 +9,7 @@ import jax
 from benchmarks.gpu.checks import reference_only
 from benchmarks.gpu.profile import kernel_times
 from benchmarks.gpu.run import Row, Run
-from duetto.serve.cli.bench import Bench, measure
+from duetto.serve.cli.bench import Bench, measure_shape
 from duetto.serve.runtime.compiled.shapes import ROW_TOKENS, Shape
 
 
@@ -17,7 +17,7 @@ def program(run: Run, shape: Shape, context: int, kernels: bool = True, each: in
     """A compiled step's time, and its floor's share of it; `each` steps are in one dispatch."""
     gc.collect()
     with nullcontext() if kernels else reference_only():
-        row = measure(run.model, shape, context, run.repeats, run.peaks)
+        row = measure_shape(run.model, shape, context, run.repeats, run.peaks)
     assert row.floor is not None
     what = f"{shape}, context {context}" + ("" if kernels else ", without kernels")
     return Row(shape.phase, what, row.seconds * 1e3 / each, "ms", row.floor / row.seconds)

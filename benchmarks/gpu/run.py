@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init
+from duetto.model.tree import init_params
 from duetto.serve.cli.bench import BenchModel, median_seconds
-from duetto.serve.engine.startup.folder import read_in_form
+from duetto.serve.engine.startup.model_folder import convert_to_engine_layout
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import Peaks
@@ -60,9 +60,9 @@ class Run:
         """Random weights of the shape."""
         config = PRESETS[self.shape]
         config = replace(config, layers=config.layers[: self.layers])
-        params = init(jax.random.key(0), decoder_spec(config), jnp.dtype(self.dtype))
+        params = init_params(jax.random.key(0), decoder_spec(config), jnp.dtype(self.dtype))
         options = EngineOptions(page_size=PAGE)
-        return BenchModel(self.shape, config, read_in_form(params, options), options)
+        return BenchModel(self.shape, config, convert_to_engine_layout(params, options), options)
 
 
 DRY = Run("135m", 1, "float32", (1, 2), 64, 128, 64, 1, 4, dry=True)

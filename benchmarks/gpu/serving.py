@@ -10,16 +10,18 @@ from unittest.mock import patch
 from benchmarks.gpu.profile import kernel_times
 from benchmarks.gpu.run import PAGE, Row, Run
 from duetto import LLM, SamplingParams
-from duetto.model.gpus import CAPTURED, OPTIONS
+from duetto.model.gpus import COMMAND_BUFFER_OPS, XLA_GPU_OPTIONS
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.roofline.floor import demand
+from duetto.serve.planner.roofline.floor import program_demand
 from duetto.serve.runtime.compiled.shapes import Shape
 
 # Ways to launch a step. A command buffer is updated where addresses have changed, and captures cuBLAS's
 # kernels anew for it.
 LAUNCHES: dict[str, dict[str, Any]] = {
     "duetto's": {},
-    "cuBLAS by the host": {"xla_gpu_enable_command_buffer": CAPTURED.replace("CUBLAS,CUBLASLT,", "")},
+    "cuBLAS by the host": {
+        "xla_gpu_enable_command_buffer": COMMAND_BUFFER_OPS.replace("CUBLAS,CUBLASLT,", "")
+    },
     "all by the host": {"xla_gpu_enable_command_buffer": ""},
     "temporaries apart": {"xla_gpu_temp_buffer_use_separate_color": True},
 }
@@ -50,7 +52,7 @@ def bench_launches(run: Run) -> Iterator[Row]:
     run = replace(run, layers=run.layers or LAUNCHED_LAYERS)
     rows, prompt = run.widths[-1], run.prompt // 8
     for name, options in LAUNCHES.items():
-        with patch.dict(OPTIONS, options), engine_for(run, rows, prompt + FEW) as llm:
+        with patch.dict(XLA_GPU_OPTIONS, options), engine_for(run, rows, prompt + FEW) as llm:
             seconds = min(generate(llm, rows, prompt, FEW, turn) for turn in range(3))
             kernels = kernel_times(lambda llm=llm: generate(llm, rows, prompt, FEW, 3), 1)
         busy = sum(kernel.seconds for kernel in kernels)
@@ -77,8 +79,8 @@ def least_seconds(run: Run, rows: int, prompt: int, output: int) -> float:
     """The roofline of one prompt after another, and of all steps at their mean context."""
 
     def floor(shape: Shape, context: int) -> float:
-        least = demand(shape, run.model.config, run.model.dtype, context)
-        return least.floor(run.peaks.flops(run.model.dtype), run.peaks.bandwidth)
+        least = program_demand(shape, run.model.config, run.model.dtype, context)
+        return least.floor_seconds(run.peaks.flops(run.model.dtype), run.peaks.bandwidth)
 
     steps = output * floor(Shape("decode", rows, 1), prompt + output // 2)
     return rows * floor(Shape("prefill", 1, prompt), 0) + steps

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks.engines import OURS, OURS_NARROW, Served, Setting
 from benchmarks.harness import Bench, Row, own_workers, rows_of
-from benchmarks.traces import BLOCK, Request, at_once, conversations, read, with_prefixes
+from benchmarks.traces import BLOCK_TOKENS, Request, at_once, conversations, read, with_prefixes
 
 PREFIX_DIVISOR = 8  # a block of the trace is then a page of 64 tokens
 PREFIX_LONGEST = 2048
@@ -83,7 +83,7 @@ def prefix(bench: Bench) -> Iterator[Row]:
     entries = conversations(read(bench.mooncake), bench.amount.prefix_requests, longest * PREFIX_DIVISOR)
     requests = with_prefixes(entries, bench.vocabulary, PREFIX_DIVISOR)
     room = max(len(r.prompt) + r.output for r in requests)
-    sizes = f"lengths and blocks of {BLOCK} tokens / {PREFIX_DIVISOR}"
+    sizes = f"lengths and blocks of {BLOCK_TOKENS} tokens / {PREFIX_DIVISOR}"
     bench.note(f"{len(requests)} requests, {sum(len(r.prompt) for r in requests)} prompt tokens, {sizes}")
     seats = max(1, bench.seats // 2)
     memory = {"max_batched_token_mem": seats * room}
@@ -126,22 +126,22 @@ def padding(bench: Bench) -> Iterator[Row]:
 
     The contract lets bfloat16 have smaller edges than float32 on CPUs.
     """
-    from duetto.serve.cli.buckets import CONTRACT_EDGE
+    from duetto.serve.cli.buckets import CONTRACT_EDGE_ROWS
     from duetto.serve.options.engine import EngineOptions
-    from duetto.serve.planner.buckets import alone, best_edges, rehearse
-    from duetto.serve.planner.buckets import padding as share
+    from duetto.serve.planner.buckets import choose_edges, lone_chunk_lengths, simulate_steps
+    from duetto.serve.planner.buckets import padding_share as share
     from duetto.serve.runtime.compiled.shapes import doublings
 
     plain = doublings(64, LAST_EDGE)
     options = EngineOptions(max_num_seqs=bench.seats, max_prefill_tokens=LAST_EDGE)
     chosen = []
     for name, work in workloads(bench).items():
-        steps = list(rehearse(work, options))
-        chunks = alone(steps)
+        steps = list(simulate_steps(work, options))
+        chunks = lone_chunk_lengths(steps)
         tables = {
             POWERS: tuple(plain),
-            **{best(n): best_edges(chunks, n, LAST_EDGE, CONTRACT_EDGE) for n in PROGRAMS},
-            **{best(n, narrow=True): best_edges(chunks, n, LAST_EDGE) for n in PROGRAMS[-1:]},
+            **{best(n): choose_edges(chunks, n, LAST_EDGE, CONTRACT_EDGE_ROWS) for n in PROGRAMS},
+            **{best(n, narrow=True): choose_edges(chunks, n, LAST_EDGE) for n in PROGRAMS[-1:]},
         }
         chosen.append(tables[best(PROGRAMS[-1], narrow=True)])
         for table, edges in tables.items():
@@ -169,8 +169,8 @@ def workloads(bench: Bench) -> dict[str, list[tuple[int, int]]]:
     )
     scaled = [replace(bench.scale, divisor=PREFIX_DIVISOR, prompt=PREFIX_LONGEST)(e) for e in mooncake]
     return {
-        "Azure": [(e.prompt, e.output) for e in azure],
-        "Mooncake, nothing cached": [(e.prompt, e.output) for e in scaled],
+        "Azure": [(e.prompt_tokens, e.output_tokens) for e in azure],
+        "Mooncake, nothing cached": [(e.prompt_tokens, e.output_tokens) for e in scaled],
     }
 
 
@@ -211,12 +211,12 @@ def scheduler_seconds(bench: Bench, waiting: int, steps: int = 200) -> float:
     """Median host seconds of an engine's step on a device that takes no time, while all seats decode and
     `waiting` requests wait."""
     from duetto.serve.options.engine import EngineOptions
-    from duetto.serve.planner.buckets import rehearse
+    from duetto.serve.planner.buckets import simulate_steps
 
     prompt, before = 64, 2 * bench.seats  # steps before: in them all seats are taken and prompts read
     work = [(prompt, before + 2 * steps)] * (bench.seats + waiting)
     moments = []
-    for _ in islice(rehearse(work, EngineOptions(max_num_seqs=bench.seats)), before + steps):
+    for _ in islice(simulate_steps(work, EngineOptions(max_num_seqs=bench.seats)), before + steps):
         moments.append(time.perf_counter())
     return statistics.median(b - a for a, b in pairwise(moments[before:]))
 

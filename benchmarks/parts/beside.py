@@ -62,8 +62,13 @@ def throughput(bench: Bench) -> Iterator[Row]:
     """Tokens generated a second when all requests of the trace's beginning are there at once."""
     entries = bench.entries(bench.amount.requests)
     requests = at_once(entries, bench.vocabulary)
-    asked = f"{sum(e.prompt for e in entries)} prompt and {sum(e.output for e in entries)} output tokens"
-    bench.note(f"{len(entries)} requests, {asked}, {bench.scale}")
+    prompt_tokens, output_tokens = (
+        sum(entry.prompt_tokens for entry in entries),
+        sum(entry.output_tokens for entry in entries),
+    )
+    bench.note(
+        f"{len(entries)} requests, {prompt_tokens} prompt and {output_tokens} output tokens, {bench.scale}"
+    )
     engines = bench.chosen(OURS, OURS_XLA, LLAMA)
     engines += [name for family in (STATIC, CONTINUOUS) for name in faster_dtype(bench, family)]
     found = bench.in_turns(engines, bench.amount.runs, lambda w: w.serve(requests))

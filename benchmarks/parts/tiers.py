@@ -11,10 +11,10 @@ import numpy as np
 from benchmarks.engines import OURS_NARROW, Served, Setting
 from benchmarks.harness import Bench, Row, own_workers, rows_of
 from benchmarks.parts.beside import spans
-from benchmarks.traces import BLOCK, conversations, read, with_prefixes
+from benchmarks.traces import BLOCK_TOKENS, conversations, read, with_prefixes
 
 DIVISOR = 32
-PAGE = BLOCK // DIVISOR  # a block of the trace is a page
+PAGE = BLOCK_TOKENS // DIVISOR  # a block of the trace is a page
 LONGEST = 2048  # tokens of a prompt
 TURNS = 2  # requests of a conversation at least: what is said once is found nowhere
 SHARE = 10  # of the trace's pages, the pool holds one in so many

@@ -17,18 +17,24 @@ def write(folder: Path) -> None:
     """Write `models/NAME` for each set of weights and `adapters/NAME` for each adapter below a folder."""
     import jax
 
-    from duetto.checkpoints.huggingface import save
+    from duetto.checkpoints.huggingface import save_hf
     from duetto.model.config import ModelConfig
-    from duetto.serve.engine.startup.folder import DEMO, read_folder
+    from duetto.serve.engine.startup.model_folder import DEMO_FOLDER, read_model
 
-    config, params = read_folder(DEMO, "float32", jax.devices("cpu")[0])
+    config, params = read_model(DEMO_FOLDER, "float32", jax.devices("cpu")[0])
     assert isinstance(config, ModelConfig)
     for name, factor in WEIGHTS.items():
         own = folder / "models" / name
-        save(own, config, jax.tree.map(lambda x, factor=factor: x * factor, params), "float32", like=DEMO)
+        save_hf(
+            own,
+            config,
+            jax.tree.map(lambda x, factor=factor: x * factor, params),
+            "float32",
+            like=DEMO_FOLDER,
+        )
         for file in COPIED:
-            shutil.copy(DEMO / file, own)
-    shape = json.loads((DEMO / "config.json").read_text())
+            shutil.copy(DEMO_FOLDER / file, own)
+    shape = json.loads((DEMO_FOLDER / "config.json").read_text())
     for seed, name in enumerate(ADAPTERS):
         write_adapter(folder / "adapters" / name, shape, seed)
 

@@ -101,7 +101,7 @@ def missing(folder: Path, answers: Iterable[Answer]) -> int:
     """Return the number of answers with a choice whose tokens are in no log, as made by several sets of
     weights."""
     logs = (folder / "audit").iterdir()
-    entries = [claim.entry for log in logs for claim in Claims.of(log).requests]
+    entries = [claim.entry for log in logs for claim in Claims.from_log(log).requests]
     made = [entry.tokens for entry in entries if len(entry.weights) > 1]
 
     def is_logged(tokens: list[int]) -> bool:

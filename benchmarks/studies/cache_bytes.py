@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from duetto.kvcache.pages import empty_cache
-from duetto.kvcache.tables import GONE, PageTables
+from duetto.kvcache.tables import NULL_PAGE, PageTables
 from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.kinds import Indexer
-from duetto.model.tree import nbytes
+from duetto.model.tree import tree_bytes
 
 PAGE, CHUNK = 64, 512
 # layers, and how they mix
 LATENTS = {
     "DeepSeek-V2-Lite": (27, Latent(16, rank=512, nope_size=128, rope_size=64, value_size=128)),
     "DeepSeek-V3": (61, Latent(128, 512, nope_size=128, rope_size=64, value_size=128, query_rank=1536)),
-    "DeepSeek-V3.2": (61, Latent(128, 512, 128, 64, 128, 1536, indexer=Indexer(64, 128, keys=2048))),
+    "DeepSeek-V3.2": (61, Latent(128, 512, 128, 64, 128, 1536, indexer=Indexer(64, 128, top_k=2048))),
 }
 # layers, the windows of a period of layers, KV heads and head size
 WINDOWED = {
@@ -38,7 +38,7 @@ def model(mixers: list[GroupedQuery | Latent], D: int = 64) -> ModelConfig:
 
 def bytes_of(config: ModelConfig, pages: list[int]) -> int:
     """Bytes in bfloat16 of a cache with `pages` of each window."""
-    return nbytes(jax.eval_shape(lambda: empty_cache(config.layers, pages, PAGE, jnp.bfloat16)))
+    return tree_bytes(jax.eval_shape(lambda: empty_cache(config.layers, pages, PAGE, jnp.bfloat16)))
 
 
 def per_token(mixer: GroupedQuery | Latent, layers: int) -> float:
@@ -58,12 +58,12 @@ def latent_row(name: str) -> str:
 def owned_pages(windows: tuple[int | None, ...], context: int) -> list[int]:
     """Pages of each group that a request owns after `context` tokens, read in chunks."""
     tables = PageTables(windows, (1 << 20,) * len(windows), PAGE, CHUNK)
-    sequence = tables.admit(tables.find([]), context, end=context + 1)
+    sequence = tables.admit(tables.find_prefix([]), context, max_tokens=context + 1)
     for start in range(0, context, CHUNK):
-        tables.advance(sequence, start, min(start + CHUNK, context))
-    tables.advance(sequence, context, context + 1)
+        tables.advance_windows(sequence, start, min(start + CHUNK, context))
+    tables.advance_windows(sequence, context, context + 1)
     tables.grow(sequence, context + 1)
-    return [sum(page != GONE for page in pages) for pages in sequence]
+    return [sum(page != NULL_PAGE for page in pages) for pages in sequence]
 
 
 def windowed_row(name: str, contexts: tuple[int, ...]) -> str:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.heads import advance, head_spec
-from duetto.model.transformer import decoder_spec, forward, unembed
-from duetto.model.tree import init
+from duetto.model.draft_head import advance_draft_state, draft_head_spec
+from duetto.model.transformer import compute_logits, decoder_spec, forward
+from duetto.model.tree import init_params
 from duetto.serve.planner.roofline.presets import PRESETS
 
 MODELS: dict[str, ModelConfig] = {
@@ -53,7 +53,7 @@ def drafter_of(config: ModelConfig) -> ModelConfig:
 def step(config: ModelConfig) -> Callable[..., Any]:
     def one(params: Any, tokens: Any) -> Any:
         hidden, _ = forward(params, config, tokens, jnp.zeros_like(tokens), causal)
-        return jnp.argmax(unembed(params, config, hidden[:, 0]), axis=-1)
+        return jnp.argmax(compute_logits(params, config, hidden[:, 0]), axis=-1)
 
     return one
 
@@ -61,15 +61,17 @@ def step(config: ModelConfig) -> Callable[..., Any]:
 def times(config: ModelConfig, rows: int) -> tuple[float, float, float]:
     """Seconds of a step, of a guess of a head as wide as the model, and of one of a draft model."""
     D, key = config.hidden_size, jax.random.key(0)
-    params: Any = init(key, decoder_spec(config), jnp.float32)
-    head: Any = init(key, head_spec(D, D), jnp.float32)
+    params: Any = init_params(key, decoder_spec(config), jnp.float32)
+    head: Any = init_params(key, draft_head_spec(D, D), jnp.float32)
 
     def guess(head: Any, params: Any, state: Any, token: Any) -> Any:
-        return jnp.argmax(unembed(params, config, advance(head, params, state, token)), axis=-1)
+        return jnp.argmax(
+            compute_logits(params, config, advance_draft_state(head, params, state, token)), axis=-1
+        )
 
     one, whole = jnp.zeros(1, jnp.int32), jnp.zeros((rows, 1), jnp.int32)
     small = drafter_of(config)
-    draft: Any = init(key, decoder_spec(small), jnp.float32)
+    draft: Any = init_params(key, decoder_spec(small), jnp.float32)
     return (
         seconds(step(config), params, whole),
         seconds(guess, head, params, jnp.zeros((1, D)), one),

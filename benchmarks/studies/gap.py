@@ -24,12 +24,12 @@ from server import port_of, read_stream  # beside this file
 from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.sampling.sample import Sampled
-from duetto.serve.cli.bench import hostwork
-from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.cli.bench import host_work
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 from duetto.serve.llm import disaggregated
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.runtime.steps.step import Output
-from duetto.serve.server.http.main import front, served
+from duetto.serve.server.http.main import acquire_resources, run_server
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 WAVES = 8  # requests for each seat
@@ -47,7 +47,7 @@ class Later:
         return self._numbers
 
 
-class Busy(hostwork.IdlePrograms):
+class Busy(host_work.InstantPrograms):
     """Programs of a device that takes `seconds` for each, one after the other."""
 
     seconds_each, _free = 0.0, 0.0
@@ -60,23 +60,23 @@ class Busy(hostwork.IdlePrograms):
 
 
 def simulated(seats: int, seconds: float) -> LLM:
-    tokenizer = Tokenizer.from_folder(DEMO)
+    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
     assert tokenizer is not None
-    Busy.seconds_each, hostwork.IdlePrograms = seconds, Busy
+    Busy.seconds_each, host_work.InstantPrograms = seconds, Busy
     nothing: Any = {}
     config = ModelConfig.uniform(len(tokenizer), 64, 64, 1, 2, 2, 32, 256)
-    disaggregated.start_engine = lambda config, params, options, **_: hostwork.idle_engine(
+    disaggregated.start_engine = lambda config, params, options, **_: host_work.make_instant_engine(
         config, params, options, seats
     )
     return LLM.from_params(config, nothing, tokenizer, compilation_cache=None)
 
 
 def prompts(count: int) -> list[list[int]]:
-    return np.random.default_rng(0).integers(3, 300, (count, hostwork.PROMPT)).tolist()
+    return np.random.default_rng(0).integers(3, 300, (count, host_work.PROMPT_TOKENS)).tolist()
 
 
 def offline(llm: LLM, count: int) -> float:
-    params = SamplingParams(temperature=0.0, max_tokens=hostwork.ANSWER, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=host_work.ANSWER_TOKENS, ignore_eos=True)
     begin = time.perf_counter()
     llm.generate(prompts(count), params, use_tqdm=False)
     return time.perf_counter() - begin
@@ -84,7 +84,7 @@ def offline(llm: LLM, count: int) -> float:
 
 def through(port: int, count: int, clients: int) -> float:
     """Seconds of as many streams, read by clients that ask for the next one after each."""
-    asked = {"max_tokens": hostwork.ANSWER, "ignore_eos": True, "temperature": 0, "stream": True}
+    asked = {"max_tokens": host_work.ANSWER_TOKENS, "ignore_eos": True, "temperature": 0, "stream": True}
     left = iter(prompts(count))
 
     async def client() -> None:
@@ -119,7 +119,7 @@ def main() -> None:
     llm, count = simulated(args.seats, args.step / 1000), WAVES * args.seats
     if args.serve:
         options = ServerOptions(port=0, max_queued=4 * count)
-        raise SystemExit(served(llm, options, {}, front(options)))
+        raise SystemExit(run_server(llm, options, {}, acquire_resources(options)))
     with serving(sys.argv) as port:
         ways = {
             "offline": partial(offline, llm, count),

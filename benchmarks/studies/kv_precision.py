@@ -20,13 +20,13 @@ import numpy as np
 from quality import DEMO, ROWS, held_out, scores
 
 from duetto import LLM, SamplingParams
-from duetto.checkpoints.huggingface import load
-from duetto.kvcache.pages import row_bytes
-from duetto.kvcache.quantised import SCHEMES, QuantisedPool, kept_as, read_back
-from duetto.model.attention import Attend, AttentionParams, attention, causal
-from duetto.model.tree import init
+from duetto.checkpoints.huggingface import load_hf
+from duetto.kvcache.pages import layer_token_bytes
+from duetto.kvcache.quantised import SCHEMES, QuantisedPool, choose_cache_format, round_to_pool
+from duetto.model.attention import Attend, AttentionParams, causal, dot_product_attention
+from duetto.model.tree import init_params
 from duetto.model.weights.compress import form_spec
-from duetto.model.weights.transposed import transposed
+from duetto.model.weights.transposed import transpose_params
 from duetto.serve.cli.bench import Bench, BenchModel, group_seconds
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.presets import PRESETS
@@ -57,7 +57,9 @@ def as_kept(name: str) -> Attend:
     pool = QuantisedPool(None, None, SCHEMES[name].name)
 
     def attend(state: Any, layer: int, q: Any, k: Any, v: Any, reading: AttentionParams) -> Any:
-        return causal(state, layer, q, read_back(pool, k), v if v is None else read_back(pool, v), reading)
+        return causal(
+            state, layer, q, round_to_pool(pool, k), v if v is None else round_to_pool(pool, v), reading
+        )
 
     return attend
 
@@ -87,7 +89,7 @@ def answers(name: str, prompts: list[list[int]], tokens: int) -> list[list[int]]
 
 def quality(text: np.ndarray, prompts: int, tokens: int) -> dict[str, Cost]:
     """Of the demo model, for each way."""
-    config, params = load(DEMO, jnp.float32)
+    config, params = load_hf(DEMO, jnp.float32)
     asked, found = [row[:128].tolist() for row in text[:prompts]], {}
     usual = answers("auto", asked, tokens)
     for name in KEPT:
@@ -118,16 +120,18 @@ def attention_error(name: str, outlier: float) -> float:
     k = k.at[..., 0].mul(outlier)
     q = q.at[..., 0].divide(outlier) * 3  # scores vary as much, and some keys count more than others
     reading, mask = AttentionParams(mixer.head_size**-0.5), jnp.ones((1, 64, KEYS), bool)
-    whole = attention(q, k, v, mask, reading)
+    whole = dot_product_attention(q, k, v, mask, reading)
     pool = QuantisedPool(None, None, SCHEMES[name].name)
-    found = attention(q, read_back(pool, k), read_back(pool, v), mask, reading)
+    found = dot_product_attention(q, round_to_pool(pool, k), round_to_pool(pool, v), mask, reading)
     return float(jnp.sqrt(jnp.mean((found - whole) ** 2) / jnp.mean(whole**2)))
 
 
 def step_seconds(rounds: int, dtype: str) -> dict[str, list[float]]:
     """Seconds of a step of decode in each round, the ways in turns."""
     config = PRESETS["135m"]
-    params = transposed(init(jax.random.key(0), form_spec(config, None), jnp.dtype(dtype)), donate=True)
+    params = transpose_params(
+        init_params(jax.random.key(0), form_spec(config, None), jnp.dtype(dtype)), donate=True
+    )
     model = BenchModel("135m", config, params, EngineOptions())
     benches = {
         name: Bench(replace(model, options=EngineOptions(kv_cache_dtype=name)), STEP, CONTEXT)
@@ -146,7 +150,9 @@ def smaller(size: int, name: str) -> float:
     """How many times the tokens of a bfloat16 cache with heads of a size fit."""
     mixer = replace(PRESETS["135m"].layers[0].mixer, head_size=size)
     kind = replace(PRESETS["135m"].layers[0], mixer=mixer)
-    return row_bytes(kind, jnp.bfloat16) / row_bytes(kind, kept_as(name, jnp.bfloat16))
+    return layer_token_bytes(kind, jnp.bfloat16) / layer_token_bytes(
+        kind, choose_cache_format(name, jnp.bfloat16)
+    )
 
 
 def print_quality(found: dict[str, Cost], prompts: int, tokens: int) -> None:

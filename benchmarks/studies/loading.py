@@ -38,18 +38,18 @@ def make(name: str, folder: str) -> None:
     import ml_dtypes
     import numpy as np
 
-    from duetto.checkpoints.huggingface import save
+    from duetto.checkpoints.huggingface import save_hf
     from duetto.model.transformer import decoder_spec
     from duetto.model.tree import is_spec
-    from duetto.serve.cli.convert import convert
+    from duetto.serve.cli.convert import convert_model
 
     block = (np.random.default_rng(0).standard_normal(1 << 20) * 0.02).astype(ml_dtypes.bfloat16)
     params = jax.tree.map(
         lambda s: jax.device_put(np.resize(block, s.shape)), decoder_spec(config_of(name)), is_leaf=is_spec
     )
-    save(f"{folder}/huggingface", config_of(name), params)
+    save_hf(f"{folder}/huggingface", config_of(name), params)
     del params
-    convert(f"{folder}/huggingface", f"{folder}/orbax")
+    convert_model(f"{folder}/huggingface", f"{folder}/orbax")
 
 
 def load(folder: str, dtype: str) -> dict[str, float]:
@@ -58,17 +58,17 @@ def load(folder: str, dtype: str) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
-    from duetto.model.tree import nbytes
-    from duetto.serve.engine.startup.folder import read_folder
+    from duetto.model.tree import tree_bytes
+    from duetto.serve.engine.startup.model_folder import read_model
 
     if Path(folder).name == "orbax":
         from orbax.checkpoint import v1  # noqa: F401  its import is not loading
     jax.block_until_ready(jnp.zeros(1))
     before, started = peak(), time.perf_counter()
-    _, params = read_folder(Path(folder), dtype, jax.devices()[0])
+    _, params = read_model(Path(folder), dtype, jax.devices()[0])
     jax.block_until_ready(params)
     seconds = time.perf_counter() - started
-    return {"seconds": seconds, "bytes": nbytes(params), "peak": peak() - before}
+    return {"seconds": seconds, "bytes": tree_bytes(params), "peak": peak() - before}
 
 
 def peak() -> int:

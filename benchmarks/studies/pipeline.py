@@ -20,8 +20,8 @@ import numpy as np
 from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init
-from duetto.serve.planner.roofline.bubbles import drained, endless
+from duetto.model.tree import init_params
+from duetto.serve.planner.roofline.bubbles import drained_bubbles, steady_bubbles
 
 ROWS, TOKENS, ROUNDS = 32, 128, 3
 CONFIG = ModelConfig.uniform(2048, 512, 2048, 8, 8, 4, 64, 1024)
@@ -43,7 +43,7 @@ def main() -> None:
     draw = np.random.default_rng(0).integers
     requests = [{"prompt_token_ids": draw(3, 2048, 8).tolist()} for _ in range(ROWS)]
     options: dict[str, Any] = {"max_num_seqs": ROWS, "max_model_len": 256, "use_tqdm_on_load": False}
-    whole = init(jax.random.key(0), decoder_spec(CONFIG))
+    whole = init_params(jax.random.key(0), decoder_spec(CONFIG))
     options |= {"pipeline_parallel_size": 2}
     engines = {m: LLM.from_params(CONFIG, whole, micro_batches=m, **options) for m in (1, 2, 4)}
     runs: dict[int, list[dict[str, Any]]] = {m: [] for m in engines}
@@ -55,7 +55,7 @@ def main() -> None:
         median = {key: statistics.median(run[key] for run in found) for key in ("rate", "bubbles")}
         busy = np.median([run["busy_seconds"] for run in found], axis=0).tolist()
         cells = f"{median['rate']:.0f}", f"{100 * median['bubbles']:.0f} %"
-        formulas = f"{100 * endless(busy, m):.0f} %", f"{100 * drained(2, m):.0f} %"
+        formulas = f"{100 * steady_bubbles(busy, m):.0f} %", f"{100 * drained_bubbles(2, m):.0f} %"
         print("|", " | ".join([str(m), str(ROWS // m), *cells, *formulas]), "|", flush=True)
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import httpx
 
 from benchmarks.studies.server import started
-from duetto.serve.kv.routing.placement import Prompt, Replica, RoutedRequest, best
+from duetto.serve.kv.routing.placement import Prompt, Replica, RoutedRequest, choose_replica
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
-from duetto.serve.server.router.prompts import TextNaming
+from duetto.serve.server.router.prompts import TextPageHasher
 
 TOKENS, PAGE = 8000, 64
 COUNTS = 10, 100, 1000
@@ -43,11 +43,11 @@ def fleet(count: int, known: str, prompt: Prompt) -> list[Replica]:
     replicas = [Replica(str(i), AssumedPrefixIndex(CACHE // PAGE)) for i in range(count)]
     for i, own in enumerate(replicas):
         own.is_up = own.is_ready = True
-        own.take(RoutedRequest(Prompt((), PAGE, Random(i).randrange(20_000))))
+        own.add_request(RoutedRequest(Prompt((), PAGE, Random(i).randrange(20_000))))
         if known == "all" or (known == "one" and i == count // 2):
-            own.memory.sent(prompt.names)
+            own.prefix_index.on_prompt_sent(prompt.page_hashes)
         if known == "half" and i % 2:
-            own.memory.sent(prompt.names[: len(prompt.names) // 2])
+            own.prefix_index.on_prompt_sent(prompt.page_hashes[: len(prompt.page_hashes) // 2])
     return replicas
 
 
@@ -58,7 +58,7 @@ def microseconds(replicas: list[Replica], prompt: Prompt) -> float:
     def one() -> float:
         begun = time.process_time()
         for _ in range(many):
-            best(replicas, prompt, 1 << 30, ())
+            choose_replica(replicas, prompt, 1 << 30, ())
         return 1e6 * (time.process_time() - begun) / many
 
     return round(statistics.median(one() for _ in range(REPEATS)), 1)
@@ -66,7 +66,7 @@ def microseconds(replicas: list[Replica], prompt: Prompt) -> float:
 
 def naming() -> float:
     """Return the microseconds of naming the pages of a prompt of token ids."""
-    body, name = {"prompt": list(range(TOKENS))}, TextNaming(PAGE)
+    body, name = {"prompt": list(range(TOKENS))}, TextPageHasher(PAGE)
     begun = time.process_time()
     for _ in range(50):
         name("/v1/completions", body)
@@ -79,14 +79,14 @@ def bytes_of_a_prefix() -> float:
     pages = TOKENS // PAGE
     tracemalloc.start()
     for _ in range(PREFIXES // pages):
-        index.sent([random.randbytes(16) for _ in range(pages)])
+        index.on_prompt_sent([random.randbytes(16) for _ in range(pages)])
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return round(taken / PREFIXES, 1)
 
 
 def measured() -> Iterator[dict[str, Any]]:
-    prompt = TextNaming(PAGE)("/v1/completions", {"prompt": list(range(TOKENS))})
+    prompt = TextPageHasher(PAGE)("/v1/completions", {"prompt": list(range(TOKENS))})
     for count in COUNTS:
         for known in KNOWN:
             replicas = fleet(count, known, prompt)

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.huggingface import load_hf
 from duetto.model.attention import Attend, causal
 from duetto.model.config import ModelConfig
-from duetto.model.transformer import Decoder, forward, unembed
-from duetto.model.tree import nbytes
-from duetto.model.weights.compress import CompressionPlan, Method, compress, projections
+from duetto.model.transformer import Decoder, compute_logits, forward
+from duetto.model.tree import tree_bytes
+from duetto.model.weights.compress import CompressionMethod, CompressionPlan, compress, projection_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "checkpoints" / "demo"
@@ -72,7 +72,7 @@ def scores(
 
     def log_probabilities(model: Decoder, attend: Attend) -> jax.Array:
         hidden, _ = forward(model, config, rows[:, :-1], places, attend)
-        return jax.nn.log_softmax(unembed(model, config, hidden))
+        return jax.nn.log_softmax(compute_logits(model, config, hidden))
 
     expected, found = log_probabilities(whole, causal), log_probabilities(params, attend)
     nats = -jnp.take_along_axis(found, rows[:, 1:, None], axis=-1).sum()
@@ -88,20 +88,20 @@ def measure(config: ModelConfig, whole: Decoder, params: Decoder, text: np.ndarr
         for i in range(0, len(text), ROWS)
     ]
     nats, equal, divergence = np.sum(parts, axis=0) / count
-    layers = nbytes(params.layers)
-    return Quality(math.exp(nats), equal, divergence, layers, nbytes(params))
+    layers = tree_bytes(params.layers)
+    return Quality(math.exp(nats), equal, divergence, layers, tree_bytes(params))
 
 
 def plan(case: str) -> CompressionPlan:
     """A case's plan: a scheme or a share for all projections, "ffn" and one for the feed-forward layers, or
     "head" and one for all projections beside an output matrix in int8."""
     *part, how = case.split()
-    method: Method = how if how.isidentifier() else float(how)  # type: ignore[assignment]
+    method: CompressionMethod = how if how.isidentifier() else float(how)  # type: ignore[assignment]
     if part == ["ffn"]:
         return CompressionPlan((("layers.*.ffn.*", method),))
     if part == ["head"]:
         return CompressionPlan((("head", "int8"), ("layers.*", method)))
-    return projections(method)
+    return projection_plan(method)
 
 
 def row(name: str, found: Quality, whole: Quality) -> str:
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=1 << 13, help="of held-out text (default 8192)")
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="CASE", help=f"among {', '.join(CASES)}")
     options = parser.parse_args(arguments)
-    config, params = load(DEMO, jnp.float32)
+    config, params = load_hf(DEMO, jnp.float32)
     params = replace(params, head=params.embed if params.head is None else params.head)
     text = held_out(options.tokens)
     whole = measure(config, params, params, text)

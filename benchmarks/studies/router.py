@@ -38,23 +38,23 @@ import httpx
 import numpy as np
 
 from benchmarks.studies.server import started
-from benchmarks.traces import BLOCK, MOONCAKE, Request, conversations, read, with_prefixes
-from duetto.kvcache.page_hash import extend, root
+from benchmarks.traces import BLOCK_TOKENS, MOONCAKE, Request, conversations, read, with_prefixes
+from duetto.kvcache.page_hash import extend_page_hashes, root_hash
 from duetto.kvcache.tables import PageTables
-from duetto.serve.kv.events import KVEventBatch, Translator
-from duetto.serve.kv.routing.placement import ROW, Prompt, Replica, RoutedRequest, best
+from duetto.serve.kv.events import EventTranslator, KVEventBatch
+from duetto.serve.kv.routing.placement import TOKENS_PER_ROW, Prompt, Replica, RoutedRequest, choose_replica
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.router.events import ReplicaPages
-from duetto.serve.server.router.health import Health
-from duetto.serve.server.router.main import app, replicas_of
-from duetto.serve.server.router.prompts import TOKENS, TextNaming, TokenNaming, named
+from duetto.serve.server.router.events import PrefixIndexUpdater
+from duetto.serve.server.router.health import HealthChecker
+from duetto.serve.server.router.main import make_replicas, make_router_app
+from duetto.serve.server.router.prompts import TOKENS_ROOT, TextPageHasher, TokenPageHasher, hash_pages
 from duetto.serve.server.router.proxy import Proxy
-from duetto.serve.server.router.queue import PrefillPool, RequestQueue
+from duetto.serve.server.router.request_queue import PrefillPool, RequestQueue
 
 DIVISOR, PAGE = 8, 16  # lengths of the trace are divided, so that 64 tokens stand for a block of 512
-ROOT = root("simulated")
+ROOT = root_hash("simulated")
 SEATS, MANY = 64, 16  # requests at once of a replica; replicas whose shares are not listed
 SYSTEM, TURN = 4096, 1024  # tokens of drawn conversations: the system prompt, and what each turn adds
 SHORT = 64  # lengths of the trace are divided by so much for real servers
@@ -70,32 +70,32 @@ class Books:
     for each router, with what that router knows."""
 
     def __init__(self, name: str, pages: int, memories: Sequence[AssumedPrefixIndex | EventPrefixIndex]):
-        self.tables = PageTables([None], [pages], PAGE, work=512)
-        self.views = [Replica(name, memory, ROW // DIVISOR) for memory in memories]
+        self.tables = PageTables([None], [pages], PAGE, step_tokens=512)
+        self.views = [Replica(name, memory, TOKENS_PER_ROW // DIVISOR) for memory in memories]
         for view in self.views:
             view.is_ready = True
         self.line: deque[Any] = deque()
         self.free_at, self.seated, self.found, self.asked = 0.0, 0, 0, 0
         events = [memory for memory in memories if isinstance(memory, EventPrefixIndex)]
         if events:
-            self._translator, self._count = Translator(ROOT, PAGE), 0
-            self._pages = [ReplicaPages(memory, PAGE) for memory in events]
-            self.tables.listen(self)
+            self._translator, self._count = EventTranslator(ROOT, PAGE), 0
+            self._pages = [PrefixIndexUpdater(memory, PAGE) for memory in events]
+            self.tables.set_listener(self)
 
     # ------------------------------------------------------------ what the pool says, straight to the router
 
-    def stored(self, parent: bytes | None, name: bytes, tokens: Any) -> None:
-        self._told(self._translator.stored(parent, name, tokens))
+    def on_stored(self, parent_hash: bytes | None, page_hash: bytes, tokens: Any, salt: bytes = b"") -> None:
+        self._told(self._translator.translate_stored(parent_hash, page_hash, tokens, salt))
 
-    def removed(self, name: bytes) -> None:
-        self._told(self._translator.removed(name))
+    def on_removed(self, page_hash: bytes) -> None:
+        self._told(self._translator.translate_removed(page_hash))
 
-    def cleared(self) -> None:
-        self._told(self._translator.cleared())
+    def on_cleared(self) -> None:
+        self._told(self._translator.translate_cleared())
 
     def _told(self, event: Any) -> None:
         for pages in self._pages:
-            pages.take(self._count, KVEventBatch(0.0, [event]))
+            pages.apply_batch(self._count, KVEventBatch(0.0, [event]))
         self._count += 1
 
     # ------------------------------------------------------------ requests
@@ -105,7 +105,7 @@ class Books:
         while self.line and self.seated < SEATS:
             job, request, names, view = self.line[0]
             tokens, end = len(request.prompt), len(request.prompt) + request.output
-            found = self.tables.find(names[: (tokens - 1) // PAGE])
+            found = self.tables.find_prefix(names[: (tokens - 1) // PAGE])
             if not self.tables.fits(found, end, end + 1, 0):
                 return
             self.line.popleft()
@@ -114,7 +114,7 @@ class Books:
             self.found, self.asked = self.found + hits, self.asked + tokens
             first = max(now, self.free_at) + (tokens - hits) * READ
             self.free_at = first
-            self.tables.name(own, names, len(found[0]), request.prompt)
+            self.tables.cache_pages(own, names, len(found[0]), request.prompt)
             yield first, (job, own, end, view, request.arrival), first + request.output * WRITE
 
     def leave(self, own: Any, end: int) -> None:
@@ -151,19 +151,19 @@ def simulate(requests: list[Request], prompts: list[Any], replicas: list[Books],
             prompt, names = prompts[of]
             job = RoutedRequest(prompt)
             chosen = choose(routers[of % len(routers)], prompt, 1 << 30, ())
-            chosen.take(job)
+            chosen.add_request(job)
             books = by_view[chosen]
             books.line.append((job, requests[of], names, chosen))
         elif what == "begins":
             job, _, _, view, begun = of
-            view.begun(job)
+            view.on_prefill_done(job)
             result.waits.append(now - begun)
             continue
         else:
             job, own, end, view, _ = of
             books = by_view[view]
             books.leave(own, end)
-            view.leave(job)
+            view.remove_request(job)
         for first, seat, last in books.seat(now):
             heapq.heappush(events, (first, next(number), "begins", seat))
             heapq.heappush(events, (last, next(number), "ends", seat))
@@ -173,10 +173,12 @@ def simulate(requests: list[Request], prompts: list[Any], replicas: list[Books],
 
 
 def in_turn(
-    replicas: Sequence[Replica], prompt: Prompt, most: int, but: Collection[Replica]
+    replicas: Sequence[Replica], prompt: Prompt, max_in_flight: int, excluded: Collection[Replica]
 ) -> Replica | None:
     """The next replica in round-robin order, whatever is cached."""
-    open = [one for one in replicas if one.is_ready and one not in but and len(one.jobs) < most]
+    open = [
+        one for one in replicas if one.is_ready and one not in excluded and len(one.requests) < max_in_flight
+    ]
     return min(open, key=lambda one: one.chosen, default=None)
 
 
@@ -184,11 +186,11 @@ BY_SENT = "pages, by what was sent"
 ROUTERS: dict[str, tuple[Callable, Callable]] = {
     "in turn": (in_turn, AssumedPrefixIndex),
     "least busy": (
-        lambda own, prompt, *rest: best(own, Prompt(tokens=prompt.tokens), *rest),
+        lambda own, prompt, *rest: choose_replica(own, Prompt(tokens=prompt.tokens), *rest),
         AssumedPrefixIndex,
     ),
-    BY_SENT: (best, AssumedPrefixIndex),
-    "pages, by events": (best, lambda pages: EventPrefixIndex()),
+    BY_SENT: (choose_replica, AssumedPrefixIndex),
+    "pages, by events": (choose_replica, lambda pages: EventPrefixIndex()),
 }
 
 
@@ -221,7 +223,7 @@ def study(
     routers: list[int],
     kinds: Collection[str],
 ) -> list[dict[str, Any]]:
-    prompts = [(named(r.prompt, PAGE, TOKENS), engine_names(r.prompt)) for r in requests]
+    prompts = [(hash_pages(r.prompt, PAGE, TOKENS_ROOT), engine_names(r.prompt)) for r in requests]
     rows = []
     for count, size, load in itertools.product(counts, pages, loads):
         work = sum(len(r.prompt) for r in requests) * READ / count
@@ -238,7 +240,7 @@ def study(
 
 def engine_names(prompt: list[int]) -> list[bytes]:
     names: list[bytes] = []
-    extend(names, prompt, len(prompt) // PAGE, PAGE, ROOT)
+    extend_page_hashes(names, prompt, len(prompt) // PAGE, PAGE, ROOT)
     return names
 
 
@@ -252,7 +254,7 @@ def naming(folder: str) -> dict[str, Any]:
     text = text[: len(text) * 8000 // len(tokenizer.encode(text))]
     body = {"messages": [{"role": "user", "content": text}]}
     found: dict[str, Any] = {"letters": len(text), "tokens": len(tokenizer.encode(text))}
-    for name, make in (("text", TextNaming(PAGE)), ("tokens", TokenNaming(tokenizer, PAGE))):
+    for name, make in (("text", TextPageHasher(PAGE)), ("tokens", TokenPageHasher(tokenizer, PAGE))):
         spans = []
         for _ in range(20):
             begin = time.perf_counter()
@@ -268,9 +270,9 @@ def naming(folder: str) -> dict[str, Any]:
 def real(count: int) -> dict[str, Any]:
     """The share of prompt tokens that two servers found, by how requests were dealt to them."""
     chosen = conversations(read(MOONCAKE), count, 16_000, turns=2)
-    requests = with_prefixes([replace(e, output=8 * SHORT) for e in chosen], 300, SHORT)
+    requests = with_prefixes([replace(e, output_tokens=8 * SHORT) for e in chosen], 300, SHORT)
     found: dict[str, Any] = {"requests": len(requests)}
-    for name, choose in (("in turn", in_turn), (BY_SENT, best)):
+    for name, choose in (("in turn", in_turn), (BY_SENT, choose_replica)):
         with ExitStack() as stack:
             ports = [stack.enter_context(started(SERVER))[1] for _ in range(2)]
             asyncio.run(ask(ports, [r.prompt for r in requests], choose))
@@ -285,11 +287,11 @@ async def ask(ports: list[int], prompts: list[list[int]], choose: Callable) -> N
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     options = RouterOptions(replica=urls, cache_tokens=1536, page_size=8)
     server = ServerOptions()
-    replicas = replicas_of(options)
+    replicas = make_replicas(options)
     line = RequestQueue(replicas, options.max_in_flight, server, choose)
-    proxy = Proxy(line, PrefillPool({}, 1), TextNaming(8), options, server)
-    health = Health(replicas, line, options)
-    transport = httpx.ASGITransport(app(replicas, proxy, server, []))
+    proxy = Proxy(line, PrefillPool({}, 1), TextPageHasher(8), options, server)
+    health = HealthChecker(replicas, line, options)
+    transport = httpx.ASGITransport(make_router_app(replicas, proxy, server, []))
     while not all(one.is_ready for one in replicas):
         await asyncio.sleep(0.1)
     async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=600) as http:
@@ -332,7 +334,7 @@ def main() -> None:
         return print(json.dumps(naming(args.naming)))
     pages = [tokens // DIVISOR // PAGE for tokens in args.cache_tokens]
     trace = MOONCAKE.name if args.dialogues is None else f"{args.dialogues} drawn requests for each replica"
-    about = {"trace": trace, "divisor": DIVISOR, "page": PAGE, "block": BLOCK}
+    about = {"trace": trace, "divisor": DIVISOR, "page": PAGE, "block": BLOCK_TOKENS}
     rows = []
     for count, seed in itertools.product(args.replicas, [None] if args.dialogues is None else args.seeds):
         requests = of_trace() if seed is None else dialogues(args.dialogues * count, seed)

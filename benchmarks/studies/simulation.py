@@ -33,14 +33,14 @@ import numpy as np
 from benchmarks.measured_times import MeasuredTimes
 from benchmarks.traces import AZURE, Scale, TraceEntry, read
 from duetto import LLM
-from duetto.model.pair import target_of
+from duetto.model.draft_pair import target_params
 from duetto.serve.engine.core.engine import Engine
-from duetto.serve.engine.core.plan import ScheduledTokens
 from duetto.serve.engine.core.request import Request, RequestTimes
+from duetto.serve.engine.core.scheduler_output import ScheduledTokens
+from duetto.serve.planner.simulation.engine_simulation import GREEDY_PARAMS, Simulation
 from duetto.serve.planner.simulation.fleet import Fleet
-from duetto.serve.planner.simulation.run import GREEDY, Simulation
-from duetto.serve.planner.simulation.times import Host, StepCall
-from duetto.serve.planner.workloads.traces import faster
+from duetto.serve.planner.simulation.step_times import HostTimes, StepCall
+from duetto.serve.planner.workloads.traces import speed_up
 from duetto.serve.runtime.compiled.shapes import Shape
 
 SEATS, LONGEST = 8, 512
@@ -92,7 +92,7 @@ class Moments:
     """Times of calls by the moment: those of the call of their shape that was on its way then, or came next;
     of shapes that did not run, those of the nearest in area, in proportion."""
 
-    stages = 1
+    num_stages = 1
 
     def __init__(self, samples: list[Sample]):
         self.clock: Callable[[], float] = lambda: 0.0
@@ -110,7 +110,7 @@ class Moments:
 
 def served(
     engine: Engine, entries: list[TraceEntry], clock: Wall | Processor
-) -> tuple[dict[str, float], list[Sample], Host]:
+) -> tuple[dict[str, float], list[Sample], HostTimes]:
     """What requests see that arrive by a clock, the calls that were made, and the host's seconds."""
     begin, coming = clock(), list(enumerate(entries))
     samples: list[Sample] = []
@@ -130,22 +130,25 @@ def served(
         samples.append(Sample(clock() - begin, shape, cached, clock() - at))
         return given
 
-    programs.run, programs.batch, engine.on_end = run, batch, ended.append
-    engine.meter.now = clock
+    programs.run, programs.batch, engine.on_request_end = run, batch, ended.append
+    engine.stats.now = clock
     steps: list[Step] = []
     draw = np.random.default_rng()  # other prompts each time: none is found in the cache
-    prompts = [draw.integers(3, 2000, e.prompt).tolist() for e in entries]
+    prompts = [draw.integers(3, 2000, e.prompt_tokens).tolist() for e in entries]
     while coming or engine.has_work:
         now = clock() - begin
         while coming and coming[0][1].arrival <= now:
             i, entry = coming.pop(0)
-            end, own = entry.prompt + entry.output, RequestTimes(begin + entry.arrival, now=clock)
-            engine.submit(Request(str(i), prompts[i], GREEDY, 0, end, arrival=i, clock=own))
+            end, own = (
+                entry.prompt_tokens + entry.output_tokens,
+                RequestTimes(begin + entry.arrival, now=clock),
+            )
+            engine.submit(Request(str(i), prompts[i], GREEDY_PARAMS, 0, end, arrival=i, times=own))
         if engine.has_work:
             steps.append(stepped(engine, clock, samples))
         elif coming:
             clock.wait_until(begin + coming[0][1].arrival)
-    seconds = max(r.clock.finish for r in ended) - begin - entries[0].arrival
+    seconds = max(r.times.finish for r in ended) - begin - entries[0].arrival
     metrics = [r.metrics() for r in ended]
     spans = {
         f"{name}_p{p}": float(np.percentile([getattr(m, name) for m in metrics], p))
@@ -165,21 +168,21 @@ def stepped(engine: Engine, clock: Wall | Processor, samples: list[Sample]) -> S
     return Step(beside, len(engine.scheduler.running), waiting - len(engine.scheduler.waiting))
 
 
-def host_of(steps: list[Step]) -> Host:
+def host_of(steps: list[Step]) -> HostTimes:
     """The host's seconds by least squares; no part takes less than none."""
     told = np.array([(1, step.rows, step.seated) for step in steps], float)
     found = np.linalg.lstsq(told, np.array([step.seconds for step in steps]), rcond=None)[0]
-    return Host(*np.maximum(found, 0).tolist())
+    return HostTimes(*np.maximum(found, 0).tolist())
 
 
 def simulated(
-    llm: LLM, entries: list[TraceEntry], times: Moments | MeasuredTimes, host: Host
+    llm: LLM, entries: list[TraceEntry], times: Moments | MeasuredTimes, host: HostTimes
 ) -> dict[str, float]:
     """The same in simulated time."""
     engine = llm.engine
     own = Simulation(
         engine.config.target,
-        target_of(engine.everything),
+        target_params(engine.all_params),
         llm.options,
         engine.sizes,
         times,
@@ -227,13 +230,13 @@ def main() -> None:
     with LLM(
         max_num_seqs=SEATS, max_model_len=LONGEST, max_prefill_tokens=256, background_compilation=False
     ) as llm:
-        at_once = [TraceEntry(0.0, e.prompt, e.output) for e in entries]
+        at_once = [TraceEntry(0.0, e.prompt_tokens, e.output_tokens) for e in entries]
         served(llm.engine, at_once, clock)
         best = served(llm.engine, at_once, clock)[0]["tokens_per_second"]
-        rate = sum(e.output for e in entries) / (entries[-1].arrival - entries[0].arrival)
+        rate = sum(e.output_tokens for e in entries) / (entries[-1].arrival - entries[0].arrival)
         for i in range(args.rounds):
             for share in LOADS:
-                played = list(faster(entries, share * best / rate))
+                played = list(speed_up(entries, share * best / rate))
                 rows.append({"round": i, "load": share} | compared(llm, played, clock))
                 print(told(rows[-1]), flush=True)
     if args.json:

@@ -19,7 +19,7 @@ import jax
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init
+from duetto.model.tree import init_params
 from duetto.sampling_params import StructuredOutputsParams
 from duetto.serve.engine.core.results import InFlightSteps
 
@@ -33,13 +33,13 @@ RUNS |= {f"{name}, settled": count for name, count in RUNS.items()}
 @contextmanager
 def settled(wanted: bool) -> Iterator[None]:
     """Takes each step in before the next is planned."""
-    usual = InFlightSteps.are_awaited
+    usual = InFlightSteps.must_await_results
     if wanted:
-        InFlightSteps.are_awaited = lambda self, may_defer: True
+        InFlightSteps.must_await_results = lambda self, may_defer: True
     try:
         yield
     finally:
-        InFlightSteps.are_awaited = usual
+        InFlightSteps.must_await_results = usual
 
 
 def run(llm: LLM, constrained: int) -> tuple[list[RequestOutput], float]:
@@ -63,7 +63,7 @@ def main() -> None:
     with LLM(**options) as llm:
         study("2.4M", llm)
         words = llm.tokenizer
-    weights = init(jax.random.key(0), decoder_spec(CONFIG))
+    weights = init_params(jax.random.key(0), decoder_spec(CONFIG))
     with LLM.from_params(CONFIG, weights, words, eos_token_ids=[0], **options) as llm:
         study("40M", llm)
 
@@ -73,7 +73,7 @@ def study(model: str, llm: LLM) -> None:
         run(llm, 1)
         while llm.engine.warmup is not None:
             run(llm, 1)
-    assert llm.engine.classes.may_defer, "no draw is deferred here"
+    assert llm.engine.classes.can_defer_sampling, "no draw is deferred here"
     found: dict[str, list[tuple[float | None, float | None, float]]] = {name: [] for name in RUNS}
     for turn in range(ROUNDS + 1):
         for name, count in RUNS.items():

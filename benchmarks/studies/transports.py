@@ -24,8 +24,8 @@ from typing import Any, cast
 from duetto.serve.kv.disagg.client import RemotePrefillClient
 from duetto.serve.kv.disagg.server import PrefillServer
 from duetto.serve.kv.disagg.service import PrefillService
-from duetto.serve.kv.disagg.transport import PageTransport, transports
-from duetto.serve.kv.offload.tier import Content, Key, key_of, window_of
+from duetto.serve.kv.disagg.transport import PageTransport, make_transports
+from duetto.serve.kv.offload.tier import PageContent, PageKey, key_window, page_key
 
 SIZES = [1 << 16, 1 << 20, 1 << 23]  # bytes of a page of each window
 NIXL = {"nixl": {}, "nixl_tcp": {"UCX_TLS": "tcp"}}  # and what UCX is told
@@ -35,18 +35,18 @@ NAMES = ["shared_memory", "tcp", *(NIXL if find_spec("nixl") else ())]
 class Pages:
     """One of each window."""
 
-    room, is_here = 1, True
+    room_bytes, is_connected = 1, True
 
     def __init__(self):
         self.contents = [os.urandom(size) for size in SIZES]
 
-    def fetch(self, key: Key) -> Content:
-        return self.contents[window_of(key)]
+    def fetch(self, key: PageKey) -> PageContent:
+        return self.contents[key_window(key)]
 
 
 def ways(name: str) -> dict[str, PageTransport]:
     os.environ.update(NIXL.get(name, {}))
-    made = transports("nixl" if name in NIXL else name)
+    made = make_transports("nixl" if name in NIXL else name)
     os.environ.pop("UCX_TLS", None)
     return made
 
@@ -54,7 +54,7 @@ def ways(name: str) -> dict[str, PageTransport]:
 def own(name: str, here: Connection) -> None:
     """What the process does that owns pages, until nobody wants them."""
     door = PrefillServer(("127.0.0.1", 0), ways(name))
-    door.renew(b"pages", SIZES)
+    door.set_realm(b"pages", SIZES)
     door.serve(cast(PrefillService, Pages()))
     here.send(door.address)
     here.recv()
@@ -66,8 +66,8 @@ def reached(name: str) -> Iterator[RemotePrefillClient]:
     owner = multiprocessing.get_context("spawn").Process(target=own, args=(name, there))
     owner.start()
     far = RemotePrefillClient(here.recv(), ways(name))
-    far.renew(b"pages", SIZES)
-    while not far.is_here:
+    far.expect_realm(b"pages", SIZES)
+    while not far.is_connected:
         time.sleep(0.01)
     assert far.transport == ("nixl" if name in NIXL else name)
     yield far
@@ -80,7 +80,7 @@ def seconds(far: RemotePrefillClient, window: int, pages: int) -> float:
     """Of a page."""
     begin = time.perf_counter()
     for _ in range(pages):
-        assert len(far.fetch(key_of(b"n" * 16, window)) or b"") == SIZES[window]
+        assert len(far.fetch(page_key(b"n" * 16, window)) or b"") == SIZES[window]
     return (time.perf_counter() - begin) / pages
 
 

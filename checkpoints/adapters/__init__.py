@@ -1,1 +1,1 @@
-"""Folders of adapters (LoRA) as PEFT writes them."""
+"""Folders of LoRA adapters, as PEFT writes them."""

@@ -1,6 +1,7 @@
-"""An adapter's folder: `adapter_config.json` and `adapter_model.safetensors`, as terms beside our parameters.
+"""LoRA adapters in PEFT's folders: `adapter_config.json` and `adapter_model.safetensors`.
 
-A folder is refused, in one sentence that names the file and the field or tensor, rather than served in part.
+A folder is refused rather than served in part. The error is one sentence that names the file and the field or
+tensor.
 """
 
 import hashlib
@@ -15,91 +16,113 @@ import numpy as np
 
 from ...model.config import ModelConfig
 from ...model.tree import Spec
-from ...model.weights.adapted import adaptable, inputs_of, is_stacked
+from ...model.weights.lora import adaptable_specs, is_stacked_spec, num_input_axes
+from ..configuration.text_models import text_tensor_name
 from ..families.family import Family
-from ..families.stored import Stored
+from ..families.storage import Stored
 from ..folders import read_json
-from ..layout import Parameter, ParameterGroup, groups
-from ..nested import text_tensors
-from ..tensors import CheckpointError, Tensor, contents, is_finite, read
+from ..layout import Parameter, ParameterGroup, parameter_groups
+from ..tensors import CheckpointError, Tensor, is_finite, list_tensors, read_into_views
 from .config import AdapterConfig
 
-Terms = tuple[np.ndarray, np.ndarray]  # a and b beside one weight
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+AdapterTerms = tuple[np.ndarray, np.ndarray]  # a and b of one weight
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FACTOR_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Terms a b beside weights, by the weights' paths: a [*inputs, r] and b [r, *outputs], which has the
-    scale in it; of experts, all side by side. `digest` is a hash of all of them: equal ones are equal
-    adapters, whatever their names."""
+    """LoRA adapter of a model: a low-rank product a b beside each adapted weight.
+
+    name: name under which requests ask for it.
+    rank: largest rank of its terms.
+    terms: a [*inputs, r] and b [r, *outputs] by the weight's path; b includes the scale. Experts are stacked.
+    digest: hash of all terms; adapters with equal digests are equal, whatever their names.
+    """
 
     name: str
-    rank: int  # the largest
-    terms: Mapping[str, Terms]
+    rank: int
+    terms: Mapping[str, AdapterTerms]
     digest: bytes
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Reads adapters of a model of a family that computes in a dtype, up to a rank; `has_mesh`: on several
-    devices; `routed`: of routed experts too."""
+class AdapterReader:
+    """Reader of a model's adapters.
+
+    family, config: of the model.
+    dtype: dtype of the terms.
+    max_rank: largest rank that is allowed.
+    has_mesh: the model is on several devices.
+    adapts_routed: terms of routed experts are allowed.
+    """
 
     family: Family
     config: ModelConfig
     dtype: Any
-    most: int
+    max_rank: int
     has_mesh: bool = False
-    routed: bool = False
+    adapts_routed: bool = False
 
     def read(self, folder: Path, name: str) -> Adapter:
-        """The adapter in a folder, under a name. Raises CheckpointError for what is missing, misshapen, not
-        finite, and for what is not supported."""
-        for file in (CONFIG, WEIGHTS):
+        """Read the adapter in a folder.
+
+        Raises CheckpointError for tensors that are missing, misshapen, not finite or not supported.
+        """
+        for file in (CONFIG_FILE, WEIGHTS_FILE):
             if not os.path.isfile(folder / file):
                 raise CheckpointError(
                     f"{folder}: has no {file}, expected an adapter's folder as PEFT writes it"
                 )
-        raw = read_json(folder / CONFIG)
+        raw = read_json(folder / CONFIG_FILE)
         try:
-            config = AdapterConfig.of(raw)
+            config = AdapterConfig.from_fields(raw)
         except ValueError as e:
-            raise CheckpointError(f"{folder / CONFIG}: {e}") from e
-        file, largest = folder / WEIGHTS, 0
-        terms: dict[str, Terms] = {}
-        of_experts: dict[str, dict[int, Terms]] = {}
-        for module, group, e, a, b in self._modules(file):
-            rank = config.rank_of(module)
-            self._check(group, module, rank, a, b)
-            found = terms_of(group, a, b, rank, config.scale_of(module), np.dtype(self.dtype))
-            if group.parameters[0].stored.stacked:
-                for path, own in found.items():
-                    of_experts.setdefault(path, {})[e] = own
+            raise CheckpointError(f"{folder / CONFIG_FILE}: {e}") from e
+        file, largest = folder / WEIGHTS_FILE, 0
+        terms: dict[str, AdapterTerms] = {}
+        expert_terms: dict[str, dict[int, AdapterTerms]] = {}
+        for module, (group, e), a, b in self._list_modules(file):
+            rank = config.module_rank(module)
+            self._check_module(group, module, rank, a, b)
+            module_terms = read_module_terms(
+                group, a, b, rank, config.module_scale(module), np.dtype(self.dtype)
+            )
+            if group.parameters[0].stored.is_stacked:
+                for path, pair in module_terms.items():
+                    expert_terms.setdefault(path, {})[e] = pair
             else:
-                terms |= found
+                terms |= module_terms
             largest = max(largest, rank)
         counts = {
-            p.path: p.spec.shape[0] for group in groups(self.family, self.config) for p in group.parameters
+            p.path: p.spec.shape[0]
+            for group in parameter_groups(self.family, self.config)
+            for p in group.parameters
         }
-        terms |= {path: side_by_side(found, counts[path]) for path, found in of_experts.items()}
+        terms |= {
+            path: stack_expert_terms(module_terms, counts[path])
+            for path, module_terms in expert_terms.items()
+        }
         if not terms:
             raise CheckpointError(f"{file}: holds no tensor, expected pairs of lora_A and lora_B")
-        return Adapter(name, largest, terms, digest(terms))
+        return Adapter(name, largest, terms, digest_terms(terms))
 
-    def _modules(self, file: Path) -> Iterator[tuple[str, ParameterGroup, int, Tensor, Tensor]]:
-        """The modules that have terms, the parameters that lie in each, the number of the expert that it is
-        of, 0 for others, and its tensors."""
-        known = adaptable(self.config, self.has_mesh, self.routed)
-        places = {
+    def _list_modules(self, file: Path) -> Iterator[tuple[str, tuple[ParameterGroup, int], Tensor, Tensor]]:
+        """Yield each adapted module: name, its parameters and its expert's number (0 for others), lora_A and
+        lora_B.
+
+        The name is the one in the model that was trained.
+        """
+        known = adaptable_specs(self.config, self.has_mesh, self.adapts_routed)
+        groups_by_name = {
             name: (group, e)
-            for group in groups(self.family, self.config)
+            for group in parameter_groups(self.family, self.config)
             for e, name in enumerate(group.names)
         }
-        for name, pair in pairs(file).items():
-            group, e = places.get(name, (None, 0))
-            module = name.removesuffix(".weight")
-            if group is None or not all(may_adapt(p, known) for p in group.parameters):
+        for module, pair in pair_factors(file).items():
+            name = text_tensor_name(f"{module}.weight")
+            location = groups_by_name.get(name) or groups_by_name.get(self.family.prefix + name)
+            if location is None or not all(may_adapt(p, known) for p in location[0].parameters):
                 raise CheckpointError(
                     f"{file}: module {module!r} cannot have an adapter here: only projections of attention, "
                     "recurrent and dense feed-forward layers, and on one device of shared experts, and of "
@@ -107,14 +130,15 @@ class Reader:
                 )
             if len(pair) < 2:
                 raise CheckpointError(f"{file}: module {module!r} lacks one of lora_A and lora_B")
-            yield module, group, e, pair["A"], pair["B"]
+            yield module, location, pair["A"], pair["B"]
 
-    def _check(self, group: ParameterGroup, module: str, rank: int, a: Tensor, b: Tensor) -> None:
-        if rank > self.most:
+    def _check_module(self, group: ParameterGroup, module: str, rank: int, a: Tensor, b: Tensor) -> None:
+        """Raise CheckpointError for a rank above the limit, or tensors of a wrong shape."""
+        if rank > self.max_rank:
             raise CheckpointError(
-                f"{a.file}: module {module!r} has rank {rank}, max_lora_rank allows {self.most}"
+                f"{a.file}: module {module!r} has rank {rank}, max_lora_rank allows {self.max_rank}"
             )
-        first, second = as_a(group.parameters[0], rank), as_b(group, rank)
+        first, second = lora_a_storage(group.parameters[0], rank), lora_b_storage(group, rank)
         for tensor, expected in ((a, ParameterGroup((first,), ()).shape), (b, second.shape)):
             if tensor.shape != expected or tensor.dtype is None:
                 raise CheckpointError(
@@ -123,28 +147,27 @@ class Reader:
                 )
 
 
-def pairs(file: Path) -> dict[str, dict[str, Tensor]]:
-    """An adapter's tensors by the names of the weights beside which they stand, and by factor."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in contents(file).items():
-        parts = FACTOR.fullmatch(name)
+def pair_factors(file: Path) -> dict[str, dict[str, Tensor]]:
+    """Return an adapter's tensors by module, as the trained model names it, and by factor ("A" or "B")."""
+    pairs_by_module: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in list_tensors(file).items():
+        parts = FACTOR_NAME.fullmatch(name)
         if parts is None:
             raise CheckpointError(
                 f"{file}: tensor {name!r} is none of an adapter's: expected MODULE.lora_A.weight and lora_B"
             )
-        (own,) = text_tensors({f"{parts['module']}.weight": tensor}) or [f"{parts['module']}.weight"]
-        found.setdefault(own, {})[parts["factor"]] = tensor
-    return found
+        pairs_by_module.setdefault(parts["module"], {})[parts["factor"]] = tensor
+    return pairs_by_module
 
 
 def may_adapt(parameter: Parameter, known: Mapping[str, Spec]) -> bool:
-    """True for a parameter that adapters may change, of one expert where it is experts'."""
-    return parameter.path in known and is_stacked(parameter.spec) == parameter.stored.stacked
+    """Return True if adapters may change a parameter. For experts, each expert must have its tensor."""
+    return parameter.path in known and is_stacked_spec(parameter.spec) == parameter.stored.is_stacked
 
 
-def side_by_side(terms: Mapping[int, Terms], count: int) -> Terms:
-    """Terms of some of `count` experts as those of all: a [E, *inputs, r] and b [E, r, *outputs], zeros where
-    an expert has none."""
+def stack_expert_terms(terms: Mapping[int, AdapterTerms], count: int) -> AdapterTerms:
+    """Stack the terms of some of `count` experts: a [E, *inputs, r] and b [E, r, *outputs], zeros for the
+    others."""
     rank = max(a.shape[-1] for a, _ in terms.values())
     a, b = next(iter(terms.values()))
     first = np.zeros((count, *a.shape[:-1], rank), a.dtype)
@@ -154,55 +177,60 @@ def side_by_side(terms: Mapping[int, Terms], count: int) -> Terms:
     return first, second
 
 
-def as_a(parameter: Parameter, rank: int) -> Parameter:
-    """Storage of a module's lora_A [r, in] for a parameter, or one expert's, kept as [*inputs, r]."""
-    of, k = int(is_stacked(parameter.spec)), inputs_of(parameter.spec)
-    letters = parameter.stored.ours[of:k]
-    return lying(parameter, f"r,{letters}->{letters}r", (*parameter.spec.shape[of:k], rank))
+def lora_a_storage(parameter: Parameter, rank: int) -> Parameter:
+    """Return the storage of lora_A [r, in] for a parameter, or one of its experts, kept as [*inputs, r]."""
+    first_axis, k = int(is_stacked_spec(parameter.spec)), num_input_axes(parameter.spec)
+    letters = parameter.stored.our_axes[first_axis:k]
+    return with_axes(parameter, f"r,{letters}->{letters}r", (*parameter.spec.shape[first_axis:k], rank))
 
 
-def as_b(group: ParameterGroup, rank: int) -> ParameterGroup:
-    """Storage of a module's lora_B [out, r] for the parameters that share its weight, kept as [r, *outputs]
-    each."""
+def lora_b_storage(group: ParameterGroup, rank: int) -> ParameterGroup:
+    """Return the storage of lora_B [out, r] for the parameters that share a weight, each kept as [r,
+    *outputs]."""
 
-    def one(p: Parameter) -> Parameter:
-        k, stored = inputs_of(p.spec), p.stored
-        inputs, outputs = stored.ours[int(is_stacked(p.spec)) : k], stored.ours[k:]
-        (own,) = (axis for axis in stored.axes.partition("->")[0].split(",") if axis.strip("[]<>") != inputs)
-        return lying(p, f"{own},r->r{outputs}", (rank, *p.spec.shape[k:]))
+    def output_storage(p: Parameter) -> Parameter:
+        k, stored = num_input_axes(p.spec), p.stored
+        inputs, outputs = stored.our_axes[int(is_stacked_spec(p.spec)) : k], stored.our_axes[k:]
+        (output_axis,) = (
+            axis for axis in stored.axes.partition("->")[0].split(",") if axis.strip("[]<>") != inputs
+        )
+        return with_axes(p, f"{output_axis},r->r{outputs}", (rank, *p.spec.shape[k:]))
 
-    return ParameterGroup(tuple(map(one, group.parameters)), ())
+    return ParameterGroup(tuple(map(output_storage, group.parameters)), ())
 
 
-def lying(parameter: Parameter, axes: str, shape: tuple[int, ...]) -> Parameter:
+def with_axes(parameter: Parameter, axes: str, shape: tuple[int, ...]) -> Parameter:
+    """Return a parameter with another shape, stored with these axes."""
     spec = Spec(shape, tuple(axes.partition("->")[2]))
     return replace(parameter, spec=spec, stored=Stored(parameter.stored.name, axes))
 
 
-def terms_of(
+def read_module_terms(
     group: ParameterGroup, a: Tensor, b: Tensor, rank: int, scale: float, dtype: np.dtype
-) -> dict[str, Terms]:
-    """A module's terms beside each of the parameters that its weight holds; the scale goes into b."""
-    of_b = as_b(group, rank)
-    second = [np.empty(p.spec.shape, np.float32) for p in of_b.parameters]
-    read(b, of_b.parts(second, 0))
-    found = {}
-    for parameter, theirs in zip(group.parameters, second, strict=True):
-        own = as_a(parameter, rank)
-        first = np.empty(own.spec.shape, np.float32)
-        read(a, ParameterGroup((own,), ()).parts([first], 0))
+) -> dict[str, AdapterTerms]:
+    """Read a module's terms for each parameter that its weight stores, by path. The scale is multiplied into
+    b."""
+    b_group = lora_b_storage(group, rank)
+    second = [np.empty(p.spec.shape, np.float32) for p in b_group.parameters]
+    read_into_views(b, b_group.tensor_views(second, 0))
+    terms = {}
+    for parameter, b_values in zip(group.parameters, second, strict=True):
+        a_parameter = lora_a_storage(parameter, rank)
+        first = np.empty(a_parameter.spec.shape, np.float32)
+        read_into_views(a, ParameterGroup((a_parameter,), ()).tensor_views([first], 0))
         with np.errstate(over="ignore", invalid="ignore"):
-            made = first.astype(dtype), (theirs * np.float32(scale)).astype(dtype)
-        if not all(map(is_finite, made)):
+            pair = first.astype(dtype), (b_values * np.float32(scale)).astype(dtype)
+        if not all(map(is_finite, pair)):
             raise CheckpointError(f"{a.file}: module of tensor {a.name!r} holds NaN or infinity as {dtype}")
-        found[parameter.path] = made
-    return found
+        terms[parameter.path] = pair
+    return terms
 
 
-def digest(terms: Mapping[str, Terms]) -> bytes:
-    found = hashlib.blake2b(digest_size=16)
+def digest_terms(terms: Mapping[str, AdapterTerms]) -> bytes:
+    """Return a hash of 16 bytes of terms and their paths."""
+    hasher = hashlib.blake2b(digest_size=16)
     for path, (a, b) in sorted(terms.items()):
-        found.update(f"{path} {a.shape} {b.shape} {a.dtype}\0".encode())
-        found.update(a.tobytes())
-        found.update(b.tobytes())
-    return found.digest()
+        hasher.update(f"{path} {a.shape} {b.shape} {a.dtype}\0".encode())
+        hasher.update(a.tobytes())
+        hasher.update(b.tobytes())
+    return hasher.digest()

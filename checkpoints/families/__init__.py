@@ -1,5 +1,5 @@
-"""Families of models by the `model_type` of their `config.json`: each is one module that translates, and
-nothing else."""
+"""Model families by the `model_type` of their `config.json`. Each is one module that translates, and nothing
+else."""
 
 from collections.abc import Mapping
 from importlib import import_module

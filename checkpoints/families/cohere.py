@@ -1,6 +1,6 @@
-"""Command R and Aya 23 (Cohere, 2024; Aryabumi et al., arXiv 2405.15032): both parts of a layer read one
-layer norm without a bias, neighbours are turned, logits are scaled; Command R+ norms heads with gains of
-their own."""
+"""Command R and Aya 23 (Cohere, 2024; Aryabumi et al., arXiv 2405.15032): attention and feed-forward layer
+read one layer norm without a bias. Neighbouring dimensions are rotated, and logits are scaled. Command R+
+norms each head, with a gain for each."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,12 +9,12 @@ from ...model.config import GroupedQuery, LayerKind, ModelConfig, NormKind
 from ...model.rope import Rope
 from . import fields, parts
 from .family import Family
-from .ropes import rope
-from .stored import Stored
+from .ropes import read_rope
+from .storage import Stored
 
 LENGTH = 8192
 NAMES = (
-    parts.OUTSIDE
+    parts.OUTER_NAMES
     | {"layers.{}.attention_norm.gain": Stored(parts.LAYER + "input_layernorm.weight", "D->D")}
     | parts.ATTENTION
     | parts.BIASES
@@ -26,33 +26,41 @@ HEAD_NORMS = {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' CohereConfig."""
-    normed = norm(raw) if fields.flag(raw, "use_qk_norm", False) else None
-    mixer = attention(raw, turn(raw, 500000.0), qk_norm=normed, qk_norm_over="each head")
-    return decoder(raw, LayerKind(mixer, parts.dense(raw)))
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' CohereConfig."""
+    head_norm = norm_config(raw) if fields.flag(raw, "use_qk_norm", False) else None
+    mixer = attention_config(
+        raw, interleaved_rope(raw, 500000.0), qk_norm=head_norm, qk_norm_over="each head"
+    )
+    return model_config(raw, LayerKind(mixer, parts.dense_ffn_config(raw)))
 
 
-def turn(raw: fields.Raw, theta: float) -> Rope:
-    """The rope; `theta` is the default of `rope_theta`."""
-    return replace(rope(raw, fields.head_size(raw), length=LENGTH, theta=theta), interleaved=True)
+def interleaved_rope(raw: fields.Raw, theta: float) -> Rope:
+    """Return the rope with neighbouring pairs; `theta` is the default of `rope_theta`."""
+    return replace(read_rope(raw, fields.head_size(raw), length=LENGTH, theta=theta), interleaved=True)
 
 
-def attention(raw: fields.Raw, rope: Rope | None, **kinds: Any) -> GroupedQuery:
+def attention_config(raw: fields.Raw, rope: Rope | None, **kinds: Any) -> GroupedQuery:
+    """Return attention whose biases are all there, or none."""
     bias = fields.flag(raw, "attention_bias", False)
-    return parts.grouped_query(raw, rope, fields.head_size(raw), bias=bias, output_bias=bias, **kinds)
+    return parts.grouped_query_config(raw, rope, fields.head_size(raw), bias=bias, output_bias=bias, **kinds)
 
 
-def norm(raw: fields.Raw) -> NormKind:
-    return parts.layer_norm(raw, "layer_norm_eps", bias=False)
+def norm_config(raw: fields.Raw) -> NormKind:
+    """Return a layer norm without a bias."""
+    return parts.layer_norm_config(raw, "layer_norm_eps", bias=False)
 
 
-def decoder(raw: fields.Raw, layers: list[LayerKind] | LayerKind) -> ModelConfig:
-    """A model of such layers; Command R's contexts are those of `model_max_length`, not of
-    `max_position_embeddings`."""
+def model_config(raw: fields.Raw, layers: list[LayerKind] | LayerKind) -> ModelConfig:
+    """Return a model of these layers.
+
+    Command R states its longest context in `model_max_length`, not in `max_position_embeddings`.
+    """
     scale = fields.number(raw, "logit_scale", 0.0625)
-    found = parts.decoder(raw, layers, LENGTH, norm(raw), tied=True, parallel="one norm", logit_scale=scale)
-    return replace(found, max_position=fields.integer(raw, "model_max_length", found.max_position))
+    model = parts.model_config(
+        raw, layers, LENGTH, norm_config(raw), tied=True, parallel="one norm", logit_scale=scale
+    )
+    return replace(model, max_position=fields.integer(raw, "model_max_length", model.max_position))
 
 
-FAMILY = Family(config, NAMES | HEAD_NORMS, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES | HEAD_NORMS)

@@ -7,20 +7,20 @@ from typing import Any
 
 from ...model.config import Dense, Experts, Latent
 from . import fields, parts
-from .ropes import latent_magnitude, rope
-from .stored import Stored
+from .ropes import latent_score_scale, read_rope
+from .storage import Stored
 
 ATTENTION = parts.LAYER + "self_attn."
 MIXTURE = (
     parts.FFN
-    | parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
-    | parts.gated("ffn.shared", "mlp.shared_experts")
+    | parts.expert_names("mlp", "gate_proj", "up_proj", "down_proj")
+    | parts.gated_ffn_names("ffn.shared", "mlp.shared_experts")
 )
 CORRECTION = {
     "layers.{}.ffn.correction": Stored(parts.LAYER + "mlp.gate.e_score_correction_bias", "E->E"),
 }
 NAMES = (
-    parts.OUTSIDE
+    parts.OUTER_NAMES
     | parts.NORMS
     | MIXTURE
     | {
@@ -40,37 +40,46 @@ NAMES = (
 )
 
 
-def latent(raw: fields.Raw, length: int, interleaved: bool) -> Latent:
-    """Attention; `length` is the default of `max_position_embeddings`."""
+def latent_attention_config(raw: fields.Raw, length: int, interleaved: bool) -> Latent:
+    """Return latent attention; `length` is the default of `max_position_embeddings`."""
     heads = fields.integer(raw, "num_attention_heads")
-    fields.only(raw, "num_key_value_heads", heads)
-    nope, turned = fields.integer(raw, "qk_nope_head_dim", 128), fields.integer(raw, "qk_rope_head_dim", 64)
-    turn = replace(rope(raw, turned, length=length), interleaved=interleaved)
+    fields.allow_only(raw, "num_key_value_heads", heads)
+    nope_size, rope_size = (
+        fields.integer(raw, "qk_nope_head_dim", 128),
+        fields.integer(raw, "qk_rope_head_dim", 64),
+    )
+    rope = replace(read_rope(raw, rope_size, length=length), interleaved=interleaved)
     return Latent(
         num_heads=heads,
         rank=fields.integer(raw, "kv_lora_rank", 512),
-        nope_size=nope,
-        rope_size=turned,
+        nope_size=nope_size,
+        rope_size=rope_size,
         value_size=fields.integer(raw, "v_head_dim", 128),
         query_rank=fields.nullable(fields.integer, raw, "q_lora_rank", 1536),
-        rope=turn,
-        scale=(nope + turned) ** -0.5 * latent_magnitude(raw),
+        rope=rope,
+        scale=(nope_size + rope_size) ** -0.5 * latent_score_scale(raw),
         bias=fields.flag(raw, "attention_bias", False),
     )
 
 
-def ffns(raw: fields.Raw, experts: Experts, dense: int) -> list[Dense | Experts]:
-    """Each layer's, the first `first_k_dense_replace` (or else `dense`) and those between `moe_layer_freq`
-    dense."""
-    first, step = fields.count(raw, "first_k_dense_replace", dense), fields.integer(raw, "moe_layer_freq", 1)
+def ffn_configs(raw: fields.Raw, experts: Experts, dense: int) -> list[Dense | Experts]:
+    """Return each layer's feed-forward layer.
+
+    The first `first_k_dense_replace` (or else `dense`) are dense. Then every `moe_layer_freq`-th is a
+    mixture.
+    """
+    first, step = (
+        fields.non_negative_integer(raw, "first_k_dense_replace", dense),
+        fields.integer(raw, "moe_layer_freq", 1),
+    )
     mixed = [i >= first and i % step == 0 for i in range(parts.num_layers(raw))]
-    return [experts if here else parts.dense(raw) for here in mixed]
+    return [experts if is_mixture else parts.dense_ffn_config(raw) for is_mixture in mixed]
 
 
-def corrected_experts(raw: fields.Raw, defaults: Mapping[str, Any]) -> Experts:
-    """Experts that are chosen as in DeepSeek-V3: by a sigmoid and a correction, in groups."""
-    fields.only(raw, "topk_method", "noaux_tc")
-    return experts(
+def corrected_experts_config(raw: fields.Raw, defaults: Mapping[str, Any]) -> Experts:
+    """Return experts that are chosen as in DeepSeek-V3: by a sigmoid and a correction, in groups."""
+    fields.allow_only(raw, "topk_method", "noaux_tc")
+    return experts_config(
         raw,
         defaults,
         scoring="sigmoid",
@@ -83,12 +92,12 @@ def corrected_experts(raw: fields.Raw, defaults: Mapping[str, Any]) -> Experts:
     )
 
 
-def experts(raw: fields.Raw, defaults: Mapping[str, Any], **kinds: Any) -> Experts:
-    """Experts with the family's `defaults` of the fields, None where there is none; `n_shared_experts` may be
+def experts_config(raw: fields.Raw, defaults: Mapping[str, Any], **kinds: Any) -> Experts:
+    """Return experts; `defaults` are the family's, None for a required field. `n_shared_experts` may be
     null."""
     size = fields.integer(raw, "moe_intermediate_size", defaults["moe_intermediate_size"])
-    shared = fields.nullable(fields.experts, raw, "n_shared_experts", defaults["n_shared_experts"]) or 0
-    named = fields.named(raw, "n_routed_experts", "num_local_experts")
-    count = fields.experts(raw, named, defaults["n_routed_experts"] or fields.REQUIRED)
+    shared = fields.nullable(fields.expert_count, raw, "n_shared_experts", defaults["n_shared_experts"]) or 0
+    name = fields.present_name(raw, "n_routed_experts", "num_local_experts")
+    count = fields.expert_count(raw, name, defaults["n_routed_experts"] or fields.REQUIRED)
     active = defaults["num_experts_per_tok"] or fields.REQUIRED
-    return parts.mixture(raw, count, active, size, shared=shared * size, **kinds)
+    return parts.experts_config(raw, count, active, size, shared=shared * size, **kinds)

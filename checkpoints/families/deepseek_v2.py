@@ -12,17 +12,17 @@ EXPERTS = {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' DeepseekV2Config.
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' DeepseekV2Config.
 
     A true `norm_topk_prob` is refused: DeepSeek's own code obeys it, transformers does not.
     """
     for name in ("norm_topk_prob", "mlp_bias"):
-        fields.only(raw, name, False)
-    fields.only(raw, "scoring_func", "softmax")
+        fields.allow_only(raw, name, False)
+    fields.allow_only(raw, "scoring_func", "softmax")
     meanings = {"greedy": False, "group_limited_greedy": True}
-    grouped = fields.chosen(raw, "topk_method", "greedy", meanings)
-    experts = deepseek.experts(
+    grouped = fields.enum_value(raw, "topk_method", "greedy", meanings)
+    experts = deepseek.experts_config(
         raw,
         EXPERTS,
         normalised=False,
@@ -30,9 +30,9 @@ def config(raw: fields.Raw) -> ModelConfig:
         groups=fields.integer(raw, "n_group") if grouped else 1,
         active_groups=fields.integer(raw, "topk_group") if grouped else 1,
     )
-    attention = deepseek.latent(raw, 2048, True)
-    layers = [LayerKind(attention, ffn) for ffn in deepseek.ffns(raw, experts, dense=0)]
-    return parts.decoder(raw, layers, max_position=2048, norm=parts.rms(raw))
+    attention = deepseek.latent_attention_config(raw, 2048, True)
+    layers = [LayerKind(attention, ffn) for ffn in deepseek.ffn_configs(raw, experts, dense=0)]
+    return parts.model_config(raw, layers, max_position=2048, norm=parts.rms_norm_config(raw))
 
 
-FAMILY = Family(config, deepseek.NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, deepseek.NAMES)

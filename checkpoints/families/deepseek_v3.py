@@ -17,13 +17,13 @@ EXPERTS = {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' DeepseekV3Config."""
-    fields.only(raw, "scoring_func", "sigmoid")
-    experts = deepseek.corrected_experts(raw, EXPERTS)
-    attention = deepseek.latent(raw, 4096, fields.flag(raw, "rope_interleave", True))
-    layers = [LayerKind(attention, ffn) for ffn in deepseek.ffns(raw, experts, dense=3)]
-    return parts.decoder(raw, layers, max_position=4096, norm=parts.rms(raw))
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' DeepseekV3Config."""
+    fields.allow_only(raw, "scoring_func", "sigmoid")
+    experts = deepseek.corrected_experts_config(raw, EXPERTS)
+    attention = deepseek.latent_attention_config(raw, 4096, fields.flag(raw, "rope_interleave", True))
+    layers = [LayerKind(attention, ffn) for ffn in deepseek.ffn_configs(raw, experts, dense=3)]
+    return parts.model_config(raw, layers, max_position=4096, norm=parts.rms_norm_config(raw))
 
 
-FAMILY = Family(config, deepseek.NAMES | deepseek.CORRECTION, parts.IGNORED + parts.BEYOND)
+FAMILY = Family(parse_config, deepseek.NAMES | deepseek.CORRECTION, parts.MTP_LAYERS)

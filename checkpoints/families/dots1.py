@@ -3,7 +3,7 @@
 from ...model.config import LayerKind, ModelConfig
 from . import deepseek, fields, parts
 from .family import Family
-from .ropes import rope
+from .ropes import read_rope
 
 NAMES = parts.BACKBONE | parts.BIASES | parts.QK_NORMS | deepseek.MIXTURE | deepseek.CORRECTION
 EXPERTS = {
@@ -18,25 +18,28 @@ EXPERTS = {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Dots1Config; `scoring_func` "noaux_tc" is a sigmoid
-    too."""
-    fields.only(raw, "scoring_func", "sigmoid", "noaux_tc")
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Dots1Config.
+
+    The `scoring_func` "noaux_tc" is a sigmoid too.
+    """
+    fields.allow_only(raw, "scoring_func", "sigmoid", "noaux_tc")
     size, bias = fields.head_size(raw), fields.flag(raw, "attention_bias", False)
-    turn, norm = rope(raw, size, length=2048), parts.rms(raw)
+    rope, norm = read_rope(raw, size, length=2048), parts.rms_norm_config(raw)
     kinds = {"kv_heads": 32, "qk_norm": norm, "bias": bias, "output_bias": bias}
-    ffns = deepseek.ffns(raw, deepseek.corrected_experts(raw, EXPERTS), dense=0)
+    ffns = deepseek.ffn_configs(raw, deepseek.corrected_experts_config(raw, EXPERTS), dense=0)
     layers = [
-        LayerKind(parts.grouped_query(raw, turn, size, window=window, **kinds), ffn)
+        LayerKind(parts.grouped_query_config(raw, rope, size, window=window, **kinds), ffn)
         for window, ffn in zip(windows(raw), ffns, strict=True)
     ]
-    return parts.decoder(raw, layers, max_position=2048, norm=norm)
+    return parts.model_config(raw, layers, max_position=2048, norm=norm)
 
 
 def windows(raw: fields.Raw) -> list[int | None]:
-    """Layers from `max_window_layers` on have one, unless `sliding_window` is null."""
+    """Return each layer's window: layers from `max_window_layers` on have one, unless `sliding_window` is
+    null."""
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
-    return parts.windows(raw, parts.windowed_from(raw, window, 62), window)
+    return parts.windows(raw, parts.sliding_tail(raw, window, 62), window)
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

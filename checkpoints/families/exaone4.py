@@ -1,37 +1,39 @@
-"""EXAONE 4.0 (LG AI Research, arXiv 2507.11407): Qwen 3 with norms of only what a layer's parts add; where
-there is a window, only the layers that have it have a rope."""
+"""EXAONE 4.0 (LG AI Research, arXiv 2507.11407): Qwen 3 with norms after attention and feed-forward layers
+only. If some layers have a window, only these have a rope."""
 
 from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
-from .ropes import rope
+from .ropes import read_rope
 
-NAMES = parts.OUTSIDE | parts.OUTPUT_NORMS | parts.ATTENTION | parts.QK_NORMS | parts.FFN
+NAMES = parts.OUTER_NAMES | parts.OUTPUT_NORMS | parts.ATTENTION | parts.QK_NORMS | parts.FFN
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Exaone4Config."""
-    size, norm = fields.head_size(raw), parts.rms(raw, 1e-5)
-    turn, ffn = rope(raw, size, length=2048), parts.dense(raw)
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Exaone4Config."""
+    size, norm = fields.head_size(raw), parts.rms_norm_config(raw, 1e-5)
+    rope, ffn = read_rope(raw, size, length=2048), parts.dense_ffn_config(raw)
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
     layers = [
         LayerKind(
-            parts.grouped_query(
-                raw, turn if window in (w, None) else None, size, kv_heads=32, window=w, qk_norm=norm
+            parts.grouped_query_config(
+                raw, rope if window in (w, None) else None, size, kv_heads=32, window=w, qk_norm=norm
             ),
             ffn,
         )
-        for w in parts.windows(raw, types(raw, window), window)
+        for w in parts.windows(raw, default_types(raw, window), window)
     ]
-    return parts.decoder(raw, layers, max_position=2048, norm=norm, pre_norms=False, post_norms=True)
+    return parts.model_config(raw, layers, max_position=2048, norm=norm, pre_norms=False, post_norms=True)
 
 
-def types(raw: fields.Raw, window: int | None) -> list[str]:
-    """Layer types by `sliding_window_pattern`, which may be a word like "LLLG"; all full where there is no
-    window, or `layer_types` decide."""
+def default_types(raw: fields.Raw, window: int | None) -> list[str]:
+    """Return default layer types by `sliding_window_pattern`; all are full without a window.
+
+    If `layer_types` are stated the result is not used: the pattern may be a word like "LLLG".
+    """
     if window is None or raw.get("layer_types") is not None:
         return ["full_attention"] * parts.num_layers(raw)
-    return parts.patterned(raw, fields.integer(raw, "sliding_window_pattern", 4))
+    return parts.sliding_pattern(raw, fields.integer(raw, "sliding_window_pattern", 4))
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

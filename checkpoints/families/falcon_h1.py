@@ -7,8 +7,8 @@ from ...model.config import Dense, GroupedQuery, LayerKind, ModelConfig
 from ...model.recurrent.kinds import Mamba
 from . import fields, mamba2, parts
 from .family import Family
-from .ropes import rope
-from .stored import Stored
+from .ropes import read_rope
+from .storage import Stored
 
 FFN = {
     path: Stored(stored.name.replace("mlp.", "feed_forward."), stored.axes)
@@ -18,7 +18,7 @@ NAMES = (
     parts.BACKBONE
     | parts.BIASES
     | FFN
-    | mamba2.names(parts.LAYER + "mamba.")
+    | mamba2.mixer_names(parts.LAYER + "mamba.")
     | {
         "norm.gain": Stored("model.final_layernorm.weight", "D->D"),
         "layers.{}.ffn_norm.gain": Stored(parts.LAYER + "pre_ff_layernorm.weight", "D->D"),
@@ -26,42 +26,50 @@ NAMES = (
 )
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' FalconH1Config."""
-    fields.only(raw, "attn_layer_indices")
-    fields.only(raw, "mamba_use_mlp", True)
-    of_attention = (factor(raw, "attention_in_multiplier"), factor(raw, "attention_out_multiplier"))
-    of_mamba = (factor(raw, "ssm_in_multiplier"), factor(raw, "ssm_out_multiplier"))
-    layer = LayerKind(attention(raw), ffn(raw), mamba(raw), (of_attention, of_mamba))
-    return parts.decoder(
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' FalconH1Config."""
+    fields.allow_only(raw, "attn_layer_indices")
+    fields.allow_only(raw, "mamba_use_mlp", True)
+    attention_scales = (
+        multiplier(raw, "attention_in_multiplier"),
+        multiplier(raw, "attention_out_multiplier"),
+    )
+    mamba_scales = (multiplier(raw, "ssm_in_multiplier"), multiplier(raw, "ssm_out_multiplier"))
+    layer = LayerKind(
+        attention_config(raw), ffn_config(raw), mamba_config(raw), (attention_scales, mamba_scales)
+    )
+    return parts.model_config(
         raw,
         layer,
         max_position=8192,
-        norm=parts.rms(raw, 1e-5),
-        embedding_scale=factor(raw, "embedding_multiplier"),
-        logit_scale=factor(raw, "lm_head_multiplier"),
+        norm=parts.rms_norm_config(raw, 1e-5),
+        embedding_scale=multiplier(raw, "embedding_multiplier"),
+        logit_scale=multiplier(raw, "lm_head_multiplier"),
     )
 
 
-def factor(raw: fields.Raw, name: str) -> float:
+def multiplier(raw: fields.Raw, name: str) -> float:
+    """Return a factor, by default 1."""
     return fields.number(raw, name, 1.0)
 
 
-def attention(raw: fields.Raw) -> GroupedQuery:
-    """Keys have a factor, and so their scores."""
+def attention_config(raw: fields.Raw) -> GroupedQuery:
+    """Return attention. The factor of the keys is part of the scale of scores."""
     size, bias = fields.head_size(raw), fields.flag(raw, "attention_bias", False)
-    scale = factor(raw, "key_multiplier") * size**-0.5
-    turn = rope(raw, size, length=8192)
-    return parts.grouped_query(raw, turn, size, kv_heads=8, bias=bias, output_bias=bias, scale=scale)
+    scale = multiplier(raw, "key_multiplier") * size**-0.5
+    rope = read_rope(raw, size, length=8192)
+    return parts.grouped_query_config(raw, rope, size, kv_heads=8, bias=bias, output_bias=bias, scale=scale)
 
 
-def ffn(raw: fields.Raw) -> Dense:
-    of_gate, of_all = fields.numbers(raw, "mlp_multipliers", 2, [1.0] * 2)
+def ffn_config(raw: fields.Raw) -> Dense:
+    """Return the feed-forward layer, with the factors of its gate and its output."""
+    gate_scale, ffn_scale = fields.numbers(raw, "mlp_multipliers", 2, [1.0] * 2)
     bias = fields.flag(raw, "mlp_bias", False)
-    return parts.dense(raw, bias=bias, gate_scale=of_gate, scale=of_all)
+    return parts.dense_ffn_config(raw, bias=bias, gate_scale=gate_scale, scale=ffn_scale)
 
 
-def mamba(raw: fields.Raw) -> Mamba:
+def mamba_config(raw: fields.Raw) -> Mamba:
+    """Return the Mamba-2 mixer."""
     hidden = fields.integer(raw, "hidden_size")
     width = fields.nullable(fields.integer, raw, "mamba_d_ssm", 1024)
     norms = {True: "then gated", False: "of gated"}
@@ -69,11 +77,11 @@ def mamba(raw: fields.Raw) -> Mamba:
     kinds: dict[str, Any] = {
         "output_bias": fields.flag(raw, "projectors_bias", False),
         "norm": order if fields.flag(raw, "mamba_rms_norm", False) else None,
-        "eps": parts.rms(raw, 1e-5).eps,
+        "eps": parts.rms_norm_config(raw, 1e-5).eps,
         "scales": fields.numbers(raw, "ssm_multipliers", 5, [1.0] * 5),
     }
     expanded = fields.integer(raw, "mamba_expand", 2) * hidden
-    return mamba2.beside_attention(raw, width or expanded, **kinds)
+    return mamba2.hybrid_mixer_config(raw, width or expanded, **kinds)
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

@@ -5,32 +5,34 @@ from ...model.config import LayerKind, ModelConfig
 from ...model.rope import Rope
 from . import fields, parts
 from .family import Family
-from .ropes import rope
-from .stored import Stored
+from .ropes import read_rope
+from .storage import Stored
 
 INPUT_NORMS = {
     "layers.{}.attention_norm.gain": Stored(parts.LAYER + "input_layernorm.weight", "D->D"),
     "layers.{}.ffn_norm.gain": Stored(parts.LAYER + "pre_feedforward_layernorm.weight", "D->D"),
 }
-NAMES = parts.OUTSIDE | INPUT_NORMS | parts.OUTPUT_NORMS | parts.ATTENTION | parts.FFN | parts.BIASES
+NAMES = parts.OUTER_NAMES | INPUT_NORMS | parts.OUTPUT_NORMS | parts.ATTENTION | parts.FFN | parts.BIASES
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Gemma2Config."""
-    turn = rope(raw, fields.head_size(raw, 256), length=8192)
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Gemma2Config."""
+    rope = read_rope(raw, fields.head_size(raw, 256), length=8192)
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
     caps = (50.0, 30.0)
-    layers = [layer(raw, turn, w, caps[0]) for w in parts.windows(raw, parts.patterned(raw, 2), window)]
-    return decoder(raw, layers, 8192, caps[1])
+    layers = [
+        layer_config(raw, rope, w, caps[0]) for w in parts.windows(raw, parts.sliding_pattern(raw, 2), window)
+    ]
+    return model_config(raw, layers, 8192, caps[1])
 
 
-def layer(raw: fields.Raw, turn: Rope, window: int | None, cap: float | None, **kinds) -> LayerKind:
-    """A layer of Gemma 2 or 3; `cap` is the default of `attn_logit_softcapping`."""
-    fields.only(raw, "use_bidirectional_attention", False)
+def layer_config(raw: fields.Raw, rope: Rope, window: int | None, cap: float | None, **kinds) -> LayerKind:
+    """Return a layer of Gemma 2 or 3; `cap` is the default of `attn_logit_softcapping`."""
+    fields.allow_only(raw, "use_bidirectional_attention", False)
     bias = fields.flag(raw, "attention_bias", False)
-    attention = parts.grouped_query(
+    attention = parts.grouped_query_config(
         raw,
-        turn,
+        rope,
         fields.head_size(raw, 256),
         kv_heads=4,
         window=window,
@@ -41,16 +43,18 @@ def layer(raw: fields.Raw, turn: Rope, window: int | None, cap: float | None, **
         **kinds,
     )
     activation = fields.activation(raw, "hidden_activation", "gelu_pytorch_tanh")
-    return LayerKind(attention, parts.dense(raw, activation))
+    return LayerKind(attention, parts.dense_ffn_config(raw, activation))
 
 
-def decoder(raw: fields.Raw, layers: list[LayerKind], max_position: int, cap: float | None) -> ModelConfig:
-    """A model of such layers; `cap` is the default of `final_logit_softcapping`."""
-    return parts.decoder(
+def model_config(
+    raw: fields.Raw, layers: list[LayerKind], max_position: int, cap: float | None
+) -> ModelConfig:
+    """Return a model of Gemma's layers; `cap` is the default of `final_logit_softcapping`."""
+    return parts.model_config(
         raw,
         layers,
         max_position,
-        norm=parts.rms(raw, offset=1.0),
+        norm=parts.rms_norm_config(raw, offset=1.0),
         tied=True,
         post_norms=True,
         embedding_scale=fields.integer(raw, "hidden_size") ** 0.5,
@@ -58,4 +62,4 @@ def decoder(raw: fields.Raw, layers: list[LayerKind], max_position: int, cap: fl
     )
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

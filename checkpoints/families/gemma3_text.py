@@ -3,26 +3,35 @@
 from ...model.config import ModelConfig
 from . import fields, gemma2, parts
 from .family import Family
-from .ropes import two_ropes
+from .ropes import read_rope_pair
 
 LENGTH = 131072
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Gemma3TextConfig.
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Gemma3TextConfig.
 
-    Scores are not capped: transformers does not look at `attn_logit_softcapping` here.
+    Scores are not capped: transformers does not read `attn_logit_softcapping` here.
     """
-    fields.only(raw, "attn_logit_softcapping")
+    fields.allow_only(raw, "attn_logit_softcapping")
     pattern = fields.integer(raw, "sliding_window_pattern", fields.integer(raw, "_sliding_window_pattern", 6))
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
-    theta, near = fields.number(raw, "rope_theta", 1e6), fields.number(raw, "rope_local_base_freq", 1e4)
-    whole, local = two_ropes(raw, fields.head_size(raw, 256), LENGTH, (theta, near))
+    full_theta, local_theta = (
+        fields.number(raw, "rope_theta", 1e6),
+        fields.number(raw, "rope_local_base_freq", 1e4),
+    )
+    full_rope, local_rope = read_rope_pair(raw, fields.head_size(raw, 256), LENGTH, (full_theta, local_theta))
     layers = [
-        gemma2.layer(raw, whole if w is None else local, w, None, qk_norm=parts.rms(raw, offset=1.0))
-        for w in parts.windows(raw, parts.patterned(raw, pattern), window)
+        gemma2.layer_config(
+            raw,
+            full_rope if w is None else local_rope,
+            w,
+            None,
+            qk_norm=parts.rms_norm_config(raw, offset=1.0),
+        )
+        for w in parts.windows(raw, parts.sliding_pattern(raw, pattern), window)
     ]
-    return gemma2.decoder(raw, layers, LENGTH, None)
+    return gemma2.model_config(raw, layers, LENGTH, None)
 
 
-FAMILY = Family(config, gemma2.NAMES | parts.QK_NORMS, parts.IGNORED)
+FAMILY = Family(parse_config, gemma2.NAMES | parts.QK_NORMS)

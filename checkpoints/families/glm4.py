@@ -3,7 +3,7 @@
 from ...model.config import LayerKind, ModelConfig
 from . import fields, glm, parts
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 POST_NORMS = {
     "layers.{}.attention_post_norm.gain": Stored(parts.LAYER + "post_self_attn_layernorm.weight", "D->D"),
@@ -11,10 +11,13 @@ POST_NORMS = {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Glm4Config."""
-    layer, norm = LayerKind(glm.attention(raw), parts.dense(raw)), parts.rms(raw, 1.5625e-7)
-    return parts.decoder(raw, layer, max_position=131072, norm=norm, post_norms=True)
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Glm4Config."""
+    layer, norm = (
+        LayerKind(glm.attention_config(raw), parts.dense_ffn_config(raw)),
+        parts.rms_norm_config(raw, 1.5625e-7),
+    )
+    return parts.model_config(raw, layer, max_position=131072, norm=norm, post_norms=True)
 
 
-FAMILY = Family(config, glm.NAMES | POST_NORMS, parts.IGNORED)
+FAMILY = Family(parse_config, glm.NAMES | POST_NORMS)

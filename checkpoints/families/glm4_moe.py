@@ -20,16 +20,16 @@ EXPERTS = {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Glm4MoeConfig."""
-    fields.only(raw, "scoring_func", "sigmoid")
-    norm, size = parts.rms(raw, 1e-5), fields.head_size(raw)
-    bias, normed = fields.flag(raw, "attention_bias", False), fields.flag(raw, "use_qk_norm", False)
-    kinds: dict[str, Any] = {"kv_heads": 8, "bias": bias, "qk_norm": norm if normed else None}
-    attention = parts.partly_turned(raw, size, length=131072, share=0.5, **kinds)
-    ffns = deepseek.ffns(raw, deepseek.corrected_experts(raw, EXPERTS), dense=1)
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Glm4MoeConfig."""
+    fields.allow_only(raw, "scoring_func", "sigmoid")
+    norm, size = parts.rms_norm_config(raw, 1e-5), fields.head_size(raw)
+    bias, has_qk_norm = fields.flag(raw, "attention_bias", False), fields.flag(raw, "use_qk_norm", False)
+    kinds: dict[str, Any] = {"kv_heads": 8, "bias": bias, "qk_norm": norm if has_qk_norm else None}
+    attention = parts.partial_rotary_attention_config(raw, size, length=131072, share=0.5, **kinds)
+    ffns = deepseek.ffn_configs(raw, deepseek.corrected_experts_config(raw, EXPERTS), dense=1)
     layers = [LayerKind(attention, ffn) for ffn in ffns]
-    return parts.decoder(raw, layers, max_position=131072, norm=norm)
+    return parts.model_config(raw, layers, max_position=131072, norm=norm)
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED + parts.BEYOND)
+FAMILY = Family(parse_config, NAMES, parts.MTP_LAYERS)

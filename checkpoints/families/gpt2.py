@@ -4,7 +4,7 @@
 from ...model.config import Dense, GroupedQuery, LayerKind, ModelConfig, NormKind
 from . import fields
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 LAYER = "transformer.h.{}."
 NAMES = {
@@ -33,23 +33,29 @@ NAMES = {
 MASKS = r"transformer\.h\.\d+\.attn\.(masked_)?bias"
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' GPT2Config."""
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' GPT2Config."""
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        fields.only(raw, name, False)
+        fields.allow_only(raw, name, False)
     hidden, heads = fields.integer(raw, "n_embd", 768), fields.integer(raw, "n_head", 12)
     if hidden % heads:
         raise ValueError(f"n_embd {hidden} is not a multiple of n_head {heads}")
-    scaled = fields.flag(raw, "scale_attn_weights", True)
+    is_scaled = fields.flag(raw, "scale_attn_weights", True)
     attention = GroupedQuery(
-        heads, heads, hidden // heads, rope=None, scale=None if scaled else 1.0, bias=True, output_bias=True
+        heads,
+        heads,
+        hidden // heads,
+        rope=None,
+        scale=None if is_scaled else 1.0,
+        bias=True,
+        output_bias=True,
     )
     activation = fields.activation(raw, "activation_function", "gelu_new")
     ffn = Dense(fields.integer(raw, "n_inner", 4 * hidden), activation, gated=False, bias=True)
     return ModelConfig(
         vocab_size=fields.integer(raw, "vocab_size", 50257),
         hidden_size=hidden,
-        layers=(LayerKind(attention, ffn),) * fields.layers(raw, "n_layer", 12),
+        layers=(LayerKind(attention, ffn),) * fields.layer_count(raw, "n_layer", 12),
         max_position=fields.integer(raw, "n_positions", 1024),
         norm=NormKind("layer", fields.number(raw, "layer_norm_epsilon", 1e-5), bias=True),
         tied_embeddings=fields.flag(raw, "tie_word_embeddings", True),
@@ -57,4 +63,4 @@ def config(raw: fields.Raw) -> ModelConfig:
     )
 
 
-FAMILY = Family(config, NAMES, (MASKS,), prefix="transformer.")
+FAMILY = Family(parse_config, NAMES, (MASKS,))

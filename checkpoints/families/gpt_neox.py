@@ -4,7 +4,7 @@ biases, plain feed-forward layers beside attention, projections joined head by h
 from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 LAYER = "gpt_neox.layers.{}."
 QKV = LAYER + "attention.query_key_value."
@@ -25,29 +25,32 @@ NAMES = {
     "norm.gain": Stored("gpt_neox.final_layer_norm.weight", "D->D"),
     "norm.bias": Stored("gpt_neox.final_layer_norm.bias", "D->D"),
     "head": Stored("embed_out.weight", "V,D->VD"),
-} | parts.plain("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", LAYER)
-MASKS = r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)"
+} | parts.plain_ffn_names("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", LAYER)
+MASKS = r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' GPTNeoXConfig."""
-    fields.only(raw, "num_key_value_heads", fields.integer(raw, "num_attention_heads"))
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' GPTNeoXConfig."""
+    fields.allow_only(raw, "num_key_value_heads", fields.integer(raw, "num_attention_heads"))
     size, bias = fields.divided_head_size(raw), fields.flag(raw, "attention_bias", True)
-    attention = parts.partly_turned(named(raw), size, length=2048, share=0.25, bias=bias, output_bias=bias)
+    attention = parts.partial_rotary_attention_config(
+        with_rope_fields(raw), size, length=2048, share=0.25, bias=bias, output_bias=bias
+    )
     activation = fields.activation(raw, "hidden_act", "gelu")
-    return parts.decoder(
+    return parts.model_config(
         raw,
-        LayerKind(attention, parts.dense(raw, activation, gated=False, bias=True)),
+        LayerKind(attention, parts.dense_ffn_config(raw, activation, gated=False, bias=True)),
         max_position=2048,
-        norm=parts.layer_norm(raw, "layer_norm_eps"),
+        norm=parts.layer_norm_config(raw, "layer_norm_eps"),
         parallel="two norms" if fields.flag(raw, "use_parallel_residual", True) else None,
     )
 
 
-def named(raw: fields.Raw) -> fields.Raw:
-    """The fields of the rope under other families' names for them."""
-    theta, share = fields.number(raw, "rotary_emb_base", 10000.0), fields.number(raw, "rotary_pct", 0.25)
+def with_rope_fields(raw: fields.Raw) -> fields.Raw:
+    """Return the fields with the rope under the names of other families."""
+    theta = fields.number(raw, fields.present_name(raw, "rope_theta", "rotary_emb_base"), 10000.0)
+    share = fields.number(raw, fields.present_name(raw, "partial_rotary_factor", "rotary_pct"), 0.25)
     return {**raw, "rope_theta": theta, "partial_rotary_factor": share}
 
 
-FAMILY = Family(config, NAMES, (MASKS,))
+FAMILY = Family(parse_config, NAMES, (MASKS,))

@@ -1,11 +1,10 @@
-"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped activation, attention that may look at
-nothing."""
+"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped activation, attention with sinks."""
 
 from ...model.config import Experts, LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
-from .ropes import rope
-from .stored import Stored
+from .ropes import read_rope
+from .storage import Stored
 
 MLP = parts.LAYER + "mlp."
 GATE_UP = MLP + "experts.gate_up_proj"
@@ -32,26 +31,27 @@ ROPE = {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' GptOssConfig."""
-    fields.only(raw, "hidden_act", "silu")
-    fields.only(raw, "swiglu_alpha", 1.702)
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' GptOssConfig."""
+    fields.allow_only(raw, "hidden_act", "silu")
+    fields.allow_only(raw, "swiglu_alpha", 1.702)
     if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
         raw = {**raw, "rope_parameters": ROPE}
     size, bias = fields.head_size(raw, 64), fields.flag(raw, "attention_bias", True)
-    turn = rope(raw, size, length=131072, theta=150000.0)
+    rope = read_rope(raw, size, length=131072, theta=150000.0)
     kinds = {"kv_heads": 8, "sinks": True, "bias": bias, "output_bias": bias}
     window = fields.nullable(fields.integer, raw, "sliding_window", 128)
     layers = [
-        LayerKind(parts.grouped_query(raw, turn, size, window=w, **kinds), experts(raw))
-        for w in parts.windows(raw, parts.patterned(raw, 2), window)
+        LayerKind(parts.grouped_query_config(raw, rope, size, window=w, **kinds), experts_config(raw))
+        for w in parts.windows(raw, parts.sliding_pattern(raw, 2), window)
     ]
-    return parts.decoder(raw, layers, max_position=131072, norm=parts.rms(raw, 1e-5))
+    return parts.model_config(raw, layers, max_position=131072, norm=parts.rms_norm_config(raw, 1e-5))
 
 
-def experts(raw: fields.Raw) -> Experts:
+def experts_config(raw: fields.Raw) -> Experts:
+    """Return experts with biases and a clamped activation."""
     return Experts(
-        count=fields.experts(raw, "num_local_experts", fields.experts(raw, "num_experts", 128)),
+        count=fields.expert_count(raw, "num_local_experts", fields.expert_count(raw, "num_experts", 128)),
         active=fields.integer(raw, "num_experts_per_tok", fields.integer(raw, "experts_per_token", 4)),
         size=fields.integer(raw, "intermediate_size"),
         activation="clamped_silu",
@@ -61,4 +61,4 @@ def experts(raw: fields.Raw) -> Experts:
     )
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

@@ -3,7 +3,7 @@
 from ...model.config import Experts, ModelConfig
 from . import fields, granite, parts
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 BLOCK = parts.LAYER + "block_sparse_moe."
 NAMES = (
@@ -18,13 +18,16 @@ NAMES = (
 )
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' GraniteMoeConfig."""
-    return granite.alike(raw, experts(raw, fields.experts(raw, "num_local_experts", 8)))
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' GraniteMoeConfig."""
+    return granite.model_config_with_ffn(
+        raw, experts_config(raw, fields.expert_count(raw, "num_local_experts", 8))
+    )
 
 
-def experts(raw: fields.Raw, count: int, shared: int = 0) -> Experts:
-    return parts.mixture(raw, count, 2, fields.integer(raw, "intermediate_size"), shared=shared)
+def experts_config(raw: fields.Raw, count: int, shared: int = 0) -> Experts:
+    """Return `count` experts, with a shared expert of `shared` inner dimensions."""
+    return parts.experts_config(raw, count, 2, fields.integer(raw, "intermediate_size"), shared=shared)
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

@@ -1,11 +1,11 @@
-"""Hunyuan's dense models (Tencent Hunyuan Team, 2025): Llama with queries and keys normed after they are
-turned."""
+"""Hunyuan's dense models (Tencent Hunyuan Team, 2025): Llama that norms queries and keys after their
+rotation."""
 
 from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
-from .ropes import rope
-from .stored import Stored
+from .ropes import read_rope
+from .storage import Stored
 
 NAMES = (
     parts.LLAMA
@@ -17,15 +17,18 @@ NAMES = (
 )
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' HunYuanDenseV1Config."""
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers'
+    HunYuanDenseV1Config."""
     for name, value in {"use_qk_norm": True, "mlp_bias": False, "use_cla": False}.items():
-        fields.only(raw, name, value)
+        fields.allow_only(raw, name, value)
     size, bias = fields.head_size(raw), fields.flag(raw, "attention_bias", False)
-    norm, turn = parts.rms(raw, 1e-5), rope(raw, size, length=2048)
-    kinds = {"qk_norm": norm, "norm_turned": True, "bias": bias, "output_bias": bias}
-    attention = parts.grouped_query(raw, turn, size, **kinds)
-    return parts.decoder(raw, LayerKind(attention, parts.dense(raw)), max_position=2048, norm=norm)
+    norm, rope = parts.rms_norm_config(raw, 1e-5), read_rope(raw, size, length=2048)
+    kinds = {"qk_norm": norm, "norm_after_rope": True, "bias": bias, "output_bias": bias}
+    attention = parts.grouped_query_config(raw, rope, size, **kinds)
+    return parts.model_config(
+        raw, LayerKind(attention, parts.dense_ffn_config(raw)), max_position=2048, norm=norm
+    )
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

@@ -1,30 +1,32 @@
-"""InternLM 3 (Shanghai AI Laboratory, 2025): Llama with biases under other names, and few heads of keys."""
+"""InternLM 3 (Shanghai AI Laboratory, 2025): Llama with biases under other names, and few key heads."""
 
 from ...model.config import LayerKind, ModelConfig
 from . import fields, llama, parts
 from .family import Family
-from .ropes import rope
+from .ropes import read_rope
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' InternLM3Config."""
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' InternLM3Config."""
     size = fields.head_size({"head_dim": 128, **raw})
     bias = fields.flag(raw, "qkv_bias", fields.flag(raw, "attention_bias", False))
-    rest = fields.flag(raw, "bias", fields.flag(raw, "mlp_bias", False))
-    turn = rope(short(raw), size, length=32768)
-    attention = parts.grouped_query(raw, turn, size, kv_heads=2, bias=bias, output_bias=rest)
-    layer = LayerKind(attention, parts.dense(raw, bias=rest))
-    return parts.decoder(raw, layer, max_position=32768, norm=parts.rms(raw, 1e-5))
+    output_bias = fields.flag(raw, "bias", fields.flag(raw, "mlp_bias", False))
+    rope = read_rope(drop_dynamic_rope(raw), size, length=32768)
+    attention = parts.grouped_query_config(raw, rope, size, kv_heads=2, bias=bias, output_bias=output_bias)
+    layer = LayerKind(attention, parts.dense_ffn_config(raw, bias=output_bias))
+    return parts.model_config(raw, layer, max_position=32768, norm=parts.rms_norm_config(raw, 1e-5))
 
 
-def short(raw: fields.Raw) -> fields.Raw:
-    """The rope "dynamic" has other frequencies beyond `max_position_embeddings` only, where no sequence
-    gets."""
+def drop_dynamic_rope(raw: fields.Raw) -> fields.Raw:
+    """Replace a "dynamic" rope by the default one.
+
+    It differs only beyond `max_position_embeddings`, which no sequence exceeds.
+    """
     for name in ("rope_scaling", "rope_parameters"):
-        found = raw.get(name)
-        if isinstance(found, dict) and (found.get("rope_type") or found.get("type")) == "dynamic":
-            raw = {**raw, name: {**found, "rope_type": "default"}}
+        stated = raw.get(name)
+        if isinstance(stated, dict) and (stated.get("rope_type") or stated.get("type")) == "dynamic":
+            raw = {**raw, name: {**stated, "rope_type": "default"}}
     return raw
 
 
-FAMILY = Family(config, llama.NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, llama.NAMES)

@@ -6,10 +6,10 @@ from typing import Any
 
 from ...model.config import Dense, Experts, Latent, LayerKind, ModelConfig
 from ...model.recurrent.kinds import DeltaNet
-from ...refusals import shown
+from ...refusals import quote
 from . import deepseek, fields, parts
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 MIXER, BLOCK = parts.LAYER + "self_attn.", "block_sparse_moe."
 RECURRENT = {
@@ -30,13 +30,14 @@ RECURRENT = {
     "layers.{}.recurrent.gate_down": Stored(MIXER + "g_a_proj.weight", "R,D->DR"),
 }
 MIXTURE = (
-    parts.experts("block_sparse_moe", "w1", "w3", "w2")
-    | parts.gated("ffn.shared", BLOCK + "shared_experts")
+    parts.expert_names("block_sparse_moe", "w1", "w3", "w2")
+    | parts.gated_ffn_names("ffn.shared", BLOCK + "shared_experts")
     | {"layers.{}.ffn.correction": Stored(parts.LAYER + BLOCK + "gate.e_score_correction_bias", "E->E")}
 )
 NAMES = deepseek.NAMES | MIXTURE | RECURRENT
-SAVED = parts.gated("ffn", "block_sparse_moe")  # by transformers, where the hub's files have `mlp`
-ONLY = {
+# in folders that transformers saves; the hub's have `mlp`
+SAVED_FFN_NAMES = parts.gated_ffn_names("ffn", "block_sparse_moe")
+FIXED_FIELDS = {
     "hidden_act": "silu",
     "mla_use_nope": True,
     "moe_layer_freq": 1,
@@ -45,31 +46,38 @@ ONLY = {
     "topk_method": "noaux_tc",
     "use_grouped_topk": True,
 }
-LINEAR = {"full_attn_layers", "kda_layers", "num_heads", "head_dim", "short_conv_kernel_size"}
+ALLOWED = {"full_attn_layers", "kda_layers", "num_heads", "head_dim", "short_conv_kernel_size"}
 MIXERS = ("full_attention", "linear_attention")
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' KimiLinearConfig."""
-    for name, value in ONLY.items():
-        fields.only(raw, name, value)
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' KimiLinearConfig."""
+    for name, value in FIXED_FIELDS.items():
+        fields.allow_only(raw, name, value)
     linear = fields.value(raw, "linear_attn_config", {})
-    if not isinstance(linear, Mapping) or set(linear) - LINEAR:
+    if not isinstance(linear, Mapping) or set(linear) - ALLOWED:
         raise ValueError(
-            f"linear_attn_config is {shown(linear)}, expected an object with {', '.join(sorted(LINEAR))}"
+            f"linear_attn_config is {quote(linear)}, expected an object with {', '.join(sorted(ALLOWED))}"
         )
-    mixers = {"full_attention": latent(raw), "linear_attention": delta_net(raw, linear)}
+    mixers = {
+        "full_attention": latent_attention_config(raw),
+        "linear_attention": delta_net_config(raw, linear),
+    }
     layers = [
-        LayerKind(mixers[kind], ffn) for kind, ffn in zip(layer_types(raw, linear), ffns(raw), strict=True)
+        LayerKind(mixers[kind], ffn)
+        for kind, ffn in zip(layer_types(raw, linear), ffn_configs(raw), strict=True)
     ]
-    length = fields.named(raw, "model_max_length", "max_position_embeddings")
-    longest = {"max_position_embeddings": fields.integer(raw, length, 1048576)}
-    return parts.decoder({**raw, **longest}, layers, max_position=1048576, norm=parts.rms(raw, 1e-5))
+    length = fields.present_name(raw, "model_max_length", "max_position_embeddings")
+    max_position = {"max_position_embeddings": fields.integer(raw, length, 1048576)}
+    return parts.model_config(
+        {**raw, **max_position}, layers, max_position=1048576, norm=parts.rms_norm_config(raw, 1e-5)
+    )
 
 
-def latent(raw: fields.Raw) -> Latent:
+def latent_attention_config(raw: fields.Raw) -> Latent:
+    """Return latent attention without positions."""
     heads = fields.integer(raw, "num_attention_heads")
-    fields.only(raw, "num_key_value_heads", heads)
+    fields.allow_only(raw, "num_key_value_heads", heads)
     return Latent(
         num_heads=heads,
         rank=fields.integer(raw, "kv_lora_rank", 512),
@@ -82,20 +90,23 @@ def latent(raw: fields.Raw) -> Latent:
     )
 
 
-def delta_net(raw: fields.Raw, linear: fields.Raw) -> DeltaNet:
-    """Sizes are in `linear_attn_config`, or else in fields of their own."""
+def delta_net_config(raw: fields.Raw, linear: fields.Raw) -> DeltaNet:
+    """Return Kimi Delta Attention. Sizes are in `linear_attn_config`, or else in separate fields."""
 
-    def size(inner: str, outer: str, default: int) -> int:
+    def read_size(inner: str, outer: str, default: int) -> int:
         return fields.integer(linear, inner, fields.integer(raw, outer, default))
 
-    heads, head = size("num_heads", "linear_num_heads", 32), size("head_dim", "linear_head_dim", 128)
+    heads, head = (
+        read_size("num_heads", "linear_num_heads", 32),
+        read_size("head_dim", "linear_head_dim", 128),
+    )
     return DeltaNet(
         key_heads=heads,
         value_heads=heads,
         key_size=head,
         value_size=head,
-        kernel=size("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
-        eps=parts.rms(raw, 1e-5).eps,
+        kernel=read_size("short_conv_kernel_size", "linear_conv_kernel_dim", 4),
+        eps=parts.rms_norm_config(raw, 1e-5).eps,
         gate="sigmoid",
         gate_rank=head,
         decay_rank=head,
@@ -103,8 +114,11 @@ def delta_net(raw: fields.Raw, linear: fields.Raw) -> DeltaNet:
 
 
 def layer_types(raw: fields.Raw, linear: fields.Raw) -> list[str]:
-    """`layer_types`, or the numbers of the layers of each kind, counted from 1, or else every fourth but the
-    first has attention."""
+    """Return the type of each layer.
+
+    They are stated by `layer_types`, or by layer numbers of each kind, counted from 1. By default every
+    fourth but the first has attention.
+    """
     count = parts.num_layers(raw)
     kinds = ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(count)]
     full, others = linear.get("full_attn_layers"), linear.get("kda_layers")
@@ -112,43 +126,44 @@ def layer_types(raw: fields.Raw, linear: fields.Raw) -> list[str]:
         numbers = [*full, *others] if isinstance(full, list) and isinstance(others, list) else []
         if any(type(n) is not int for n in numbers) or sorted(numbers) != list(range(1, count + 1)):
             raise ValueError(
-                f"full_attn_layers and kda_layers are {shown(full)} and {shown(others)}, "
+                f"full_attn_layers and kda_layers are {quote(full)} and {quote(others)}, "
                 f"expected lists that have each number from 1 to {count} once"
             )
         kinds = ["full_attention" if i + 1 in full else "linear_attention" for i in range(count)]
     return fields.layer_types(raw, kinds, MIXERS)
 
 
-def ffns(raw: fields.Raw) -> list[Dense | Experts]:
-    """Each layer's, by `mlp_layer_types`, or else dense for the first `first_k_dense_replace`."""
-    first, count = fields.count(raw, "first_k_dense_replace", 1), parts.num_layers(raw)
+def ffn_configs(raw: fields.Raw) -> list[Dense | Experts]:
+    """Return each layer's feed-forward layer: by `mlp_layer_types`, or else the first `first_k_dense_replace`
+    dense."""
+    first, count = fields.non_negative_integer(raw, "first_k_dense_replace", 1), parts.num_layers(raw)
     kinds = ["dense" if i < first else "sparse" for i in range(count)]
-    found = fields.layer_types(raw, kinds, ("dense", "sparse"), "mlp_layer_types")
-    mixed = experts(raw)
-    return [mixed if kind == "sparse" else parts.dense(raw) for kind in found]
+    types = fields.layer_types(raw, kinds, ("dense", "sparse"), "mlp_layer_types")
+    mixture = experts_config(raw)
+    return [mixture if kind == "sparse" else parts.dense_ffn_config(raw) for kind in types]
 
 
-def experts(raw: fields.Raw) -> Experts:
-    """The experts. Of fields with two names the one of the hub's files takes precedence."""
+def experts_config(raw: fields.Raw) -> Experts:
+    """Return the experts. A field with two names is read by its name in the hub's files first."""
 
-    def field(read: Any, hub: str, own: str, default: Any) -> Any:
-        return read(raw, fields.named(raw, hub, own), default)
+    def read_field(read: Any, hub_name: str, saved_name: str, default: Any) -> Any:
+        return read(raw, fields.present_name(raw, hub_name, saved_name), default)
 
     size = fields.integer(raw, "moe_intermediate_size", 1024)
     return Experts(
-        count=field(fields.experts, "num_experts", "num_local_experts", 256),
-        active=field(fields.integer, "num_experts_per_token", "num_experts_per_tok", 8),
+        count=read_field(fields.expert_count, "num_experts", "num_local_experts", 256),
+        active=read_field(fields.integer, "num_experts_per_token", "num_experts_per_tok", 8),
         size=size,
         activation="silu",
         scoring="sigmoid",
-        normalised=field(fields.flag, "moe_renormalize", "norm_topk_prob", True),
+        normalised=read_field(fields.flag, "moe_renormalize", "norm_topk_prob", True),
         factor=fields.number(raw, "routed_scaling_factor", 2.446),
         correction=True,
-        groups=field(fields.integer, "num_expert_group", "n_group", 1),
+        groups=read_field(fields.integer, "num_expert_group", "n_group", 1),
         active_groups=fields.integer(raw, "topk_group", 1),
         group_score="top2",
-        shared=field(fields.experts, "num_shared_experts", "n_shared_experts", 1) * size,
+        shared=read_field(fields.expert_count, "num_shared_experts", "n_shared_experts", 1) * size,
     )
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED + parts.BEYOND, also=SAVED)
+FAMILY = Family(parse_config, NAMES, parts.MTP_LAYERS, alternative_names=SAVED_FFN_NAMES)

@@ -1,28 +1,31 @@
-"""Llama 2 and 3 (Touvron et al., arXiv 2307.09288; Grattafiori et al., arXiv 2407.21783), and what is shaped
-like them."""
+"""Llama 2 and 3 (Touvron et al., arXiv 2307.09288; Grattafiori et al., arXiv 2407.21783)."""
 
 from typing import Any
 
 from ...model.config import Dense, GroupedQuery, LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
-from .ropes import rope, rope_scaling
+from .ropes import export_rope, read_rope
 
 NAMES = parts.LLAMA | parts.BIASES | parts.FFN_BIASES
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """A `config.json` as our sizes; absent fields have the defaults of transformers' LlamaConfig."""
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' LlamaConfig."""
     size, bias = fields.head_size(raw), fields.flag(raw, "attention_bias", False)
-    fields.only(raw, "sliding_window")
-    parts.one_window(raw, None)
-    attention = parts.grouped_query(raw, rope(raw, size, length=2048), size, bias=bias, output_bias=bias)
-    ffn = parts.dense(raw, bias=fields.flag(raw, "mlp_bias", False))
-    return parts.decoder(raw, LayerKind(attention, ffn), max_position=2048, norm=parts.rms(raw))
+    fields.allow_only(raw, "sliding_window")
+    parts.uniform_window(raw, None)
+    attention = parts.grouped_query_config(
+        raw, read_rope(raw, size, length=2048), size, bias=bias, output_bias=bias
+    )
+    ffn = parts.dense_ffn_config(raw, bias=fields.flag(raw, "mlp_bias", False))
+    return parts.model_config(
+        raw, LayerKind(attention, ffn), max_position=2048, norm=parts.rms_norm_config(raw)
+    )
 
 
-def export(config: ModelConfig) -> dict[str, Any]:
-    """Our sizes as the fields of a `config.json`: `config` read backwards.
+def export_config(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a `config.json` that describe a model. Inverse of `config`.
 
     Raises ValueError for a model that is not shaped like Llama.
     """
@@ -45,11 +48,11 @@ def export(config: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm.eps,
         "rope_theta": attention.rope.theta,
-        "rope_scaling": rope_scaling(attention.rope),
+        "rope_scaling": export_rope(attention.rope),
         "tie_word_embeddings": config.tied_embeddings,
         "attention_bias": attention.bias,
         "mlp_bias": ffn.bias,
     }
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

@@ -5,25 +5,25 @@ from typing import Any
 
 from ...model.config import LayerKind, ModelConfig, NormKind
 from ...model.recurrent.kinds import Mamba
-from ...refusals import shown
+from ...refusals import quote
 from . import fields, parts
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 LAYER = "backbone.layers.{}."
 INFINITE = {"__float__": "Infinity"}  # as transformers 5 writes it
-LONGEST = 131072  # where no field says what the longest context is: the model has none
+MAX_POSITION = 131072  # tokens; the model has no longest context, and no field states one
 
 
-def names(mixer: str) -> dict[str, Stored]:
-    """Where the tensors of a mixer are."""
-    inner = {"z": "KV", "v": "KV", "k": "KH", "q": "KH", "step": "KG"}  # in their order in one tensor
-    found = {x: Stored(mixer + "in_proj.weight", f"[{of}],D->D{of}") for x, of in inner.items()}
-    found |= {f"{x}_bias": Stored(mixer + "in_proj.bias", f"[{of}]->{of}") for x, of in inner.items()}
+def mixer_names(mixer: str) -> dict[str, Stored]:
+    """Return the storage of a mixer's parameters; `mixer` is the prefix of its tensors."""
+    inner = {"z": "KV", "v": "KV", "k": "KH", "q": "KH", "step": "KG"}  # in the tensor's order
+    stored_names = {x: Stored(mixer + "in_proj.weight", f"[{of}],D->D{of}") for x, of in inner.items()}
+    stored_names |= {f"{x}_bias": Stored(mixer + "in_proj.bias", f"[{of}]->{of}") for x, of in inner.items()}
     for x in ("v", "k", "q"):
-        found[f"{x}_conv"] = Stored(mixer + "conv1d.weight", f"[{inner[x]}],1,Z->{inner[x]}Z")
-        found[f"{x}_conv_bias"] = Stored(mixer + "conv1d.bias", f"[{inner[x]}]->{inner[x]}")
-    found |= {
+        stored_names[f"{x}_conv"] = Stored(mixer + "conv1d.weight", f"[{inner[x]}],1,Z->{inner[x]}Z")
+        stored_names[f"{x}_conv_bias"] = Stored(mixer + "conv1d.bias", f"[{inner[x]}]->{inner[x]}")
+    stored_names |= {
         "step_offset": Stored(mixer + "dt_bias", "KG->KG"),
         "decay_log": Stored(mixer + "A_log", "KG->KG"),
         "skip": Stored(mixer + "D", "KG->KG"),
@@ -31,10 +31,10 @@ def names(mixer: str) -> dict[str, Stored]:
         "o": Stored(mixer + "out_proj.weight", "D,KV->KVD"),
         "o_bias": Stored(mixer + "out_proj.bias", "D->D"),
     }
-    return {f"layers.{{}}.recurrent.{path}": stored for path, stored in found.items()}
+    return {f"layers.{{}}.recurrent.{path}": stored for path, stored in stored_names.items()}
 
 
-NAMES = names(LAYER + "mixer.") | {
+NAMES = mixer_names(LAYER + "mixer.") | {
     "embed": Stored("backbone.embeddings.weight", "V,D->VD"),
     "norm.gain": Stored("backbone.norm_f.weight", "D->D"),
     "head": Stored("lm_head.weight", "V,D->VD"),
@@ -42,9 +42,9 @@ NAMES = names(LAYER + "mixer.") | {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Mamba2Config."""
-    fields.only(raw, "rms_norm", True)
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Mamba2Config."""
+    fields.allow_only(raw, "rms_norm", True)
     norm = NormKind(eps=fields.number(raw, "layer_norm_epsilon", 1e-5))
     bias = fields.flag(raw, "use_bias", False)
     sizes = mixer_sizes(
@@ -63,12 +63,12 @@ def config(raw: fields.Raw) -> ModelConfig:
         output_bias=bias,
         eps=norm.eps,
     )
-    return parts.decoder(raw, LayerKind(mixer, None), max_position=LONGEST, norm=norm)
+    return parts.model_config(raw, LayerKind(mixer, None), max_position=MAX_POSITION, norm=norm)
 
 
-def beside_attention(raw: fields.Raw, width: int, **kinds: Any) -> Mamba:
-    """The mixer of a family that has attention as well, of `width` inner dimensions, by fields that begin
-    with `mamba_`."""
+def hybrid_mixer_config(raw: fields.Raw, width: int, **kinds: Any) -> Mamba:
+    """Return the mixer of a family with attention, of `width` inner dimensions. Its fields begin with
+    `mamba_`."""
     heads, bias = fields.integer(raw, "mamba_n_heads", 128), fields.flag(raw, "mamba_proj_bias", False)
     auto = width // heads if raw.get("mamba_d_head") == "auto" else None
     return Mamba(
@@ -85,15 +85,15 @@ def beside_attention(raw: fields.Raw, width: int, **kinds: Any) -> Mamba:
             "conv_bias": fields.flag(raw, "mamba_conv_bias", True),
             "bias": bias,
             "output_bias": bias,
-            "eps": parts.rms(raw).eps,
+            "eps": parts.rms_norm_config(raw).eps,
         }
         | kinds,
     )
 
 
 def mixer_sizes(raw: fields.Raw, width: int, heads: int, groups: int, size: int) -> dict[str, Any]:
-    """Sizes of a mixer of `width` inner dimensions, and the limits of its steps."""
-    fields.only(raw, "hidden_act", "silu", "swish")
+    """Return the sizes of a mixer of `width` inner dimensions, and the limits of its time steps."""
+    fields.allow_only(raw, "hidden_act", "silu", "swish")
     if heads * size != width:
         raise ValueError(f"{heads} heads of {size} are not the {width} inner dimensions of Mamba-2")
     if heads % groups:
@@ -107,15 +107,15 @@ def mixer_sizes(raw: fields.Raw, width: int, heads: int, groups: int, size: int)
 
 
 def step_limits(raw: fields.Raw) -> tuple[float, float]:
-    """`time_step_limit`, the smallest and the largest step; the latter may be infinite."""
-    found: Any = fields.value(raw, "time_step_limit", [0.0, float("inf")])
-    if isinstance(found, list) and len(found) == 2:
-        low, high = (float("inf") if x == INFINITE else x for x in found)
+    """Return `time_step_limit`: the smallest and the largest time step, which may be infinite."""
+    limit: Any = fields.value(raw, "time_step_limit", [0.0, float("inf")])
+    if isinstance(limit, list) and len(limit) == 2:
+        low, high = (float("inf") if x == INFINITE else x for x in limit)
         if all(type(x) in (int, float) for x in (low, high)) and 0 <= low <= high and low < float("inf"):
             return float(low), float(high)
     raise ValueError(
-        f"time_step_limit is {shown(found)}, expected two numbers, the first 0 or more and at most the second"
+        f"time_step_limit is {quote(limit)}, expected two numbers, the first 0 or more and at most the second"
     )
 
 
-FAMILY = Family(config, NAMES, prefix="backbone.")
+FAMILY = Family(parse_config, NAMES)

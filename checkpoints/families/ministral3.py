@@ -5,7 +5,7 @@ from dataclasses import replace
 from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
-from .ropes import rope
+from .ropes import find_rope, read_rope
 
 LENGTH = 262144
 ROPE = {
@@ -14,14 +14,16 @@ ROPE = {
 }  # fmt: skip
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Ministral3Config."""
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Ministral3Config."""
     raw = {**raw, "rope_parameters": fields.value(raw, "rope_parameters", ROPE)}
-    size, window = fields.head_size(raw, 128), parts.one_window(raw, None)
-    plain = rope(raw, size, length=LENGTH)
-    turn = replace(plain, query_growth=fields.number(raw["rope_parameters"], "llama_4_scaling_beta", 0.0))
-    attention = parts.grouped_query(raw, turn, size, kv_heads=8, window=window)
-    return parts.decoder(raw, LayerKind(attention, parts.dense(raw)), LENGTH, parts.rms(raw, 1e-5))
+    size, window = fields.head_size(raw, 128), parts.uniform_window(raw, None)
+    base_rope = read_rope(raw, size, length=LENGTH)
+    rope = replace(base_rope, query_growth=fields.number(find_rope(raw)[1], "llama_4_scaling_beta", 0.0))
+    attention = parts.grouped_query_config(raw, rope, size, kv_heads=8, window=window)
+    return parts.model_config(
+        raw, LayerKind(attention, parts.dense_ffn_config(raw)), LENGTH, parts.rms_norm_config(raw, 1e-5)
+    )
 
 
-FAMILY = Family(config, parts.LLAMA, parts.IGNORED)
+FAMILY = Family(parse_config, parts.LLAMA)

@@ -1,23 +1,28 @@
-"""OLMo 3 (OLMo Team, 2025): OLMo 2 with a window on three layers of four; only the others' rope is
+"""OLMo 3 (OLMo Team, 2025): OLMo 2 with a window on three layers of four. Only the rope of the others is
 stretched."""
 
 from ...model.config import ModelConfig
 from . import fields, olmo2, parts
 from .family import Family
-from .ropes import two_ropes
+from .ropes import read_rope_pair
 
 THETA = 500000.0
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Olmo3Config, which takes `rope_theta` for layers
-    without a window alone."""
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Olmo3Config.
+
+    As there, `rope_theta` is for layers without a window alone.
+    """
     thetas = fields.number(raw, "rope_theta", THETA), THETA
-    whole, local = two_ropes(raw, fields.head_size(raw), 2048, thetas)
+    full_rope, local_rope = read_rope_pair(raw, fields.head_size(raw), 2048, thetas)
     window = fields.nullable(fields.integer, raw, "sliding_window", 4096)
-    types = parts.patterned(raw, 4)
-    layers = [olmo2.layer(raw, whole if w is None else local, w) for w in parts.windows(raw, types, window)]
-    return olmo2.decoder(raw, layers)
+    types = parts.sliding_pattern(raw, 4)
+    layers = [
+        olmo2.layer_config(raw, full_rope if w is None else local_rope, w)
+        for w in parts.windows(raw, types, window)
+    ]
+    return olmo2.model_config(raw, layers)
 
 
-FAMILY = Family(config, olmo2.NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, olmo2.NAMES)

@@ -5,10 +5,10 @@ from typing import Any
 from ...model.config import Activation, Dense, Experts, GroupedQuery, LayerKind, ModelConfig, NormKind
 from ...model.rope import Rope
 from . import fields, ropes
-from .stored import Stored
+from .storage import Stored
 
 LAYER = "model.layers.{}."
-OUTSIDE = {
+OUTER_NAMES = {
     "embed": Stored("model.embed_tokens.weight", "V,D->VD"),
     "norm.gain": Stored("model.norm.weight", "D->D"),
     "head": Stored("lm_head.weight", "V,D->VD"),
@@ -42,7 +42,7 @@ QK_NORMS = {
     "layers.{}.attention.q_norm": Stored(LAYER + "self_attn.q_norm.weight", "H->H"),
     "layers.{}.attention.k_norm": Stored(LAYER + "self_attn.k_norm.weight", "H->H"),
 }
-# gains of each head's own
+# a gain for each head
 WIDE_QK_NORMS = {
     "layers.{}.attention.q_norm": Stored(LAYER + "self_attn.q_norm.weight", "NH->NH"),
     "layers.{}.attention.k_norm": Stored(LAYER + "self_attn.k_norm.weight", "KH->KH"),
@@ -57,12 +57,12 @@ GATE_UP = {
     "layers.{}.ffn.up": Stored(LAYER + "mlp.gate_up_proj.weight", "[F],D->DF"),
     "layers.{}.ffn.down": Stored(LAYER + "mlp.down_proj.weight", "D,F->FD"),
 }
-IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
-BEYOND = (r"model\.layers\.(?P<beyond>\d+)\..*",)  # layers that predict several tokens ahead
+# MTP: layers after the last that predict several tokens
+MTP_LAYERS = (r"model\.layers\.(?P<beyond>\d+)\..*",)
 
 
-def gated(ours: str, theirs: str) -> dict[str, Stored]:
-    """The projections of a gated feed-forward layer."""
+def gated_ffn_names(ours: str, theirs: str) -> dict[str, Stored]:
+    """Return the names of a gated feed-forward layer's projections."""
     return {
         f"layers.{{}}.{ours}.gate": Stored(f"{LAYER}{theirs}.gate_proj.weight", "F,D->DF"),
         f"layers.{{}}.{ours}.up": Stored(f"{LAYER}{theirs}.up_proj.weight", "F,D->DF"),
@@ -70,8 +70,8 @@ def gated(ours: str, theirs: str) -> dict[str, Stored]:
     }
 
 
-def plain(up: str, down: str, layer: str = LAYER) -> dict[str, Stored]:
-    """The projections of a feed-forward layer without a gate, and their biases."""
+def plain_ffn_names(up: str, down: str, layer: str = LAYER) -> dict[str, Stored]:
+    """Return the names of the projections and biases of a feed-forward layer without a gate."""
     return {
         "layers.{}.ffn.up": Stored(f"{layer}{up}.weight", "F,D->DF"),
         "layers.{}.ffn.up_bias": Stored(f"{layer}{up}.bias", "F->F"),
@@ -80,8 +80,8 @@ def plain(up: str, down: str, layer: str = LAYER) -> dict[str, Stored]:
     }
 
 
-def experts(block: str, gate: str, up: str, down: str) -> dict[str, Stored]:
-    """A router, and experts each of which has tensors of its own."""
+def expert_names(block: str, gate: str, up: str, down: str) -> dict[str, Stored]:
+    """Return the names of a router and of experts; each expert has separate tensors."""
     return {
         "layers.{}.ffn.router": Stored(f"{LAYER}{block}.gate.weight", "E,D->DE"),
         "layers.{}.ffn.experts.gate": Stored(f"{LAYER}{block}.experts.{{}}.{gate}.weight", "F,D->EDF"),
@@ -90,72 +90,77 @@ def experts(block: str, gate: str, up: str, down: str) -> dict[str, Stored]:
     }
 
 
-FFN = gated("ffn", "mlp")
-BACKBONE, BIASES = OUTSIDE | NORMS | ATTENTION, QKV_BIASES | OUTPUT_BIAS
+FFN = gated_ffn_names("ffn", "mlp")
+BACKBONE, BIASES = OUTER_NAMES | NORMS | ATTENTION, QKV_BIASES | OUTPUT_BIAS
 LLAMA = BACKBONE | FFN
 
 
-def grouped_query(
+def grouped_query_config(
     raw: fields.Raw, rope: Rope | None, size: int, kv_heads: int | None = None, **kinds: Any
 ) -> GroupedQuery:
-    """Attention with heads of `size`; `num_key_value_heads` is `kv_heads` if absent, and all heads if
-    null."""
+    """Return attention with heads of `size`.
+
+    `num_key_value_heads` is `kv_heads` if absent, and the number of all heads if null.
+    """
     heads = fields.integer(raw, "num_attention_heads")
-    found = fields.nullable(fields.integer, raw, "num_key_value_heads", kv_heads) or heads
-    if heads % found:
-        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {found}")
+    key_heads = fields.nullable(fields.integer, raw, "num_key_value_heads", kv_heads) or heads
+    if heads % key_heads:
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {key_heads}")
     if kinds.get("rotary_size") == size:
         kinds["rotary_size"] = None
-    return GroupedQuery(heads, found, size, rope, **kinds)
+    return GroupedQuery(heads, key_heads, size, rope, **kinds)
 
 
-def partly_turned(
+def partial_rotary_attention_config(
     raw: fields.Raw, size: int, length: int, share: float, theta: float = 10000.0, **kinds: Any
 ) -> GroupedQuery:
-    """Attention that turns a part of each head, `partial_rotary_factor` or else `share`."""
-    turned = ropes.rotary_size(raw, size, share)
-    turn = ropes.rope(raw, turned, length=length, theta=theta, partial=True)
-    return grouped_query(raw, turn, size, rotary_size=turned, **kinds)
+    """Return attention that rotates a share of each head: `partial_rotary_factor`, or else `share`."""
+    rotary_size = ropes.rotary_size(raw, size, share)
+    rope = ropes.read_rope(raw, rotary_size, length=length, theta=theta, partial=True)
+    return grouped_query_config(raw, rope, size, rotary_size=rotary_size, **kinds)
 
 
-def dense(raw: fields.Raw, activation: Activation | None = None, **kinds: Any) -> Dense:
-    """A feed-forward layer, gated unless `kinds` say otherwise, its activation `hidden_act` if not given."""
+def dense_ffn_config(raw: fields.Raw, activation: Activation | None = None, **kinds: Any) -> Dense:
+    """Return a feed-forward layer, gated unless `kinds` state otherwise. The default activation is
+    `hidden_act`."""
     activation = activation or fields.activation(raw, "hidden_act", "silu")
     return Dense(fields.integer(raw, "intermediate_size"), activation, **kinds)
 
 
-def mixture(raw: fields.Raw, count: int, active: Any, size: int, **kinds: Any) -> Experts:
-    """A mixture of `count` experts of `size`; each token goes to `num_experts_per_tok` or else `active`."""
+def experts_config(raw: fields.Raw, count: int, active: Any, size: int, **kinds: Any) -> Experts:
+    """Return a mixture of `count` experts of `size`. Each token uses `num_experts_per_tok`, or else `active`
+    experts."""
     active = fields.integer(raw, "num_experts_per_tok", active)
     return Experts(count, active, size, fields.activation(raw, "hidden_act", "silu"), **kinds)
 
 
-def one_window(raw: fields.Raw, default: int | None) -> int | None:
-    """`sliding_window` where it is that of all layers; transformers does not look at `layer_types` there."""
+def uniform_window(raw: fields.Raw, default: int | None) -> int | None:
+    """Return `sliding_window` for families in which all layers have it or none. Other `layer_types` are
+    refused."""
     window = fields.nullable(fields.integer, raw, "sliding_window", default)
     kind = "full_attention" if window is None else "sliding_attention"
-    for found in fields.layer_types(raw, [kind] * num_layers(raw)):
-        fields.only({"layer_types": found}, "layer_types", kind)
+    for layer_type in fields.layer_types(raw, [kind] * num_layers(raw)):
+        fields.allow_only({"layer_types": layer_type}, "layer_types", kind)
     return window
 
 
 def windows(raw: fields.Raw, types: list[str], window: int | None) -> list[int | None]:
-    """Each layer's window, by `layer_types` or else `types`."""
-    found = fields.layer_types(raw, types)
-    if window is None and "sliding_attention" in found:
+    """Return each layer's window in tokens, or None, by `layer_types` or else `types`."""
+    layer_types = fields.layer_types(raw, types)
+    if window is None and "sliding_attention" in layer_types:
         raise ValueError("layer_types holds 'sliding_attention', but there is no sliding_window")
-    return [window if kind == "sliding_attention" else None for kind in found]
+    return [window if kind == "sliding_attention" else None for kind in layer_types]
 
 
-def patterned(raw: fields.Raw, pattern: int) -> list[str]:
-    """Layer types of which all have a window but every `pattern`-th."""
-    return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers(raw))]
+def sliding_pattern(raw: fields.Raw, interval: int) -> list[str]:
+    """Return layer types in which every `interval`-th layer has full attention, and the others a window."""
+    return ["sliding_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers(raw))]
 
 
-def windowed_from(raw: fields.Raw, window: int | None, default: int) -> list[str]:
-    """Layer types where layers from `max_window_layers` (or else `default`) on have a window, if there is
-    one."""
-    first = fields.count(raw, "max_window_layers", default)
+def sliding_tail(raw: fields.Raw, window: int | None, default: int) -> list[str]:
+    """Return layer types in which layers from `max_window_layers` (or else `default`) on have the window, if
+    any."""
+    first = fields.non_negative_integer(raw, "max_window_layers", default)
     return [
         "full_attention" if window is None or i < first else "sliding_attention"
         for i in range(num_layers(raw))
@@ -163,24 +168,27 @@ def windowed_from(raw: fields.Raw, window: int | None, default: int) -> list[str
 
 
 def nullable_head_size(raw: fields.Raw, default: int) -> int:
-    """`head_dim`, `default` if absent, and the model's width divided among its heads if null."""
+    """Return `head_dim`: `default` if absent, and the model's width divided by its heads if null."""
     return fields.head_size(raw, None if "head_dim" in raw else default)
 
 
 def num_layers(raw: fields.Raw) -> int:
-    return fields.layers(raw, "num_hidden_layers")
+    """Return the number of layers."""
+    return fields.layer_count(raw, "num_hidden_layers")
 
 
-def decoder(
+def model_config(
     raw: fields.Raw,
     layers: list[LayerKind] | LayerKind,
     max_position: int,
     norm: NormKind,
     tied: bool = False,
-    **more: Any,
+    **options: Any,
 ) -> ModelConfig:
-    """A model of these layers, or all of whose layers are of one kind; the rest has defaults for
-    `max_position_embeddings` and `tie_word_embeddings`."""
+    """Return a model of these layers, or of `num_hidden_layers` layers of one kind.
+
+    max_position, tied: defaults of `max_position_embeddings` and `tie_word_embeddings`.
+    """
     return ModelConfig(
         vocab_size=fields.integer(raw, "vocab_size"),
         hidden_size=fields.integer(raw, "hidden_size"),
@@ -188,13 +196,15 @@ def decoder(
         max_position=fields.integer(raw, "max_position_embeddings", max_position),
         norm=norm,
         tied_embeddings=fields.flag(raw, "tie_word_embeddings", tied),
-        **more,
+        **options,
     )
 
 
-def rms(raw: fields.Raw, default: float = 1e-6, offset: float = 0.0) -> NormKind:
+def rms_norm_config(raw: fields.Raw, default: float = 1e-6, offset: float = 0.0) -> NormKind:
+    """Return an RMS norm; `default` is the default of `rms_norm_eps`."""
     return NormKind(eps=fields.number(raw, "rms_norm_eps", default), offset=offset)
 
 
-def layer_norm(raw: fields.Raw, name: str, bias: bool = True, offset: float = 0.0) -> NormKind:
+def layer_norm_config(raw: fields.Raw, name: str, bias: bool = True, offset: float = 0.0) -> NormKind:
+    """Return a layer norm, whose epsilon is the field `name`."""
     return NormKind("layer", fields.number(raw, name, 1e-5), offset, bias)

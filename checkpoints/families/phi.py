@@ -1,16 +1,17 @@
-"""Phi-1, 1.5 and 2 (Gunasekar et al., arXiv 2306.11644; Li et al., arXiv 2309.05463): both parts of a layer
-read one layer norm; plain feed-forward layers, biases everywhere, a part of each head is turned."""
+"""Phi-1, 1.5 and 2 (Gunasekar et al., arXiv 2306.11644; Li et al., arXiv 2309.05463): attention and
+feed-forward layer read one layer norm. Feed-forward layers have no gate, all projections have biases, and a
+part of each head is rotated."""
 
 from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 NAMES = (
-    parts.OUTSIDE
+    parts.OUTER_NAMES
     | parts.ATTENTION
     | parts.QKV_BIASES
-    | parts.plain("mlp.fc1", "mlp.fc2")
+    | parts.plain_ffn_names("mlp.fc1", "mlp.fc2")
     | {
         "layers.{}.attention_norm.gain": Stored(parts.LAYER + "input_layernorm.weight", "D->D"),
         "layers.{}.attention_norm.bias": Stored(parts.LAYER + "input_layernorm.bias", "D->D"),
@@ -23,20 +24,22 @@ NAMES = (
 )
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' PhiConfig."""
-    fields.only(raw, "qk_layernorm", False)
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' PhiConfig."""
+    fields.allow_only(raw, "qk_layernorm", False)
     size = fields.head_size(raw)
-    attention = parts.partly_turned(raw, size, length=2048, share=0.5, bias=True, output_bias=True)
+    attention = parts.partial_rotary_attention_config(
+        raw, size, length=2048, share=0.5, bias=True, output_bias=True
+    )
     activation = fields.activation(raw, "hidden_act", "gelu_new")
-    return parts.decoder(
+    return parts.model_config(
         raw,
-        LayerKind(attention, parts.dense(raw, activation, gated=False, bias=True)),
+        LayerKind(attention, parts.dense_ffn_config(raw, activation, gated=False, bias=True)),
         max_position=2048,
-        norm=parts.layer_norm(raw, "layer_norm_eps"),
+        norm=parts.layer_norm_config(raw, "layer_norm_eps"),
         parallel="one norm",
         head_bias=True,
     )
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

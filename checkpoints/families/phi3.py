@@ -3,11 +3,11 @@
 from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 QKV = parts.LAYER + "self_attn.qkv_proj.weight"
 NAMES = (
-    parts.OUTSIDE
+    parts.OUTER_NAMES
     | parts.NORMS
     | parts.OUTPUT
     | parts.GATE_UP
@@ -19,29 +19,33 @@ NAMES = (
 )
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Phi3Config; the kinds "su" and "yarn" mean longrope
-    here."""
-    fields.only(raw, "attention_bias", False)
-    size, window = fields.head_size(raw), parts.one_window(raw, None)
-    attention = parts.partly_turned(named(raw), size, 4096, 1.0, window=window)
-    layer = LayerKind(attention, parts.dense(raw))
-    return parts.decoder(raw, layer, max_position=4096, norm=parts.rms(raw, 1e-5))
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Phi3Config.
+
+    The rope kinds "su" and "yarn" mean longrope here.
+    """
+    fields.allow_only(raw, "attention_bias", False)
+    size, window = fields.head_size(raw), parts.uniform_window(raw, None)
+    attention = parts.partial_rotary_attention_config(
+        with_current_fields(raw), size, 4096, 1.0, window=window
+    )
+    layer = LayerKind(attention, parts.dense_ffn_config(raw))
+    return parts.model_config(raw, layer, max_position=4096, norm=parts.rms_norm_config(raw, 1e-5))
 
 
-def named(raw: fields.Raw) -> fields.Raw:
-    """The fields of the rope under today's names, not those of Phi-3's older files."""
+def with_current_fields(raw: fields.Raw) -> fields.Raw:
+    """Return the fields with the rope under today's names, in place of Phi-3's older ones."""
     original = fields.integer(raw, "original_max_position_embeddings", 4096)
-    named = {**raw, "original_max_position_embeddings": original}
+    current = {**raw, "original_max_position_embeddings": original}
     for name in ("rope_scaling", "rope_parameters"):
-        stated = named.get(name)
+        stated = current.get(name)
         if isinstance(stated, dict):
             kind = stated.get("rope_type") or stated.get("type")
             if kind is None:
                 continue
-            fields.only({"rope_type": kind}, "rope_type", "default", "longrope", "su", "yarn")
-            named[name] = {**stated, "rope_type": "default" if kind == "default" else "longrope"}
-    return named
+            fields.allow_only({"rope_type": kind}, "rope_type", "default", "longrope", "su", "yarn")
+            current[name] = {**stated, "rope_type": "default" if kind == "default" else "longrope"}
+    return current
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

@@ -4,21 +4,21 @@ from ...model.config import LayerKind, ModelConfig
 from . import fields, parts
 from .family import Family
 from .qwen2 import windows
-from .ropes import rope
+from .ropes import read_rope
 
 NAMES = parts.LLAMA | parts.QK_NORMS | parts.BIASES
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Qwen3Config."""
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Qwen3Config."""
     size, bias = fields.head_size(raw, 128), fields.flag(raw, "attention_bias", False)
-    turn, ffn = rope(raw, size, length=32768), parts.dense(raw)
-    kinds = {"kv_heads": 32, "qk_norm": parts.rms(raw), "bias": bias, "output_bias": bias}
+    rope, ffn = read_rope(raw, size, length=32768), parts.dense_ffn_config(raw)
+    kinds = {"kv_heads": 32, "qk_norm": parts.rms_norm_config(raw), "bias": bias, "output_bias": bias}
     layers = [
-        LayerKind(parts.grouped_query(raw, turn, size, window=window, **kinds), ffn)
+        LayerKind(parts.grouped_query_config(raw, rope, size, window=window, **kinds), ffn)
         for window in windows(raw)
     ]
-    return parts.decoder(raw, layers, max_position=32768, norm=parts.rms(raw))
+    return parts.model_config(raw, layers, max_position=32768, norm=parts.rms_norm_config(raw))
 
 
-FAMILY = Family(config, NAMES, parts.IGNORED)
+FAMILY = Family(parse_config, NAMES)

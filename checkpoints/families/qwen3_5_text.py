@@ -1,9 +1,9 @@
-"""The text's model of Qwen 3.5 and 3.6: Qwen3-Next with projections apart, and without experts."""
+"""Text model of Qwen 3.5 and 3.6: Qwen3-Next with separate projections, and without experts."""
 
 from ...model.config import ModelConfig
 from . import fields, parts, qwen3_next
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 LINEAR = qwen3_next.LINEAR
 PROJECTIONS = {
@@ -16,10 +16,11 @@ PROJECTIONS = {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Qwen3_5TextConfig."""
-    fields.only(raw, "attn_output_gate", True)
-    return qwen3_next.decoder(raw, [parts.dense(raw)] * parts.num_layers(raw), kv_heads=4)
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers'
+    Qwen3_5TextConfig."""
+    fields.allow_only(raw, "attn_output_gate", True)
+    return qwen3_next.model_config(raw, [parts.dense_ffn_config(raw)] * parts.num_layers(raw), kv_heads=4)
 
 
-FAMILY = Family(config, qwen3_next.OTHERS | PROJECTIONS | parts.FFN, qwen3_next.IGNORED)
+FAMILY = Family(parse_config, qwen3_next.COMMON_NAMES | PROJECTIONS | parts.FFN, qwen3_next.IGNORED)

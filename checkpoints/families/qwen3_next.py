@@ -8,7 +8,7 @@ from ...model.config import Dense, Experts, LayerKind, ModelConfig
 from ...model.recurrent.kinds import DeltaNet
 from . import fields, parts, qwen2_moe, qwen3_moe
 from .family import Family
-from .stored import Stored
+from .storage import Stored
 
 ATTENTION = (
     parts.ATTENTION
@@ -39,10 +39,10 @@ PROJECTIONS = {
     "layers.{}.recurrent.rate": Stored(LINEAR + "in_proj_ba.weight", "K[G],D->DKG"),
     "layers.{}.recurrent.decay": Stored(LINEAR + "in_proj_ba.weight", "K[G],D->DKG"),
 }
-OTHERS = parts.OUTSIDE | parts.NORMS | ATTENTION | RECURRENT
-EXPERTS = parts.experts("mlp", "gate_proj", "up_proj", "down_proj")
-NAMES = OTHERS | PROJECTIONS | parts.FFN | EXPERTS | qwen2_moe.SHARED
-IGNORED = (*parts.IGNORED, r"mtp\..*")
+COMMON_NAMES = parts.OUTER_NAMES | parts.NORMS | ATTENTION | RECURRENT
+EXPERTS = parts.expert_names("mlp", "gate_proj", "up_proj", "down_proj")
+NAMES = COMMON_NAMES | PROJECTIONS | parts.FFN | EXPERTS | qwen2_moe.SHARED
+IGNORED = (r"mtp\..*",)
 DEFAULTS = {
     "num_experts": 512,
     "num_experts_per_tok": 10,
@@ -51,27 +51,28 @@ DEFAULTS = {
 }
 
 
-def config(raw: fields.Raw) -> ModelConfig:
-    """Absent fields have the defaults of transformers' Qwen3NextConfig."""
+def parse_config(raw: fields.Raw) -> ModelConfig:
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' Qwen3NextConfig."""
     shared = fields.integer(raw, "shared_expert_intermediate_size", 512)
-    ffns = qwen3_moe.ffns(DEFAULTS | qwen2_moe.given(raw))
-    return decoder(raw, [qwen2_moe.with_shared(ffn, shared) for ffn in ffns])
+    ffns = qwen3_moe.ffn_configs(DEFAULTS | qwen2_moe.drop_nulls(raw))
+    return model_config(raw, [qwen2_moe.with_shared_expert(ffn, shared) for ffn in ffns])
 
 
-def decoder(raw: fields.Raw, ffns: Sequence[Dense | Experts], kv_heads: int = 2) -> ModelConfig:
-    """A model of both kinds of layers."""
-    norm, size = parts.rms(raw, offset=1.0), parts.nullable_head_size(raw, 256)
+def model_config(raw: fields.Raw, ffns: Sequence[Dense | Experts], kv_heads: int = 2) -> ModelConfig:
+    """Return a model of linear and full attention layers with these feed-forward layers."""
+    norm, size = parts.rms_norm_config(raw, offset=1.0), parts.nullable_head_size(raw, 256)
     bias = fields.flag(raw, "attention_bias", False)
     kinds: dict[str, Any] = {"kv_heads": kv_heads, "qk_norm": norm, "bias": bias, "output_bias": bias}
-    attention = parts.partly_turned(raw, size, 32768, 0.25, gated=True, **kinds)
-    state = delta_net(raw)
+    attention = parts.partial_rotary_attention_config(raw, size, 32768, 0.25, gated=True, **kinds)
+    state = delta_net_config(raw)
     mixers = [state if kind == "linear_attention" else attention for kind in layer_types(raw)]
     layers = [LayerKind(mixer, ffn) for mixer, ffn in zip(mixers, ffns, strict=True)]
-    return parts.decoder(raw, layers, max_position=32768, norm=norm)
+    return parts.model_config(raw, layers, max_position=32768, norm=norm)
 
 
-def delta_net(raw: fields.Raw) -> DeltaNet:
-    fields.only(raw, "hidden_act", "silu")
+def delta_net_config(raw: fields.Raw) -> DeltaNet:
+    """Return the Gated DeltaNet mixer."""
+    fields.allow_only(raw, "hidden_act", "silu")
     keys = fields.integer(raw, "linear_num_key_heads", 16)
     values = fields.integer(raw, "linear_num_value_heads", 32)
     if values % keys:
@@ -82,16 +83,16 @@ def delta_net(raw: fields.Raw) -> DeltaNet:
         key_size=fields.integer(raw, "linear_key_head_dim", 128),
         value_size=fields.integer(raw, "linear_value_head_dim", 128),
         kernel=fields.integer(raw, "linear_conv_kernel_dim", 4),
-        eps=parts.rms(raw).eps,
+        eps=parts.rms_norm_config(raw).eps,
     )
 
 
 def layer_types(raw: fields.Raw) -> list[str]:
-    """`layer_types`, or else every `full_attention_interval`-th layer has attention."""
-    every = fields.integer(raw, "full_attention_interval", 4)
+    """Return `layer_types`, or else every `full_attention_interval`-th layer has attention."""
+    interval = fields.integer(raw, "full_attention_interval", 4)
     count = parts.num_layers(raw)
-    kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(count)]
+    kinds = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(count)]
     return fields.layer_types(raw, kinds, ("full_attention", "linear_attention"))
 
 
-FAMILY = Family(config, NAMES, IGNORED)
+FAMILY = Family(parse_config, NAMES, IGNORED)

@@ -1,1 +1,1 @@
-"""Checkpoints whose weights are stored in eight or four bits: what they say, and how their codes are read."""
+"""Checkpoints with weights in eight or four bits: their configuration, and readers of their codes."""

@@ -1,9 +1,8 @@
-"""Stored codes kept as they are: records of a quantised tensor's parts in place of the arrays that they stand
-for.
+"""Stored codes that are kept: quantised tensors in a file become `Quantised` records, not arrays of floats.
 
-A record's scales cover equal blocks of its axes, a file's may not: blocks are cut at the end of an axis, and
-lie across heads that we keep apart. So each record has the coarsest blocks on which the file's scales are
-constant.
+A record has one scale for equal blocks of its axes. A file's blocks may differ: the last one of an axis may
+be shorter, and a block may span heads that we keep apart. So each record has the largest blocks on which the
+file's scales are constant.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,198 +15,240 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ...model.tree import Spec
-from ...model.weights.compress import contracted_at
+from ...model.weights.compress import contracted_axes
 from ...model.weights.quant import Quantised, Scheme
 from ..layout import Parameter, ParameterGroup
-from ..tensors import Joined, TensorSource, aligned, read
+from ..tensors import JoinedViews, TensorSource, empty_aligned, read_into_views
 
-Index = tuple[np.ndarray, ...]
+AxisIndices = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
 class DerivedSource:
-    """A TensorSource that is read from a stored one, in whose place it stands."""
+    """TensorSource that is read from a stored tensor and replaces it.
+
+    name: of the tensor without quantisation.
+    tensor: the stored tensor.
+    """
 
     name: str
-    of: TensorSource
+    tensor: TensorSource
 
     @property
     def file(self) -> Path:
-        return self.of.file
+        return self.tensor.file
 
     @property
     def code(self) -> str:
-        return self.of.code
+        return self.tensor.code
 
     @property
     def start(self) -> int:
-        return self.of.start
+        return self.tensor.start
 
 
 @dataclass(frozen=True)
 class CodesSource(DerivedSource):
-    """Codes of a quantised tensor, as a TensorSource of their own."""
+    """Codes of a quantised tensor, as a TensorSource.
+
+    shape, dtype: of the codes.
+    read_codes: returns rows a to b.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[int, int], np.ndarray]
+    read_codes: Callable[[int, int], np.ndarray]
 
-    def rows(self, a: int, b: int) -> np.ndarray:
-        return self.read(a, b)
+    def read_rows(self, a: int, b: int) -> np.ndarray:
+        return self.read_codes(a, b)
 
 
 @dataclass(frozen=True)
 class TensorCodes:
-    """A quantised tensor in the axes in which it is read.
+    """Codes, scales and zeros of a quantised tensor, in the axes in which it is read.
 
-    `values`: its codes, two to a byte along the axis `packed` if there is one. The number at i, j, ... has
-    the scale (and the zero) at blocks[0][i], blocks[1][j], ...
+    scheme: `Quantised`'s scheme.
+    source: the codes.
+    blocks: for each axis, the index of the scale of each entry: number [i, j] has scale [blocks[0][i],
+    blocks[1][j]].
+    scale_dtype: dtype of the scales.
+    read_scales, read_zeros: read the scales, and the zeros if there are any.
+    packed_axis: axis along which a byte holds two codes, or None.
     """
 
     scheme: Scheme
-    values: CodesSource
-    blocks: Index
+    source: CodesSource
+    blocks: AxisIndices
     scale_dtype: np.dtype
-    scales: Callable[[], np.ndarray]
-    zeros: Callable[[], np.ndarray] | None = None
-    packed: int | None = None
+    read_scales: Callable[[], np.ndarray]
+    read_zeros: Callable[[], np.ndarray] | None = None
+    packed_axis: int | None = None
 
 
 @runtime_checkable
-class Coded(TensorSource, Protocol):
-    """A Source that can be read as its codes. Nothing large is read before they are."""
+class QuantisedSource(TensorSource, Protocol):
+    """TensorSource that can also be read as its codes. Nothing large is read before the codes are."""
 
-    def codes(self) -> TensorCodes: ...
+    def tensor_codes(self) -> TensorCodes: ...
 
 
 @dataclass(frozen=True)
 class QuantisedGroup:
-    """Parameters that are stored together, in one tensor or one for each expert, as records of its codes."""
+    """Parameters that are stored together, as records of the codes of one tensor, or of one tensor for each
+    expert.
+
+    group: the parameters.
+    codes: of each tensor.
+    """
 
     group: ParameterGroup
     codes: tuple[TensorCodes, ...]
 
     @property
-    def possible(self) -> bool:
-        """True if `Quantised` can hold the codes: a projection, with both codes of a byte in one place."""
+    def fits_record(self) -> bool:
+        """Return True if `Quantised` can hold the codes.
+
+        The parameters must be projections, and both codes of a byte must belong to one parameter.
+        """
         first, parameters = self.codes[0], self.group.parameters
         return (
-            len({(c.scheme, c.scale_dtype, c.packed) for c in self.codes}) == 1
-            and all(contracted_at(p.path) for p in parameters)
-            and all(self.axis(p) is None or p.spec.shape[self.axis(p)] % 2 == 0 for p in parameters)
-            and (first.packed is None or len(parameters) == 1 or first.packed != parameters[0].stored.joined)
+            len({(c.scheme, c.scale_dtype, c.packed_axis) for c in self.codes}) == 1
+            and all(contracted_axes(p.path) for p in parameters)
+            and all(
+                self.packed_axis(p) is None or p.spec.shape[self.packed_axis(p)] % 2 == 0 for p in parameters
+            )
+            and (
+                first.packed_axis is None
+                or len(parameters) == 1
+                or first.packed_axis != parameters[0].stored.join_axis
+            )
         )
 
-    def axis(self, p: Parameter) -> Any:
-        """The parameter's axis along which codes lie two to a byte, counted from its last."""
-        packed = self.codes[0].packed
+    def packed_axis(self, p: Parameter) -> Any:
+        """Return the parameter's axis along which a byte holds two codes, counted from the end (negative), or
+        None."""
+        packed = self.codes[0].packed_axis
         return (
-            None if packed is None else p.stored.ours.index(p.stored.groups[packed][-1]) - len(p.stored.ours)
+            None
+            if packed is None
+            else p.stored.our_axes.index(p.stored.axis_groups[packed][-1]) - len(p.stored.our_axes)
         )
 
     @cached_property
-    def indices(self) -> dict[str, list[Index]]:
-        """By path and tensor: which entry of the tensor's scales each entry of the record's own is, for each
-        stored axis."""
-        found = {}
-        for p, places in zip(self.group.parameters, positions(self.group), strict=True):
-            fine = [[c.blocks[i][at] for i, at in enumerate(places)] for c in self.codes]
-            steps = [slice(None, None, granule(fine, axis)) for axis in range(places[0].ndim)]
-            found[p.path] = [tuple(coarse(index, steps) for index in tensor) for tensor in fine]
-        return found
+    def scale_indices(self) -> dict[str, list[AxisIndices]]:
+        """Return indices into the file's scales, by path and tensor.
 
-    def specs(self) -> dict[str, Quantised]:
-        """The records' structure by path."""
-        return {p.path: self.record(p, *self.shapes(p)) for p in self.group.parameters}
+        For each stored axis, they are the entry of the file's scales for each entry of the record's.
+        """
+        by_path = {}
+        for p, positions in zip(self.group.parameters, axis_positions(self.group), strict=True):
+            fine = [[c.blocks[i][at] for i, at in enumerate(positions)] for c in self.codes]
+            steps = [slice(None, None, block_length(fine, axis)) for axis in range(positions[0].ndim)]
+            by_path[p.path] = [tuple(first_of_blocks(index, steps) for index in tensor) for tensor in fine]
+        return by_path
 
-    def shapes(self, p: Parameter) -> tuple[Spec, Spec, Spec | None]:
-        """Values, scales and zeros."""
-        c, indices = self.codes[0], self.indices[p.path]
+    def record_specs(self) -> dict[str, Quantised]:
+        """Return the specs of the records, by path."""
+        return {p.path: self.make_record(p, *self.part_specs(p)) for p in self.group.parameters}
+
+    def part_specs(self, p: Parameter) -> tuple[Spec, Spec, Spec | None]:
+        """Return the specs of a record's values, scales and zeros (None without zeros)."""
+        c, indices = self.codes[0], self.scale_indices[p.path]
         values, scales = list(p.spec.shape), np.broadcast_shapes(*(index.shape for index in indices[0]))
-        if c.packed is not None:
-            values[self.axis(p)] //= 2
-        scales = (len(indices), *scales) if p.stored.stacked else scales
+        if c.packed_axis is not None:
+            values[self.packed_axis(p)] //= 2
+        scales = (len(indices), *scales) if p.stored.is_stacked else scales
         axes = tuple(
             name if n > 1 or n == size else "group"
             for name, n, size in zip(p.spec.axes, scales, p.spec.shape, strict=True)
         )
-        zeros = c.zeros and Spec(scales, axes, dtype=c.values.dtype)
+        zeros = c.read_zeros and Spec(scales, axes, dtype=c.source.dtype)
         return (
-            Spec(tuple(values), p.spec.axes, dtype=c.values.dtype),
+            Spec(tuple(values), p.spec.axes, dtype=c.source.dtype),
             Spec(scales, axes, dtype=c.scale_dtype),
             zeros,
         )
 
-    def record(self, p: Parameter, values: Any, scales: Any, zeros: Any) -> Quantised:
-        return Quantised(values, scales, zeros, self.codes[0].scheme, self.axis(p) or -1)
+    def make_record(self, p: Parameter, values: Any, scales: Any, zeros: Any) -> Quantised:
+        """Return a record with these values, scales and zeros."""
+        return Quantised(values, scales, zeros, self.codes[0].scheme, self.packed_axis(p) or -1)
 
-    def read(self) -> dict[str, Quantised]:
-        """The records by path, of numpy arrays. Raises CheckpointError where a code or a scale is no finite
-        number."""
-        shapes = [self.shapes(p) for p in self.group.parameters]
-        values = [aligned(value.shape, np.dtype(value.dtype)) for value, *_ in shapes]
-        rest = [
-            [None if spec is None else np.empty(spec.shape, spec.dtype) for spec in own] for _, *own in shapes
+    def read_records(self) -> dict[str, Quantised]:
+        """Read the records by path, with numpy arrays. Raises CheckpointError for codes or scales that are
+        not finite."""
+        shapes = [self.part_specs(p) for p in self.group.parameters]
+        values = [empty_aligned(value.shape, np.dtype(value.dtype)) for value, *_ in shapes]
+        others = [
+            [None if spec is None else np.empty(spec.shape, spec.dtype) for spec in scale_specs]
+            for _, *scale_specs in shapes
         ]
         for i, codes in enumerate(self.codes):
-            read(codes.values, self.group.parts(values, i))
-            tables = codes.scales(), codes.zeros and codes.zeros()
-            for p, own in zip(self.group.parameters, rest, strict=True):
-                for table, array in zip(tables, own, strict=True):
+            read_into_views(codes.source, self.group.tensor_views(values, i))
+            tables = codes.read_scales(), codes.read_zeros and codes.read_zeros()
+            for p, scale_arrays in zip(self.group.parameters, others, strict=True):
+                for table, array in zip(tables, scale_arrays, strict=True):
                     if array is not None and table is not None:
-                        (array[i] if p.stored.stacked else array)[...] = table[self.indices[p.path][i]]
-        found = zip(self.group.parameters, values, rest, strict=True)
-        return {p.path: self.record(p, codes, *own) for p, codes, own in found}
+                        (array[i] if p.stored.is_stacked else array)[...] = table[
+                            self.scale_indices[p.path][i]
+                        ]
+        arrays = zip(self.group.parameters, values, others, strict=True)
+        return {p.path: self.make_record(p, codes, *scale_arrays) for p, codes, scale_arrays in arrays}
 
 
-def keep(
+def select_quantised_group(
     group: ParameterGroup, tensors: Mapping[str, TensorSource], dtype: np.dtype, form: str | None
 ) -> QuantisedGroup | None:
-    """A group's codes, where all of it is quantised, in the scheme `form` or in any (None), and records can
-    hold it.
+    """Return the codes of a group, or None if its parameters are better read as arrays.
 
-    They must be smaller than arrays of this dtype would be.
+    Codes are kept if all tensors are quantised, in the scheme `form` (None is any), and records can hold
+    them. They must also be smaller than arrays of `dtype`.
     """
-    found = [tensors[name] for name in group.names]
-    sources = [source for source in found if isinstance(source, Coded)]
-    if len(sources) < len(found):
+    stored = [tensors[name] for name in group.names]
+    sources = [source for source in stored if isinstance(source, QuantisedSource)]
+    if len(sources) < len(stored):
         return None
-    kept = QuantisedGroup(group, tuple(source.codes() for source in sources))
-    if not kept.possible or form not in (None, kept.codes[0].scheme):
+    quantised = QuantisedGroup(group, tuple(source.tensor_codes() for source in sources))
+    if not quantised.fits_record or form not in (None, quantised.codes[0].scheme):
         return None
-    whole = sum(prod(p.spec.shape) for p in group.parameters) * dtype.itemsize
-    parts = [spec for p in group.parameters for spec in kept.shapes(p) if spec is not None]
-    return kept if sum(prod(s.shape) * np.dtype(s.dtype).itemsize for s in parts) < whole else None
+    array_bytes = sum(prod(p.spec.shape) for p in group.parameters) * dtype.itemsize
+    parts = [spec for p in group.parameters for spec in quantised.part_specs(p) if spec is not None]
+    return quantised if sum(prod(s.shape) * np.dtype(s.dtype).itemsize for s in parts) < array_bytes else None
 
 
-def positions(group: ParameterGroup) -> Iterator[Index]:
-    """Where each parameter's numbers (one expert's) lie along each stored axis, in its own axes, 1 where they
-    do not matter."""
-    along = [list(places(group, axis)) for axis in range(len(group.parameters[0].stored.groups))]
+def axis_positions(group: ParameterGroup) -> Iterator[AxisIndices]:
+    """Yield, for each parameter, the positions of its numbers along each stored axis.
+
+    An array has the parameter's axes (one expert's), of size 1 where they do not change the position.
+    """
+    along = [
+        list(stored_positions(group, axis)) for axis in range(len(group.parameters[0].stored.axis_groups))
+    ]
     return zip(*along, strict=True)
 
 
-def places(group: ParameterGroup, axis: int) -> list[np.ndarray]:
-    arrays = [unnumbered(p, axis) for p in group.parameters]
+def stored_positions(group: ParameterGroup, axis: int) -> list[np.ndarray]:
+    """Return, for each parameter, the positions of its numbers along one stored axis."""
+    arrays = [empty_positions(p, axis) for p in group.parameters]
     views = [p.stored.view(array) for p, array in zip(group.parameters, arrays, strict=True)]
     first = group.parameters[0].stored
-    if axis == first.joined:
-        together = [Joined(tuple(views), first.in_turns)]
+    if axis == first.join_axis:
+        tensors = [JoinedViews(tuple(views), first.is_interleaved)]
     else:
-        together = [Joined((view,)) for view in views]
-    for joined in together:
-        joined.fill(np.arange(joined.size))
+        tensors = [JoinedViews((view,)) for view in views]
+    for joined in tensors:
+        joined.fill_views(np.arange(joined.size))
     return arrays
 
 
-def unnumbered(p: Parameter, axis: int) -> np.ndarray:
-    letters, first = p.stored.groups[axis], int(p.stored.stacked)
-    own = zip(p.stored.ours[first:], p.spec.shape[first:], strict=True)
-    return np.empty([n if letter in letters else 1 for letter, n in own], np.int64)
+def empty_positions(p: Parameter, axis: int) -> np.ndarray:
+    """Return an uninitialised array for the positions along a stored axis, in the parameter's axes."""
+    letters, first = p.stored.axis_groups[axis], int(p.stored.is_stacked)
+    axes = zip(p.stored.our_axes[first:], p.spec.shape[first:], strict=True)
+    return np.empty([n if letter in letters else 1 for letter, n in axes], np.int64)
 
 
-def granule(tensors: list[list[np.ndarray]], axis: int) -> int:
-    """The longest equal blocks of an axis inside of which no index changes."""
+def block_length(tensors: list[list[np.ndarray]], axis: int) -> int:
+    """Return the length of the longest equal blocks of an axis inside of which no index changes."""
     indices = [index for tensor in tensors for index in tensor]
     size = max(index.shape[axis] for index in indices)
     others = tuple(i for i in range(indices[0].ndim) if i != axis)
@@ -215,6 +256,6 @@ def granule(tensors: list[list[np.ndarray]], axis: int) -> int:
     return gcd(size, *(np.flatnonzero(np.any(steps, axis=0)) + 1).tolist())
 
 
-def coarse(index: np.ndarray, steps: list[slice]) -> np.ndarray:
-    """The entry of each block."""
+def first_of_blocks(index: np.ndarray, steps: list[slice]) -> np.ndarray:
+    """Return the first entry of each block."""
     return index[tuple(step if n > 1 else slice(None) for step, n in zip(steps, index.shape, strict=True))]

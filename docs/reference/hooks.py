@@ -61,12 +61,12 @@ def link(found: re.Match[str], at: Path, uri: str, repository: str) -> str:
 
 def help_of(command: str) -> str:
     """What `duetto COMMAND --help` prints; `duetto` is the command itself."""
-    from duetto.serve.cli.main import parse
+    from duetto.serve.cli.main import parse_command_line
 
     os.environ["COLUMNS"] = "110"
     text = io.StringIO()
     with redirect_stdout(text), suppress(SystemExit):
-        parse(["--help"] if command == "duetto" else [command, "--help"])
+        parse_command_line(["--help"] if command == "duetto" else [command, "--help"])
     return f"```text\n{text.getvalue().rstrip()}\n```\n"
 
 

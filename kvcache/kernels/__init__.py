@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs, which read pages where they lie."""
+"""Attention and recurrent-state kernels that read and write pages in place, on GPUs, TPUs and CPUs."""

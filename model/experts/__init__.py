@@ -1,20 +1,27 @@
 """Mixtures of experts, on one device and on several."""
 
-from .layer import chosen_experts, mix_experts
-from .mixture import MoE, by_ragged_products, by_tiles, experts_spec, has_kernel, sorted_by_expert
-from .parts import ExpertAxes, inner_dims, parted, unparted
+from .layer import chosen_expert_ids, run_moe
+from .mixture import (
+    MoE,
+    experts_spec,
+    has_expert_kernel,
+    run_experts_ragged,
+    run_experts_tiled,
+    sort_by_expert,
+)
+from .sharded import ExpertAxes, drop_expert_axes, inner_dims, with_expert_axes
 
 __all__ = [
     "ExpertAxes",
     "MoE",
-    "by_ragged_products",
-    "by_tiles",
-    "chosen_experts",
+    "chosen_expert_ids",
+    "drop_expert_axes",
     "experts_spec",
-    "has_kernel",
+    "has_expert_kernel",
     "inner_dims",
-    "mix_experts",
-    "parted",
-    "sorted_by_expert",
-    "unparted",
+    "run_experts_ragged",
+    "run_experts_tiled",
+    "run_moe",
+    "sort_by_expert",
+    "with_expert_axes",
 ]

@@ -1,4 +1,4 @@
-"""A layer of experts."""
+"""The layer of a mixture of experts: routing, the sum of the chosen experts, and their norms."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,53 +7,64 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from ..config import Experts
-from ..layers import Norm, NormWeight, normalise, scaled
-from .mixture import LocalExperts, MoE, add_all, route, shared_output
-from .parts import add_parts
+from ..layers import Norm, NormWeight, apply_scale, normalise
+from .mixture import LocalExperts, MoE, route_tokens, run_shared_expert, sum_chosen_experts
+from .sharded import sum_sharded_experts
 
-TILE, LARGE_TILE = 8, 32  # rows of one expert's product: while decoding, and for chunks of prompts
+DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 8, 32  # rows of a tile of one expert: in decode, and in prefill
 
 
-def mix_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The chosen experts' outputs, weighted and added in order of their scores, and the shared one's."""
+def run_moe(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Add up the chosen experts' weighted outputs in order of their scores, and the shared expert's."""
     flat = x.reshape(-1, x.shape[-1])
-    tile = TILE if x.shape[1] == 1 else LARGE_TILE
+    tile = DECODE_TILE_ROWS if x.shape[1] == 1 else PREFILL_TILE_ROWS
     if w.norms is not None:
-        return apart(w, c, flat, tile).reshape(x.shape)
-    weights, chosen = routed(w, c, flat)
-    return adding(w)(LocalExperts(w.experts, w.shared), flat, weights, chosen, c, tile).reshape(x.shape)
+        return run_moe_separate_norms(w, c, flat, tile).reshape(x.shape)
+    weights, chosen = norm_and_route(w, c, flat)
+    return choose_expert_sum(w)(LocalExperts(w.experts, w.shared), flat, weights, chosen, c, tile).reshape(
+        x.shape
+    )
 
 
-def routed(
+def norm_and_route(
     w: MoE, c: Experts, x: Float[Array, "tokens D"]
 ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
-    """`route`, after the router's own norm if the layer has one."""
+    """Route tokens as `route_tokens`, after the router's own norm if the layer has one."""
     if c.norms is None or w.norms is None:
-        return route(w, c, x)
-    return route(w, c, scaled(normalise(x, w.norms.router, c.norms), x.shape[-1] ** -0.5))
+        return route_tokens(w, c, x)
+    return route_tokens(w, c, apply_scale(normalise(x, w.norms.router, c.norms), x.shape[-1] ** -0.5))
 
 
-def chosen_experts(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Int[Array, "B T A"]:
-    """Numbers of the experts that `mix_experts` chooses; in one program they are computed once."""
-    return routed(w, c, x.reshape(-1, x.shape[-1]))[1].reshape(*x.shape[:-1], c.active)
+def chosen_expert_ids(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Int[Array, "B T A"]:
+    """Return the numbers of the experts that `run_moe` chooses. Within one program XLA computes them
+    once."""
+    return norm_and_route(w, c, x.reshape(-1, x.shape[-1]))[1].reshape(*x.shape[:-1], c.active)
 
 
-def adding(w: MoE) -> Callable[..., Any]:
-    return add_all if w.parts is None else partial(add_parts, w.parts)
+def choose_expert_sum(w: MoE) -> Callable[..., Any]:
+    """Return the function that adds up experts: `sum_chosen_experts` on one device, `sum_sharded_experts` on
+    several."""
+    return sum_chosen_experts if w.expert_axes is None else partial(sum_sharded_experts, w.expert_axes)
 
 
-def apart(w: MoE, c: Experts, x: Float[Array, "tokens D"], tile: int) -> Float[Array, "tokens D"]:
-    """The same where experts and shared expert have norms of their own: each sum is whole before it is
-    normed."""
+def run_moe_separate_norms(
+    w: MoE, c: Experts, x: Float[Array, "tokens D"], tile: int
+) -> Float[Array, "tokens D"]:
+    """Run a mixture whose routed and shared experts have their own pre- and post-norms.
 
-    def normed(x: Float[Array, "tokens D"], norm: Norm | NormWeight) -> Float[Array, "tokens D"]:
+    Each post-norm needs a complete sum, so the two are not accumulated together.
+    """
+
+    def norm_tokens(x: Float[Array, "tokens D"], norm: Norm | NormWeight) -> Float[Array, "tokens D"]:
         assert c.norms is not None
         return normalise(x, norm, c.norms)
 
-    weights, chosen = routed(w, c, x)
-    experts = adding(w)(LocalExperts(w.experts, None), normed(x, w.norms.experts), weights, chosen, c, tile)
-    mixed = normed(experts, w.norms.experts_post)
+    weights, chosen = norm_and_route(w, c, x)
+    experts = choose_expert_sum(w)(
+        LocalExperts(w.experts, None), norm_tokens(x, w.norms.experts), weights, chosen, c, tile
+    )
+    mixed = norm_tokens(experts, w.norms.experts_post)
     if w.shared is None:
         return mixed
-    shared = shared_output(w.shared, c, normed(x, w.norms.shared))
-    return mixed + normed(shared, w.norms.shared_post)
+    shared = run_shared_expert(w.shared, c, norm_tokens(x, w.norms.shared))
+    return mixed + norm_tokens(shared, w.norms.shared_post)

@@ -1,18 +1,18 @@
-"""Gated short convolutions: o(after * convolution(before * v)), all three made from the input."""
+"""Gated short convolutions: o(after * convolution(before * v)), all three projected from the input."""
 
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from ..layers import biased, einsum
+from ..layers import add_bias, einsum
 from ..tree import Spec, pytree
 from .kinds import ShortConv
-from .states import Convolution, Recur, Recurrence, RecurrentInputs
+from .states import Convolution, Recurrence, RecurrentAttend, RecurrentInputs
 
 
 @pytree
 class ShortConvolution:
-    """Projections of one layer and its convolution, the D channels as K heads of H."""
+    """Projections of one layer and its convolution. The D channels stand as K heads of H."""
 
     before: Any  # [D,K,H], of what multiplies the inputs
     after: Any  # [D,K,H], of what multiplies the outputs
@@ -27,7 +27,7 @@ class ShortConvolution:
 
 
 def convolution_spec(c: ShortConv, D: int, depth: int) -> ShortConvolution:
-    """The parameters of one layer of `depth`."""
+    """Return the specs of one gated short convolution in a model of `depth` layers."""
     K, H, axes = c.heads, c.size, ("state_heads", "head")
     projection = Spec((D, K, H), ("model", *axes))
     bias = Spec((K, H), axes, scale=0.0) if c.bias else None
@@ -45,23 +45,23 @@ def convolution_spec(c: ShortConv, D: int, depth: int) -> ShortConvolution:
     )
 
 
-def mix_convolution(
+def run_short_conv(
     w: ShortConvolution,
     c: ShortConv,
     x: Float[Array, "B T D"],
     rotary: None,
-    attend: Recur,
+    attend: RecurrentAttend,
     state: Any,
     i: int,
 ) -> tuple[Any, Float[Array, "B T D"]]:
-    """The convolution of layer i over normed x, and attend's new state."""
+    """Run the convolution of layer i over normed x. Returns attend's new state, and the output."""
 
-    def projected(own: Any, bias: Any) -> Float[Array, "B T K H"]:
-        return biased(einsum("btd,dkh->btkh", x, own), bias)
+    def project(weight: Any, bias: Any) -> Float[Array, "B T K H"]:
+        return add_bias(einsum("btd,dkh->btkh", x, weight), bias)
 
-    before, after = projected(w.before, w.before_bias), projected(w.after, w.after_bias)
-    new = RecurrentInputs((before * projected(w.v, w.v_bias),))
-    own = Recurrence(c.state, (Convolution(w.conv, w.conv_bias),))
-    state, out = attend.recur(state, i, own, new)
+    before, after = project(w.before, w.before_bias), project(w.after, w.after_bias)
+    inputs = RecurrentInputs((before * project(w.v, w.v_bias),))
+    recurrence = Recurrence(c.state_shapes, (Convolution(w.conv, w.conv_bias),))
+    state, out = attend.run_recurrence(state, i, recurrence, inputs)
     out = after * out.astype(x.dtype)
-    return state, biased(einsum("btkh,khd->btd", out, w.o), w.o_bias)
+    return state, add_bias(einsum("btkh,khd->btd", out, w.o), w.o_bias)

@@ -1,31 +1,35 @@
-"""Sizes of mixers that keep a state in place of keys. Frozen and hashable, as all sizes of a model."""
+"""Sizes of mixers that keep a recurrent state instead of keys. Frozen and hashable, like all sizes of a
+model."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-STATE = -1  # in place of a window: of the tokens before it a layer sees the state that they have left
-BLOCK = 64  # tokens that a prefill takes through a state at once, from a multiple of it on
+STATE_WINDOW = -1  # in place of a window: the layer reads a state instead of the tokens before
+STATE_BLOCK_TOKENS = 64  # tokens that a prefill takes through a state at once; blocks begin at its multiples
 
 
-class Leaves(NamedTuple):
-    """Shapes of a layer's state, the heads of each array first. `tails` are the newest inputs of short
-    convolutions, `memory` [heads,key size,value size] is what a linear recurrence keeps, if there is one."""
+class StateShapes(NamedTuple):
+    """Shapes of a layer's state, the heads of each array first.
+
+    tails: newest inputs of the short convolutions, [heads,kernel-1,size] each.
+    memory: memory of a linear recurrence, [heads,key size,value size], or None.
+    """
 
     tails: tuple[tuple[int, int, int], ...]
     memory: tuple[int, int, int] | None = None
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Shapes of all that a layer keeps: tails, then the memory."""
+        """Return the shapes of all arrays of the state: the tails, then the memory."""
         return self.tails if self.memory is None else (*self.tails, self.memory)
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Gated DeltaNet (Yang et al., arXiv 2412.06464): the gated delta rule behind short convolutions.
+    """Gated DeltaNet (Yang et al., arXiv 2412.06464): the gated delta rule after short convolutions.
 
-    `decay_rank`: with it every key dimension has a decay of its own, projected through this many dimensions
-    (Kimi Delta Attention, arXiv 2510.26692).
+    `decay_rank`: each key dimension has its own decay, projected through this many dimensions (Kimi Delta
+    Attention, arXiv 2510.26692). None: each head has one decay.
     """
 
     key_heads: int  # K
@@ -35,11 +39,11 @@ class DeltaNet:
     kernel: int = 4  # tokens of a convolution
     eps: float = 1e-6  # of the outputs' norm
     gate: Literal["silu", "sigmoid"] = "silu"  # of the normed outputs
-    gate_rank: int | None = None  # dimensions that the gate is made through; None is straight from x
+    gate_rank: int | None = None  # rank of the gate's projection; None: directly from x
     decay_rank: int | None = None
 
-    window: ClassVar[int] = STATE
-    cached_by: ClassVar[str] = "k"
+    window: ClassVar[int] = STATE_WINDOW
+    cache_sharding_weight: ClassVar[str] = "k"
 
     def __post_init__(self):
         if self.value_heads % self.key_heads:
@@ -48,14 +52,14 @@ class DeltaNet:
             )
 
     @property
-    def state(self) -> Leaves:
+    def state_shapes(self) -> StateShapes:
         key = (self.key_heads, self.kernel - 1, self.key_size)
         value = (self.key_heads, self.kernel - 1, self.groups * self.value_size)
-        return Leaves((key, key, value), (self.value_heads, self.key_size, self.value_size))
+        return StateShapes((key, key, value), (self.value_heads, self.key_size, self.value_size))
 
     @property
     def groups(self) -> int:
-        """Value heads of a key head, G."""
+        """Return G, the number of value heads of a key head."""
         return self.value_heads // self.key_heads
 
     @property
@@ -68,15 +72,15 @@ class DeltaNet:
 
     @property
     def pair_flops(self) -> int:
-        """Operations of a token: the state fades, is asked twice, and changed."""
+        """Return the operations of a token: the state decays, is read twice, and changes."""
         return 7 * self.value_heads * self.key_size * self.value_size
 
 
 @dataclass(frozen=True)
 class ShortConv:
-    """A gated short convolution (LFM2, Liquid AI, arXiv 2511.23404): all that is kept are its newest inputs.
+    """A gated short convolution (LFM2, Liquid AI, arXiv 2511.23404). Its state is its newest inputs.
 
-    Channels stand in heads only to be split over devices.
+    Channels stand in heads only so that devices can split them.
     """
 
     heads: int  # K
@@ -84,12 +88,12 @@ class ShortConv:
     kernel: int = 3  # tokens
     bias: bool = False  # of the convolution and of the projections around it
 
-    window: ClassVar[int] = STATE
-    cached_by: ClassVar[str] = "v"
+    window: ClassVar[int] = STATE_WINDOW
+    cache_sharding_weight: ClassVar[str] = "v"
 
     @property
-    def state(self) -> Leaves:
-        return Leaves(((self.heads, self.kernel - 1, self.size),))
+    def state_shapes(self) -> StateShapes:
+        return StateShapes(((self.heads, self.kernel - 1, self.size),))
 
     @property
     def num_heads(self) -> int:
@@ -105,14 +109,16 @@ class ShortConv:
 
     @property
     def pair_flops(self) -> int:
-        """Operations of a token: the convolution, and a product before and after it."""
+        """Return the operations of a token: the convolution, and a product before and after it."""
         return (2 * self.kernel + 2) * self.heads * self.size
 
 
 @dataclass(frozen=True)
 class Mamba:
-    """Mamba-2 (Dao and Gu, arXiv 2405.21060) in the words of attention: each key head, a group of B and C,
-    has as many value heads, which have a decay and a step of their own."""
+    """Mamba-2 (Dao and Gu, arXiv 2405.21060) in terms of attention.
+
+    A key head is a group of B and C. It has several value heads, each with its own decay and step.
+    """
 
     key_heads: int  # K
     num_heads: int  # N, a multiple of K
@@ -120,29 +126,29 @@ class Mamba:
     value_size: int  # U
     kernel: int = 4  # tokens of a convolution
     conv_bias: bool = True
-    bias: bool = False  # of what is projected from the input
+    bias: bool = False  # of the projections of the input
     output_bias: bool = False
     step_limits: tuple[float, float] = (0.0, float("inf"))
-    norm: Literal["of gated", "then gated"] | None = "of gated"  # of the outputs of a key head's value heads
+    norm: Literal["of gated", "then gated"] | None = "of gated"  # over a key head's value heads
     eps: float = 1e-5
     scales: tuple[float, ...] = (1.0,) * 5  # of gates, values, keys, queries, steps
 
-    window: ClassVar[int] = STATE
-    cached_by: ClassVar[str] = "k"
+    window: ClassVar[int] = STATE_WINDOW
+    cache_sharding_weight: ClassVar[str] = "k"
 
     def __post_init__(self):
         if self.num_heads % self.key_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of key_heads {self.key_heads}")
 
     @property
-    def state(self) -> Leaves:
+    def state_shapes(self) -> StateShapes:
         key = (self.key_heads, self.kernel - 1, self.key_size)
         value = (self.key_heads, self.kernel - 1, self.groups * self.value_size)
-        return Leaves((value, key, key), (self.num_heads, self.key_size, self.value_size))
+        return StateShapes((value, key, key), (self.num_heads, self.key_size, self.value_size))
 
     @property
     def groups(self) -> int:
-        """Value heads of a key head, G."""
+        """Return G, the number of value heads of a key head."""
         return self.num_heads // self.key_heads
 
     @property
@@ -151,5 +157,5 @@ class Mamba:
 
     @property
     def pair_flops(self) -> int:
-        """Operations of a token: the state fades, is added to, and is asked."""
+        """Return the operations of a token: the state decays, is added to, and is read."""
         return 5 * self.num_heads * self.key_size * self.value_size

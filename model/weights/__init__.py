@@ -1,1 +1,1 @@
-"""Records that stand in the tree where an array stood, and multiply in its place."""
+"""Records that stand in the tree of parameters in place of arrays, and multiply in their place."""

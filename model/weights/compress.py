@@ -1,7 +1,7 @@
 """Which weights are quantised or factored: a plan, and its application to parameters or to their specs.
 
-A weight that is quantised already is treated like any other: another scheme dequantises and quantises it
-again, its own leaves it as it is.
+A quantised weight is treated like any other: its own scheme leaves it unchanged, and another scheme
+dequantises and quantises it again.
 """
 
 from dataclasses import dataclass, replace
@@ -15,21 +15,21 @@ from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from ..config import ModelConfig
-from ..sharding import fitted
+from ..sharding import fit_sharding
 from ..transformer import Decoder, decoder_spec
-from ..tree import Spec, holds, is_spec
+from ..tree import Spec, has_instance, is_spec
 from .cpu.panels import Packed
-from .lowrank import LowRank, low_rank
-from .quant import Quantised, Scheme, quantised
+from .lowrank import LowRank, factorise_weight
+from .quant import Quantised, Scheme, quantise_weight
 
 T = TypeVar("T")
-Method = Scheme | float
+CompressionMethod = Scheme | float
 SCHEMES = tuple(name for name in get_args(Scheme) if name != "fp4")  # fp4 only comes in checkpoints
-WHOLE = "dequantize"
+DEQUANTIZE_FORM = "dequantize"
 # Forms of a model's weights: as they are, with projections in a scheme, or as arrays.
-FORMS: tuple[str | None, ...] = (None, *SCHEMES, WHOLE)
+WEIGHT_FORMS: tuple[str | None, ...] = (None, *SCHEMES, DEQUANTIZE_FORM)
 # Axes over which the product with a weight sums, counted from the last, so that experts may come first.
-CONTRACTED: dict[str, tuple[int, ...]] = {
+CONTRACTED_AXES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("q", "k", "v", "q_up", "k_up", "v_up"), (-3,)),
     **dict.fromkeys(("q_down", "kv_down", "k_down", "gate", "up", "down"), (-2,)),
     "o": (-3, -2),
@@ -39,15 +39,15 @@ CONTRACTED: dict[str, tuple[int, ...]] = {
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """Rules (pattern of a weight's path, method), where a method is "int8", "int4", "fp8", or the share of
-    the weight's numbers that a low-rank factorisation keeps.
+    """Rules (pattern of a weight's path, method) for the compression of weights.
 
-    Patterns are those of file names, as "layers.*.ffn.*"; a weight's first rule counts, and weights without a
-    rule stay as they are. Routers, norms, biases, embeddings and positions are never compressed. Raises
-    ValueError for an unknown method.
+    A method is "int8", "int4", "fp8", or the share of the weight's numbers that a low-rank factorisation
+    keeps. Patterns are those of file names, as "layers.*.ffn.*". A weight's first rule counts, and weights
+    without a rule stay unchanged. Routers, norms, biases, embeddings and positions are never compressed.
+    Raises ValueError for an unknown method.
     """
 
-    rules: tuple[tuple[str, Method], ...]
+    rules: tuple[tuple[str, CompressionMethod], ...]
 
     def __post_init__(self):
         for pattern, method in self.rules:
@@ -55,109 +55,122 @@ class CompressionPlan:
                 allowed = f"{', '.join(SCHEMES)}, or a share between 0.0 and 1.0"
                 raise ValueError(f"{method!r} for {pattern!r} is not allowed: {allowed}")
 
-    def method(self, path: str) -> Method | None:
-        """The method for the weight at a path."""
+    def method(self, path: str) -> CompressionMethod | None:
+        """Return the method for the weight at a path, or None."""
         return next((method for pattern, method in self.rules if fnmatchcase(path, pattern)), None)
 
 
-def projections(method: Method) -> CompressionPlan:
-    """The plan for all projections of all layers, the output head left out."""
+def projection_plan(method: CompressionMethod) -> CompressionPlan:
+    """Return the plan for all projections of all layers, without the output head."""
     return CompressionPlan((("layers.*", method),))
 
 
 def compress(tree: T, plan: CompressionPlan, donate: bool = False) -> T:
-    """A tree of parameters, of ShapeDtypeStructs or of specs with the plan's weights compressed, one after
-    the other.
+    """Compress the plan's weights in a tree of parameters, of ShapeDtypeStructs or of specs, one after the
+    other.
 
-    With `donate` each weight is deleted when its compressed form is ready, so that the memory never holds
-    both models. Raises ValueError for a rule that meets no weight.
+    With `donate` each weight is deleted when its compressed form is ready, so that memory never holds both
+    models. Raises ValueError for a rule that matches no weight.
     """
-    met: set[str] = set()
+    used_patterns: set[str] = set()
 
-    def leaf(key: Any, weight: Any) -> Any:
+    def compress_leaf(key: Any, weight: Any) -> Any:
         path = jax.tree_util.keystr(key, simple=True, separator=".")
-        if contracted_at(path):
-            met.update(pattern for pattern, _ in plan.rules if fnmatchcase(path, pattern))
-        return compressed_at(path, weight, plan, donate)
+        if contracted_axes(path):
+            used_patterns.update(pattern for pattern, _ in plan.rules if fnmatchcase(path, pattern))
+        return compress_at_path(path, weight, plan, donate)
 
-    done = jax.tree_util.tree_map_with_path(leaf, tree, is_leaf=is_weight)
+    compressed = jax.tree_util.tree_map_with_path(compress_leaf, tree, is_leaf=is_weight_leaf)
     for pattern, _ in plan.rules:
-        if pattern not in met:
+        if pattern not in used_patterns:
             raise ValueError(f"rule {pattern!r} meets no weight that can be compressed")
-    return done
+    return compressed
 
 
-def contracted_at(path: str) -> tuple[int, ...] | None:
-    """Axes over which the product with the weight at a path sums; None of those that are never compressed,
-    among them what recurrent layers multiply with, and gates of attention."""
+def contracted_axes(path: str) -> tuple[int, ...] | None:
+    """Return the axes over which the product with the weight at a path sums.
+
+    None for weights that are never compressed, among them those of recurrent layers and the gates of
+    attention.
+    """
     if ".recurrent." in path or path.endswith("attention.gate"):
         return None
-    return CONTRACTED.get(path.rpartition(".")[2])
+    return CONTRACTED_AXES.get(path.rpartition(".")[2])
 
 
-def compressed_at(path: str, weight: Any, plan: CompressionPlan, donate: bool = False) -> Any:
-    """The weight at a path as the plan has it."""
+def compress_at_path(path: str, weight: Any, plan: CompressionPlan, donate: bool = False) -> Any:
+    """Compress the weight at a path as the plan says."""
     method = plan.method(path)
-    contracted = contracted_at(path)
-    return weight if method is None or contracted is None else compressed(weight, contracted, method, donate)
+    contracted = contracted_axes(path)
+    return (
+        weight
+        if method is None or contracted is None
+        else compress_weight(weight, contracted, method, donate)
+    )
 
 
-def is_weight(x: Any) -> bool:
+def is_weight_leaf(x: Any) -> bool:
+    """Return True for a spec or a quantised weight, the leaves that `compress` takes."""
     return is_spec(x) or isinstance(x, Quantised)
 
 
-def compressed(weight: Any, contracted: tuple[int, ...], method: Method, donate: bool = False) -> Any:
-    """Compress one weight; returns it unchanged where that is impossible, or would not make it smaller."""
+def compress_weight(
+    weight: Any, contracted: tuple[int, ...], method: CompressionMethod, donate: bool = False
+) -> Any:
+    """Compress one weight. Returns it unchanged if that is impossible, or would not make it smaller."""
     if is_spec(weight):
-        return compressed_spec(weight, contracted, method)
+        return compress_spec(weight, contracted, method)
     if isinstance(weight, Quantised) and weight.scheme == method:
         return weight
     if any(isinstance(part, jax.ShapeDtypeStruct) for part in jax.tree.leaves(weight)):
-        return jax.eval_shape(partial(encode, contracted=contracted, method=method), weight) or weight
-    done = encode(weight, contracted, method)
-    return weight if done is None else replaced(weight, done, donate)
+        return jax.eval_shape(partial(encode_weight, contracted=contracted, method=method), weight) or weight
+    encoded = encode_weight(weight, contracted, method)
+    return weight if encoded is None else place_replacement(weight, encoded, donate)
 
 
-def replaced(weight: Any, done: T, donate: bool) -> T:
-    """A weight's replacement, placed on its devices; with `donate` the weight's own arrays are deleted."""
+def place_replacement(weight: Any, replacement: T, donate: bool) -> T:
+    """Place a weight's replacement on the weight's devices. With `donate` the weight's own arrays are
+    deleted."""
     first = jax.tree.leaves(weight)[0]
     if isinstance(first, jax.Array) and not isinstance(first, Tracer):
-        done = jax.tree.map(lambda x: jax.device_put(x, fitted(first.sharding, x.shape)), done)
+        replacement = jax.tree.map(
+            lambda x: jax.device_put(x, fit_sharding(first.sharding, x.shape)), replacement
+        )
     if donate:
-        jax.block_until_ready(done)
+        jax.block_until_ready(replacement)
         for part in jax.tree.leaves(weight):
             if isinstance(part, jax.Array):
                 part.delete()
-    return done
+    return replacement
 
 
 @partial(jax.jit, static_argnames=("contracted", "method"))
-def encode(
-    weight: Float[Array, "..."] | Quantised, contracted: tuple[int, ...], method: Method
+def encode_weight(
+    weight: Float[Array, "..."] | Quantised, contracted: tuple[int, ...], method: CompressionMethod
 ) -> Quantised | LowRank | None:
-    """The weight by a method; None where that cannot be, or would not make it smaller."""
+    """Encode a weight by a method. Returns None if that is impossible, or would not make it smaller."""
     if isinstance(weight, Quantised):
-        weight = weight.widened(jnp.float32)
+        weight = weight.dequantise(jnp.float32)
     if isinstance(method, str):
-        return quantised(weight, contracted, method)
-    return low_rank(weight, contracted, method)
+        return quantise_weight(weight, contracted, method)
+    return factorise_weight(weight, contracted, method)
 
 
-def compressed_spec(spec: Spec, contracted: tuple[int, ...], method: Method) -> Any:
-    """The specs of a compressed weight; random values drawn from them have the original's scale."""
+def compress_spec(spec: Spec, contracted: tuple[int, ...], method: CompressionMethod) -> Any:
+    """Return the specs of a compressed weight. Random values drawn from them have the original's scale."""
     shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
-    form = jax.eval_shape(partial(encode, contracted=contracted, method=method), shape)
+    form = jax.eval_shape(partial(encode_weight, contracted=contracted, method=method), shape)
     if isinstance(form, LowRank):
         first, after = (len(spec.axes) + i for i in (contracted[0], contracted[-1] + 1))
-        each = (spec.scale / form.a.shape[-1] ** 0.5) ** 0.5
-        a = Spec(form.a.shape, (*spec.axes[:after], "low_rank"), 0.0, each, spec.dtype)
+        factor_scale = (spec.scale / form.a.shape[-1] ** 0.5) ** 0.5
+        a = Spec(form.a.shape, (*spec.axes[:after], "low_rank"), 0.0, factor_scale, spec.dtype)
         b = (*spec.axes[:first], "low_rank", *spec.axes[after:])
-        return LowRank(a, Spec(form.b.shape, b, 0.0, each, spec.dtype))
+        return LowRank(a, Spec(form.b.shape, b, 0.0, factor_scale, spec.dtype))
     if form is None:
         return spec
     # mean and deviation of the codes, of the bytes where each holds two
     mean, spread = {"int8": (0.0, 32.0), "fp8": (0.0, 64.0), "int4": (128.0, 32.0)}[form.scheme]
-    one = spec.scale / (4 if form.scheme == "int4" else spread)
+    code_scale = spec.scale / (4 if form.scheme == "int4" else spread)
     axes = tuple(
         name if n == size or n > 1 else "group"
         for name, n, size in zip(spec.axes, form.scales.shape, spec.shape, strict=True)
@@ -165,46 +178,49 @@ def compressed_spec(spec: Spec, contracted: tuple[int, ...], method: Method) -> 
     return replace(
         form,
         values=Spec(form.values.shape, spec.axes, mean, spread, form.values.dtype),
-        scales=Spec(form.scales.shape, axes, one, 0.0, form.scales.dtype),
+        scales=Spec(form.scales.shape, axes, code_scale, 0.0, form.scales.dtype),
     )
 
 
-def quantize_params(params: T, scheme: Method, donate: bool = False) -> T:
-    """A model's projections in a scheme: "int8", "int4" or "fp8"; see `compress`."""
-    return compress(params, projections(scheme), donate)
+def quantize_params(params: T, scheme: CompressionMethod, donate: bool = False) -> T:
+    """Quantise a model's projections in a scheme: "int8", "int4" or "fp8". See `compress`."""
+    return compress(params, projection_plan(scheme), donate)
 
 
-def plan_for(form: str | None) -> CompressionPlan:
-    """Compression plan of one of FORMS for weights that are arrays."""
-    return projections(form) if form in SCHEMES else CompressionPlan(())  # type: ignore[arg-type]
+def weight_form_plan(form: str | None) -> CompressionPlan:
+    """Return the compression plan of one of `WEIGHT_FORMS`, for weights that are arrays."""
+    return projection_plan(form) if form in SCHEMES else CompressionPlan(())  # type: ignore[arg-type]
 
 
-def in_form(params: T, form: str | None, dtype: Any, donate: bool = False) -> T:
-    """Parameters in one of FORMS, dequantised ones in a dtype; the same object where nothing changes, and if
-    weights are `Packed`: they were in their form before."""
-    if holds(params, Packed):
+def convert_weight_form(params: T, form: str | None, dtype: Any, donate: bool = False) -> T:
+    """Convert parameters to one of `WEIGHT_FORMS`, dequantised ones to a dtype.
+
+    Returns the same object if nothing changes, or if weights are `Packed`: they had their form before that.
+    """
+    if has_instance(params, Packed):
         return params
-    if form == WHOLE:
+    if form == DEQUANTIZE_FORM:
         return dequantize_params(params, dtype, donate)
     return params if form is None else quantize_params(params, form, donate)  # type: ignore[arg-type]
 
 
 def dequantize_params(params: T, dtype: Any, donate: bool = False) -> T:
-    """A model's quantised weights as arrays of a dtype, one after the other."""
+    """Convert a model's quantised weights to arrays of a dtype, one after the other."""
 
-    def leaf(weight: Any) -> Any:
+    def dequantise_leaf(weight: Any) -> Any:
         if not isinstance(weight, Quantised):
             return weight
-        return replaced(weight, widen(weight, jnp.dtype(dtype)), donate)
+        return place_replacement(weight, dequantise_weight(weight, jnp.dtype(dtype)), donate)
 
-    return jax.tree.map(leaf, params, is_leaf=is_weight)
+    return jax.tree.map(dequantise_leaf, params, is_leaf=is_weight_leaf)
 
 
 @partial(jax.jit, static_argnames="dtype")
-def widen(weight: Quantised, dtype: Any) -> Float[Array, "..."]:
-    return weight.widened(dtype)
+def dequantise_weight(quantised: Quantised, dtype: Any) -> Float[Array, "..."]:
+    """Dequantise a weight, in one compiled program."""
+    return quantised.dequantise(dtype)
 
 
 def form_spec(config: ModelConfig, form: str | None) -> Decoder:
-    """The specs of a model in one of FORMS, of arrays where that is None."""
-    return compress(decoder_spec(config), plan_for(form))
+    """Return the specs of a model in one of `WEIGHT_FORMS`. None: of arrays."""
+    return compress(decoder_spec(config), weight_form_plan(form))

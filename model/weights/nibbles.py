@@ -1,11 +1,10 @@
-"""Products with weights of four bits on NVIDIA GPUs: codes are widened inside the kernel, so that only their
-bytes are read (Pallas, Triton backend).
+"""Products with 4-bit weights on NVIDIA GPUs. Codes are widened inside the kernel, so that only their bytes
+are read (Pallas, Triton backend).
 
-XLA widens them into memory first: it does not fuse scales of groups into a product. The two codes of a byte
-multiply x's even and odd numbers. Instructions for two numbers of 16 bits each widen them, as in
-FasterTransformer (Kim et al., arXiv 2211.10017): Triton's own take one. Tiles, and the parts that the inner
-dimension is cut into, follow from the weight alone, so a row's bits do not depend on how many rows are
-beside it.
+XLA would widen them into memory first: it does not fuse scales of groups into a product. The two codes of a
+byte multiply x's even and odd numbers. Instructions for two 16-bit numbers each widen them, as in
+FasterTransformer (Kim et al., arXiv 2211.10017); Triton's own take one. Tiles, and the parts of the inner
+dimension, follow from the weight alone. So a row's bits do not depend on the number of rows.
 """
 
 from functools import partial
@@ -20,25 +19,28 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Num, UInt8
 
 from ..gpus import Kernel
-from ..sharding import in_shards, ways
+from ..sharding import is_manual_shard, num_splits
 
-ROWS = 64  # of x in a tile
-STEPS = 64, 32  # bytes of a column that a step takes: as many as divide the column
-COLUMNS = 64  # of a block
-BLOCKS, PARTS = 264, 8  # most blocks, two a multiprocessor, and most parts of the inner dimension
-ZERO = 8  # the code of zero where there are no others
-NIBBLES = Kernel("int4_product", "triton", "XLA widens weights into memory")
-SCALES = ("bfloat16", "float16", "float32")
+NIBBLE_TILE_ROWS = 64  # rows of x in a tile
+NIBBLE_STEP_BYTES = 64, 32  # bytes of a column that a step takes: the first that divides the column
+NIBBLE_BLOCK_COLUMNS = 64  # columns of a block
+# Upper bounds: blocks, two a multiprocessor, and parts of the inner dimension.
+MAX_NIBBLE_BLOCKS, MAX_INNER_PARTS = 264, 8
+ZERO_CODE = 8  # the code of zero if there are no zeros
+NIBBLE_KERNEL = Kernel("int4_product", "triton", "XLA widens weights into memory")
+NIBBLE_SCALE_DTYPES = ("bfloat16", "float16", "float32")
 
 
 class FloatBits(NamedTuple):
     """Bits of a 16-bit dtype.
 
     kind: its name in PTX.
-    large, least: the high byte of the least number whose last bit counts one, and that number.
-    one, half: 1 and 0.5.
-    place: of a mantissa's first bit.
-    lack: the factor that corrects the bias of the exponent of an e2m1 there.
+    large: high byte of the least number whose last bit counts one.
+    least: that number.
+    one: bits of 1.
+    half: bits of 0.5.
+    mantissa_bit: position of a mantissa's first bit.
+    bias_factor: factor that corrects the exponent's bias of an e2m1 at that position.
     """
 
     kind: str
@@ -46,11 +48,11 @@ class FloatBits(NamedTuple):
     least: int
     one: int
     half: int
-    place: int
-    lack: int
+    mantissa_bit: int
+    bias_factor: int
 
 
-FLOATS = {
+FLOAT16_LAYOUTS = {
     "bfloat16": FloatBits("bf16x2", 0x43, 128, 0x3F80, 0x3F00, 6, 0x7E80),
     "float16": FloatBits("f16x2", 0x64, 1024, 0x3C00, 0x3800, 9, 0x7400),
 }
@@ -81,7 +83,12 @@ ASSEMBLY = {
 
 
 class NibbleCodes(NamedTuple):
-    """A matrix as bytes of two codes each, neighbours of a column, and scales and zeros of groups of them."""
+    """A matrix of 4-bit codes.
+
+    values: uint8 [D/2,F], two neighbours of a column in a byte.
+    scales: scales of groups, [groups,F].
+    zeros: zeros of groups in the scales' shape, or None.
+    """
 
     values: Any  # uint8 [D/2, F]
     scales: Any  # [groups, F]
@@ -89,8 +96,12 @@ class NibbleCodes(NamedTuple):
 
 
 class NibbleTiles(NamedTuple):
-    """Tiling of a product. `parts`: pieces of the inner dimension. `group`: bytes of a column that share a
-    scale. `step`: those that are multiplied at once."""
+    """Tiling of a product.
+
+    parts: number of parts of the inner dimension.
+    group: bytes of a column that share a scale.
+    step: bytes of a column that are multiplied at once.
+    """
 
     parts: int
     group: int
@@ -98,88 +109,101 @@ class NibbleTiles(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name under which a compiled program shows it."""
-        return f"tiles_{ROWS}x{COLUMNS}x{2 * self.step}x{self.parts}"
+        """Return the name by which a compiled program shows the tiling. The planner reads it."""
+        return f"tiles_{NIBBLE_TILE_ROWS}x{NIBBLE_BLOCK_COLUMNS}x{2 * self.step}x{self.parts}"
 
 
-def cut_of(inner: int, columns: int, groups: int) -> NibbleTiles | None:
-    """Tiling for a weight of [inner, columns] numbers with `groups` groups, or None if the kernel cannot
+def choose_nibble_tiles(inner: int, columns: int, groups: int) -> NibbleTiles | None:
+    """Return the tiling for a weight [inner, columns] with `groups` groups, or None if the kernel cannot
     multiply it."""
-    group, step = inner // 2 // groups, next((step for step in STEPS if inner % (2 * step) == 0), 0)
-    if columns % COLUMNS or not group or not step or (group % step and step % group):
+    group, step = (
+        inner // 2 // groups,
+        next((step for step in NIBBLE_STEP_BYTES if inner % (2 * step) == 0), 0),
+    )
+    if columns % NIBBLE_BLOCK_COLUMNS or not group or not step or (group % step and step % group):
         return None
-    blocks, steps = columns // COLUMNS, inner // (2 * step)
-    fitting = (n for n in range(PARTS, 1, -1) if steps % n == 0 and n * blocks <= BLOCKS)
+    blocks, steps = columns // NIBBLE_BLOCK_COLUMNS, inner // (2 * step)
+    fitting = (n for n in range(MAX_INNER_PARTS, 1, -1) if steps % n == 0 and n * blocks <= MAX_NIBBLE_BLOCKS)
     return NibbleTiles(next(fitting, 1), group, step)
 
 
-def grouped(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int) -> bool:
-    """True if each output has its own scales, for consecutive groups of inputs."""
+def has_group_scales(shape: tuple[int, ...], scales: tuple[int, ...], inputs: int) -> bool:
+    """Return True if each output has its own scales, for consecutive groups of inputs."""
     split = next((i for i in range(inputs) if scales[i] != shape[i]), inputs)
     return scales[inputs:] == shape[inputs:] and set(scales[split + 1 : inputs]) <= {1}
 
 
 @partial(jax.jit, static_argnames=("dtype", "interpret"))  # layers share one trace
-def multiply(
+def multiply_nibbles(
     rows: Float[Array, "rows D"], codes: NibbleCodes, dtype: Any, interpret: bool = False
 ) -> Float[Array, "rows F"]:
-    """The product with a matrix of codes that has a cut."""
-    padded = jnp.pad(rows, ((0, -len(rows) % ROWS), (0, 0)))
-    product = partitioned.fun if in_shards(padded) else partitioned
+    """Multiply rows by a matrix of codes that has a tiling."""
+    padded = jnp.pad(rows, ((0, -len(rows) % NIBBLE_TILE_ROWS), (0, 0)))
+    product = multiply_padded_nibbles.fun if is_manual_shard(padded) else multiply_padded_nibbles
     return product(padded, codes, dtype, interpret)[: len(rows)]
 
 
 @partial(custom_partitioning, static_argnums=(2, 3))
-def partitioned(
+def multiply_padded_nibbles(
     rows: Float[Array, "rows D"], codes: NibbleCodes, dtype: Any, interpret: bool
 ) -> Float[Array, "rows F"]:
+    """Multiply padded rows by codes, or by the part of them that a device holds."""
     (M, D), F = rows.shape, codes.values.shape[1]
-    cut = cut_of(D, F, len(codes.scales))
-    if cut is None:  # a device's part of a matrix that has one
-        return jnp.dot(rows, widened(codes, rows.dtype), preferred_element_type=jnp.float32).astype(dtype)
+    tiles = choose_nibble_tiles(D, F, len(codes.scales))
+    if tiles is None:  # a device's part may have no tiling
+        return jnp.dot(
+            rows, dequantise_nibbles(codes, rows.dtype), preferred_element_type=jnp.float32
+        ).astype(dtype)
     even, odd = (rows.reshape(M, D // 2, 2)[..., i] for i in range(2))
-    with jax.named_scope(cut.label):
+    with jax.named_scope(tiles.label):
         sums = pl.pallas_call(
-            partial(kernel, cut=cut, steps=D // (2 * cut.step * cut.parts), interpret=interpret),
-            grid=(F // COLUMNS, M // ROWS, cut.parts),
-            out_shape=jax.ShapeDtypeStruct((cut.parts, M, F), jnp.float32 if cut.parts > 1 else dtype),
+            partial(
+                nibble_kernel, tiles=tiles, steps=D // (2 * tiles.step * tiles.parts), interpret=interpret
+            ),
+            grid=(F // NIBBLE_BLOCK_COLUMNS, M // NIBBLE_TILE_ROWS, tiles.parts),
+            out_shape=jax.ShapeDtypeStruct((tiles.parts, M, F), jnp.float32 if tiles.parts > 1 else dtype),
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=4),
             interpret=interpret,
             name="multiply_nibbles",
         )(even, odd, codes)
-    return sums[0] if cut.parts == 1 else sums.sum(0).astype(dtype)
+    return sums[0] if tiles.parts == 1 else sums.sum(0).astype(dtype)
 
 
-def kernel(
-    even: Any, odd: Any, codes: NibbleCodes, out: Any, *, cut: NibbleTiles, steps: int, interpret: bool
+def nibble_kernel(
+    even: Any, odd: Any, codes: NibbleCodes, out: Any, *, tiles: NibbleTiles, steps: int, interpret: bool
 ):
-    columns = pl.ds(pl.program_id(0) * COLUMNS, COLUMNS)
-    rows, part = pl.ds(pl.program_id(1) * ROWS, ROWS), pl.program_id(2)
+    """Compute the sums of one tile of rows and columns over one part of the inner dimension."""
+    columns = pl.ds(pl.program_id(0) * NIBBLE_BLOCK_COLUMNS, NIBBLE_BLOCK_COLUMNS)
+    rows, part = pl.ds(pl.program_id(1) * NIBBLE_TILE_ROWS, NIBBLE_TILE_ROWS), pl.program_id(2)
 
-    def step(i: Any, total: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
-        first = (part * steps + i) * cut.step
-        inner = pl.ds(first, cut.step)
+    def add_step(i: Any, total: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
+        first = (part * steps + i) * tiles.step
+        inner = pl.ds(first, tiles.step)
         pairs = codes.values[inner, columns]
-        scales = of_groups(codes.scales, first, columns, cut)
-        zeros = None if codes.zeros is None else of_groups(codes.zeros, first, columns, cut)
+        scales = spread_group_entries(codes.scales, first, columns, tiles)
+        zeros = None if codes.zeros is None else spread_group_entries(codes.zeros, first, columns, tiles)
         for x, w in zip(
-            (even, odd), numbers_of(pairs, scales, zeros, even.dtype, interpret=interpret), strict=True
+            (even, odd), dequantise_codes(pairs, scales, zeros, even.dtype, interpret=interpret), strict=True
         ):
             total += jnp.dot(x[rows, inner], w, preferred_element_type=jnp.float32)
         return total
 
-    total = jax.lax.fori_loop(0, steps, step, jnp.zeros((ROWS, COLUMNS), jnp.float32))
+    total = jax.lax.fori_loop(
+        0, steps, add_step, jnp.zeros((NIBBLE_TILE_ROWS, NIBBLE_BLOCK_COLUMNS), jnp.float32)
+    )
     out[part, rows, columns] = total.astype(out.dtype)
 
 
-def of_groups(ref: Any, first: Any, columns: Any, cut: NibbleTiles) -> Any:
-    """The entries of a step's groups, each as often as the group has bytes in it."""
-    n = max(cut.step // cut.group, 1)
-    own = ref[pl.ds(first // cut.group, n), columns]
-    return jnp.broadcast_to(own[:, None], (n, cut.step // n, COLUMNS)).reshape(cut.step, COLUMNS)
+def spread_group_entries(ref: Any, first: Any, columns: Any, tiles: NibbleTiles) -> Any:
+    """Return the entries of a step's groups, each repeated for the group's bytes in the step."""
+    n = max(tiles.step // tiles.group, 1)
+    entries = ref[pl.ds(first // tiles.group, n), columns]
+    return jnp.broadcast_to(entries[:, None], (n, tiles.step // n, NIBBLE_BLOCK_COLUMNS)).reshape(
+        tiles.step, NIBBLE_BLOCK_COLUMNS
+    )
 
 
-def numbers_of(
+def dequantise_codes(
     codes: UInt8[Array, "inner F"],
     scales: Num[Array, "inner F"],
     zeros: Num[Array, "inner F"] | None,
@@ -187,97 +211,130 @@ def numbers_of(
     scheme: str = "int4",
     interpret: bool = False,
 ) -> list[Float[Array, "inner F"]]:
-    """Inside a kernel: the numbers of low codes and those of high ones, times their scales. They are
-    multiplied in 16 bits where the scales are of the dtype, or powers of two of bfloat16's range: it rounds
-    as often as float32."""
+    """Widen codes inside a kernel: the numbers of low codes and of high codes, times their scales.
+
+    Scales of the dtype multiply in 16 bits, and so do powers of two in bfloat16's range: it rounds as often
+    as float32.
+    """
     are_powers = scales.dtype == jnp.uint8 and dtype == jnp.bfloat16
     in_16_bits = are_powers or scales.dtype == dtype
-    scales = scales if scales.dtype == dtype else floats(scales)
+    scales = scales if scales.dtype == dtype else scales_to_float32(scales)
     factors = scales.astype(dtype) if in_16_bits else jnp.ones(codes.shape, dtype)
-    given = [factors]
+    operands = [factors]
     if scheme == "int4":
-        least = FLOATS[dtype.name].least
-        given += [
-            jnp.full(codes.shape, -least - ZERO, dtype) if zeros is None else -least - zeros.astype(dtype)
+        least = FLOAT16_LAYOUTS[dtype.name].least
+        operands += [
+            jnp.full(codes.shape, -least - ZERO_CODE, dtype)
+            if zeros is None
+            else -least - zeros.astype(dtype)
         ]
-    found = [
-        (plainly if interpret else in_pairs)(codes, *given, scheme=scheme, shift=shift) for shift in (0, 4)
+    numbers = [
+        (dequantise_by_arithmetic if interpret else dequantise_by_assembly)(
+            codes, *operands, scheme=scheme, shift=shift
+        )
+        for shift in (0, 4)
     ]
-    return found if in_16_bits else [(number.astype(jnp.float32) * scales).astype(dtype) for number in found]
+    return (
+        numbers if in_16_bits else [(number.astype(jnp.float32) * scales).astype(dtype) for number in numbers]
+    )
 
 
-def in_pairs(codes: UInt8[Array, "inner F"], *given: Any, scheme: str, shift: int) -> Float[Array, "inner F"]:
-    """Numbers of the codes that begin at a bit, by instructions that make two each."""
-    bits = FLOATS[given[0].dtype.name]
+def dequantise_by_assembly(
+    codes: UInt8[Array, "inner F"], *operands: Any, scheme: str, shift: int
+) -> Float[Array, "inner F"]:
+    """Widen the codes that begin at bit `shift`, by instructions that make two numbers each."""
+    bits = FLOAT16_LAYOUTS[operands[0].dtype.name]
     body = ASSEMBLY[scheme].format(
-        kind=bits.kind, shift=shift, large=bits.large, one=twice(bits.one),
-        lack=twice(bits.lack), size=twice(7 << bits.place), to_size=bits.place - shift, to_sign=12 - shift,
+        kind=bits.kind, shift=shift, large=bits.large, one=repeat_half(bits.one),
+        lack=repeat_half(bits.bias_factor), size=repeat_half(7 << bits.mantissa_bit),
+        to_size=bits.mantissa_bit - shift, to_sign=12 - shift,
     )  # fmt: skip
-    constraints = ",".join(["=&r", "=&r", *["r"] * (1 + 2 * len(given))])
-    out = [jax.ShapeDtypeStruct(codes.shape, given[0].dtype)]
+    constraints = ",".join(["=&r", "=&r", *["r"] * (1 + 2 * len(operands))])
+    out = [jax.ShapeDtypeStruct(codes.shape, operands[0].dtype)]
     return triton.elementwise_inline_asm(
-        body, args=[codes, *given], constraints=constraints, pack=4, result_shape_dtypes=out
+        body, args=[codes, *operands], constraints=constraints, pack=4, result_shape_dtypes=out
     )[0]
 
 
-def plainly(codes: UInt8[Array, "inner F"], *given: Any, scheme: str, shift: int) -> Float[Array, "inner F"]:
-    """The same by arithmetic that can be interpreted."""
-    factors, *added = given
-    bits, nibbles = FLOATS[factors.dtype.name], codes >> jnp.uint8(shift) & jnp.uint8(15)
+def dequantise_by_arithmetic(
+    codes: UInt8[Array, "inner F"], *operands: Any, scheme: str, shift: int
+) -> Float[Array, "inner F"]:
+    """Widen the codes that begin at bit `shift`, like `dequantise_by_assembly`, by arithmetic that can be
+    interpreted."""
+    factors, *added = operands
+    bits, nibbles = FLOAT16_LAYOUTS[factors.dtype.name], codes >> jnp.uint8(shift) & jnp.uint8(15)
     float_of = partial(jax.lax.bitcast_convert_type, new_dtype=factors.dtype)
     if scheme == "int4":
         large = nibbles.astype(jnp.uint16) | jnp.uint16(bits.large << 8)
         return (float_of(large) + added[0]) * factors
     size = (nibbles & jnp.uint8(7)).astype(jnp.uint16)
-    normal = (size << jnp.uint16(bits.place)) + jnp.uint16(bits.half)
-    found = jnp.where(size < 2, size * jnp.uint16(bits.half), normal)
+    normal = (size << jnp.uint16(bits.mantissa_bit)) + jnp.uint16(bits.half)
+    magnitude = jnp.where(size < 2, size * jnp.uint16(bits.half), normal)
     sign = (nibbles & jnp.uint8(8)).astype(jnp.uint16) << jnp.uint16(12)
-    return float_of(found | sign) * factors
+    return float_of(magnitude | sign) * factors
 
 
-def twice(half: int) -> str:
-    """A word of two equal halves."""
+def repeat_half(half: int) -> str:
+    """Return a 32-bit word of two equal halves, in hexadecimal."""
     return f"{half << 16 | half:#010x}"
 
 
-def floats(scales: Any) -> Any:
-    """Scales in float32; bytes are the exponents of e8m0."""
+def scales_to_float32(scales: Any) -> Any:
+    """Convert scales to float32. Bytes are the exponents of e8m0."""
     if scales.dtype != jnp.uint8:
         return scales.astype(jnp.float32)
     return jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << jnp.uint32(23), jnp.float32)
 
 
-def widened(codes: NibbleCodes, dtype: Any) -> Float[Array, "D F"]:
-    """The matrix as an array."""
+def dequantise_nibbles(codes: NibbleCodes, dtype: Any) -> Float[Array, "D F"]:
+    """Widen a matrix of codes to an array."""
     pairs, scales = codes.values, codes.scales.astype(jnp.float32)
     nibbles = jnp.stack([pairs & jnp.uint8(15), pairs >> jnp.uint8(4)], 1)
     nibbles = nibbles.reshape(len(scales), -1, scales.shape[1])
-    zeros = jnp.int8(ZERO) if codes.zeros is None else codes.zeros.astype(jnp.int8)[:, None]
+    zeros = jnp.int8(ZERO_CODE) if codes.zeros is None else codes.zeros.astype(jnp.int8)[:, None]
     numbers = (nibbles.astype(jnp.int8) - zeros).astype(jnp.float32) * scales[:, None]
     return numbers.astype(dtype).reshape(-1, scales.shape[1])
 
 
-def on_each_device(dtype: Any, interpret: bool, mesh: Any, shapes: Any, result: Any) -> Any:
-    """Every device of a mesh multiplies with the codes that it holds; sums over an inner dimension that is
-    split are added up."""
+def partition_nibbles(dtype: Any, interpret: bool, mesh: Any, shapes: Any, result: Any) -> Any:
+    """Partition the product: every device multiplies by the codes that it holds.
+
+    Sums over a split inner dimension are all-reduced.
+    """
     groups, F = shapes[1].scales.shape
     inner, columns, *_ = (*shapes[1].values.sharding.spec, None, None)
-    inner = inner if (shapes[1].values.shape[0] if groups == 1 else groups) % ways(mesh, inner) == 0 else None
-    columns = columns if F % ways(mesh, columns) == 0 else None
+    inner = (
+        inner
+        if (shapes[1].values.shape[0] if groups == 1 else groups) % num_splits(mesh, inner) == 0
+        else None
+    )
+    columns = columns if F % num_splits(mesh, columns) == 0 else None
     specs = (None, inner), (inner, columns), (inner if groups > 1 else None, columns), (None, columns)
-    whole, own, each, out = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in specs)
+    whole, codes_sharding, group_sharding, out = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in specs)
 
-    def local(rows: Float[Array, "rows D"], codes: NibbleCodes) -> Float[Array, "rows F"]:
+    def multiply_local(rows: Float[Array, "rows D"], codes: NibbleCodes) -> Float[Array, "rows F"]:
         if inner is None:
-            return partitioned.fun(rows, codes, dtype, interpret)
-        return jax.lax.psum(partitioned.fun(rows, codes, dtype, interpret), inner)
+            return multiply_padded_nibbles.fun(rows, codes, dtype, interpret)
+        return jax.lax.psum(multiply_padded_nibbles.fun(rows, codes, dtype, interpret), inner)
 
-    return mesh, local, out, (whole, NibbleCodes(own, each, None if shapes[1].zeros is None else each))
+    return (
+        mesh,
+        multiply_local,
+        out,
+        (
+            whole,
+            NibbleCodes(codes_sharding, group_sharding, None if shapes[1].zeros is None else group_sharding),
+        ),
+    )
 
 
-def axes(dtype: Any, interpret: bool, mesh: Any, values: Any, results: Any) -> tuple[str, dict[str, int]]:
-    """The sharding rule for XLA's partitioner: columns may be split, and groups, or bytes where all share a
-    scale."""
+def nibble_sharding_rule(
+    dtype: Any, interpret: bool, mesh: Any, values: Any, results: Any
+) -> tuple[str, dict[str, int]]:
+    """Return the sharding rule for XLA's partitioner.
+
+    Columns may be split, and groups. If all bytes of a column share a scale, bytes may be split.
+    """
     (D, groups), zeros = (values[0].shape[1], values[2].shape[0]), len(values) == 4
     if groups == 1:
         return ", ".join(["m (p d)", "p f", *["g f"] * (1 + zeros)]) + " -> m f", {"d": 2}
@@ -285,4 +342,4 @@ def axes(dtype: Any, interpret: bool, mesh: Any, values: Any, results: Any) -> t
     return ", ".join(["m (g d)", "(g p) f", *["g f"] * (1 + zeros)]) + " -> m f", sizes
 
 
-partitioned.def_partition(on_each_device, sharding_rule=axes)
+multiply_padded_nibbles.def_partition(partition_nibbles, sharding_rule=nibble_sharding_rule)

@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 
 from ...checkpoints.huggingface import read_config
 from ...sampling.params import SamplingParams
-from ..engine.startup.cpu_kernels import with_kernels
+from ..engine.startup.cpu_kernels import decide_cpu_kernels
 from ..engine.startup.dtype import compute_dtype
-from ..engine.startup.folder import checked_defaults
+from ..engine.startup.model_folder import read_generation_defaults
 from ..host.devices import default_device, memory_limit
-from ..host.progress import telling
-from ..jobs.batch.fingerprint import fingerprint
+from ..host.progress import progress_enabled
+from ..jobs.batch.fingerprint import job_fingerprint
 from ..jobs.batch.job import BatchOptions
 from ..jobs.batch.run import JobFiles, run_batch
 from ..options.engine import EngineOptions
-from ..options.flags import given, json_object, positive
-from ..options.lora import modules_of
-from ..runtime.compiled.jaxcache import keep_compiled
-from ..runtime.multihost.rendezvous import join
-from ..text.tools.formats import format_named
+from ..options.flags import parse_json_object, parse_positive, read_given_fields
+from ..options.lora import parse_lora_modules
+from ..runtime.compiled.jaxcache import enable_compilation_cache
+from ..runtime.multihost.rendezvous import join_group
+from ..text.tools.formats import find_tool_format
 from . import common
 
 if TYPE_CHECKING:
-    from ..jobs.workers.remote import WorkerPool
+    from ..jobs.workers.worker_pool import WorkerPool
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of lines without a seed (default: 0)")
     parser.add_argument(
         "--in-flight",
-        type=positive,
+        type=parse_positive,
         metavar="INT",
         help="maximum lines in the engine (default: 4 max-num-seqs)",
     )
@@ -60,30 +60,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ray",
-        type=positive,
+        type=parse_positive,
         metavar="INT",
         help="number of Ray actors with an engine each; needs duetto[ray]",
     )
     parser.add_argument(
         "--ray-options",
-        type=json_object,
+        type=parse_json_object,
         default={},
         metavar="JSON",
         help='resources of each Ray actor, such as {"num_gpus": 1}',
     )
-    common.model_flags(parser)
-    common.report_flags(parser)
-    common.sampling_flags(
+    common.add_model_flags(parser)
+    common.add_report_flags(parser)
+    common.add_sampling_flags(
         parser,
         "for lines that do not set them",
         ("seed", "spaces_between_special_tokens"),
         {"max_tokens": "16; in a chat the model's length"},
     )
-    common.engine_flags(parser)
-    common.cache_flags(parser)
+    common.add_engine_flags(parser)
+    common.add_cache_flags(parser)
 
 
-def check_ray(args: argparse.Namespace) -> None:
+def check_ray_flags(args: argparse.Namespace) -> None:
     """End the program as a usage error for flags that Ray actors cannot have."""
     for name in ("load_cache", "save_cache") if args.ray else ():
         if vars(args)[name] is not None:
@@ -99,29 +99,31 @@ def check_ray(args: argparse.Namespace) -> None:
 def start_actors(args: argparse.Namespace, options: EngineOptions) -> "WorkerPool":
     """Start engines in Ray actors, behind one pool."""
     from ...ray import RayBackend
-    from ..engine.startup.origin import Origin
-    from ..jobs.workers.remote import WorkerPool
+    from ..engine.startup.model_source import ModelSource
+    from ..jobs.workers.worker_pool import WorkerPool
 
-    tokenizer, _ = Origin.of(args.model, args.tokenizer, weights=False).words()
-    crew = RayBackend(common.llm_arguments(args, replace(options, use_tqdm_on_load=False)), args.ray_options)
-    return WorkerPool(crew, args.ray, tokenizer, options)
+    tokenizer, _ = ModelSource.resolve_names(args.model, args.tokenizer, weights=False).load_tokenizer()
+    backend = RayBackend(
+        common.llm_arguments(args, replace(options, use_tqdm_on_load=False)), args.ray_options
+    )
+    return WorkerPool(backend, args.ray, tokenizer, options)
 
 
-def own_choices(args: argparse.Namespace, folder: Path, options: EngineOptions) -> tuple[str, EngineOptions]:
+def decide_dtype(args: argparse.Namespace, folder: Path, options: EngineOptions) -> tuple[str, EngineOptions]:
     """Return the dtype that decides the answers, and the options with `cpu_kernels` decided. For a job on Ray
-    they are as given, since each actor's machine chooses; answers name the choice."""
+    both stay as given: each actor's machine chooses, and answers name the choice."""
     if args.ray:
         return args.dtype, options
-    keep_compiled(None if args.compilation_cache == "none" else args.compilation_cache)
+    enable_compilation_cache(None if args.compilation_cache == "none" else args.compilation_cache)
     stored = None if options.load_format == "dummy" else folder
     device, config = default_device(), read_config(folder)
-    with telling(not args.quiet):
-        options = with_kernels(options, device, config, args.dtype)
+    with progress_enabled(not args.quiet):
+        options = decide_cpu_kernels(options, device, config, args.dtype)
     return str(compute_dtype(args.dtype, device, config, stored, options.cpu_kernels)), options
 
 
 def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
-    """Return a counter of the bytes of answers that survive a lost run; None for streams."""
+    """Return a function that counts the bytes of answers that survive a lost run; None for streams."""
     if "-" in (args.input, args.output):
         return None
     journal = JobFiles(Path(os.path.realpath(args.output))).journal
@@ -129,26 +131,26 @@ def progress_of(args: argparse.Namespace) -> Callable[[], int] | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check_files(args)
-    check_ray(args)
+    common.check_output_files(args)
+    check_ray_flags(args)
     if args.tool_call_parser is not None:
-        common.checked(args, lambda: format_named(args.tool_call_parser))
-    asked = options = common.engine_options(args)
+        common.exit_on_usage_error(args, lambda: find_tool_format(args.tool_call_parser))
+    given_options = options = common.parse_engine_options(args)
     if options.speculation.acceptance == "rejection":
         args.usage_error(
             "--speculative-config: acceptance=rejection is not allowed in a batch: "
             "which tokens are drawn depends on what runs beside a line, "
             "so that a resumed job would not write the same answers; leave it out"
         )
-    sampling = given(SamplingParams, args, leave_out=("seed",))
-    common.checked(args, lambda: SamplingParams.from_dict(sampling))
-    folder, options = common.resolve_once(args, options)
-    sampling = options.recommended(checked_defaults(folder).sampling) | sampling
-    join(asked)
-    adapters = common.checked(args, lambda: modules_of(asked.lora_modules))
-    options = options.on(memory_limit(default_device()))
+    sampling = read_given_fields(SamplingParams, args, leave_out=("seed",))
+    common.exit_on_usage_error(args, lambda: SamplingParams.from_dict(sampling))
+    folder, options = common.resolve_hub_ids(args, options)
+    sampling = options.default_sampling(read_generation_defaults(folder).sampling) | sampling
+    join_group(given_options)
+    adapters = common.exit_on_usage_error(args, lambda: parse_lora_modules(given_options.lora_modules))
+    options = options.with_device_load(memory_limit(default_device()))
     job = BatchOptions(
-        in_flight=args.in_flight or 4 * options.seats * (args.ray or 1),
+        in_flight=args.in_flight or 4 * options.num_slots * (args.ray or 1),
         seed=args.seed,
         sampling=sampling,
         model_name=args.model_name,
@@ -159,22 +161,22 @@ def run(args: argparse.Namespace) -> int:
         tool_call_parser=args.tool_call_parser,
     )
     tokenizer = None if args.tokenizer is None else Path(args.tokenizer)
-    dtype, options = own_choices(args, folder, options)
+    dtype, options = decide_dtype(args, folder, options)
     if default_device().platform != "cpu":  # answers name how the products of all programs are configured
         options = replace(options, background_compilation=False)
-    begin = partial(
-        common.start if args.ray is None else start_actors,
+    start_engine = partial(
+        common.start_llm if args.ray is None else start_actors,
         args,
-        replace(options, max_prefill_delay=options.patience(awaited=False)),
+        replace(options, max_prefill_delay=options.prefill_delay(is_awaited=False)),
     )
     if options.node_rank:
-        begin()  # which ends with rank 0
+        start_engine()  # a rank above 0 runs until rank 0 ends
     return run_batch(
-        begin,
+        start_engine,
         args.input,
         args.output,
         job,
-        fingerprint(folder, tokenizer, dtype, options),
-        lambda report: common.finish(report, args),
+        common.exit_on_usage_error(args, lambda: job_fingerprint(folder, tokenizer, dtype, options)),
+        lambda report: common.show_and_save_report(report, args),
         args.report,
     )

@@ -7,12 +7,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..host.signals import raise_on_interrupt
-from ..host.sockets.secret import key_in
-from ..host.streams import tell
-from ..options.engine import PROCESSES, EngineOptions
-from ..options.flags import add_fields, given
-from ..planner.roofline.report import check_path, render, save
+from ..host.signals import restore_interrupt_handler
+from ..host.sockets.secret import read_key
+from ..host.streams import print_stderr
+from ..options.engine import PROCESS_OPTIONS, EngineOptions
+from ..options.flags import add_field_flags, read_given_fields
+from ..planner.roofline.report import check_report_path, render_engine_report, save_report
 
 if TYPE_CHECKING:
     from ...sampling.params import SamplingParams
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="MODEL",
         help="a Hugging Face folder, or an id on the Hugging Face hub such as Qwen/Qwen3-0.6B "
@@ -44,28 +44,28 @@ def model_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def engine_flags(parser: argparse.ArgumentParser, alone: bool = False) -> None:
-    """Add the flags of an engine; `alone`: without those of several processes."""
-    leave_out = ("seed", *PROCESSES) if alone else ("seed",)
-    add_fields(parser, EngineOptions, "engine", leave_out)
+def add_engine_flags(parser: argparse.ArgumentParser, is_alone: bool = False) -> None:
+    """Add the flags of an engine. With `is_alone`, leave out the flags of several processes."""
+    leave_out = ("seed", *PROCESS_OPTIONS) if is_alone else ("seed",)
+    add_field_flags(parser, EngineOptions, "engine", leave_out)
 
 
-def cache_flags(parser: argparse.ArgumentParser) -> None:
+def add_cache_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-cache", metavar="DIR", help="load the KV cache that --save-cache has saved there"
     )
     parser.add_argument("--save-cache", metavar="DIR", help="save the KV cache at the end")
 
 
-def sampling_flags(
-    parser: argparse.ArgumentParser, whose: str, leave_out: Sequence[str], defaults: Mapping[str, Any]
+def add_sampling_flags(
+    parser: argparse.ArgumentParser, purpose: str, leave_out: Sequence[str], defaults: Mapping[str, Any]
 ) -> None:
     from ...sampling.params import SamplingParams
 
-    add_fields(parser, SamplingParams, f"sampling, {whose}", leave_out, defaults)
+    add_field_flags(parser, SamplingParams, f"sampling, {purpose}", leave_out, defaults)
 
 
-def report_flags(parser: argparse.ArgumentParser) -> None:
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quiet", action="store_true", help="no progress of the start and of a job, and no report at the end"
     )
@@ -81,8 +81,8 @@ def report_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def checked(args: argparse.Namespace, make: Callable[[], T]) -> T:
-    """Return `make()`; a ValueError or TypeError ends the program as a usage error."""
+def exit_on_usage_error(args: argparse.Namespace, make: Callable[[], T]) -> T:
+    """Return `make()`. On a ValueError or TypeError end the program with a usage error."""
     try:
         return make()
     except (TypeError, ValueError) as error:
@@ -90,23 +90,26 @@ def checked(args: argparse.Namespace, make: Callable[[], T]) -> T:
         raise
 
 
-def engine_options(args: argparse.Namespace) -> EngineOptions:
-    return checked(args, lambda: EngineOptions(**given(EngineOptions, args, leave_out=("seed",))))
+def parse_engine_options(args: argparse.Namespace) -> EngineOptions:
+    return exit_on_usage_error(
+        args, lambda: EngineOptions(**read_given_fields(EngineOptions, args, leave_out=("seed",)))
+    )
 
 
-def sampling_params(args: argparse.Namespace, defaults: "SamplingParams") -> "SamplingParams":
+def sampling_params_from_args(args: argparse.Namespace, defaults: "SamplingParams") -> "SamplingParams":
     """Return the defaults, changed by the command line."""
-    return checked(args, lambda: replace(defaults, **given(type(defaults), args)))
+    return exit_on_usage_error(args, lambda: replace(defaults, **read_given_fields(type(defaults), args)))
 
 
-def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
+def start_llm(args: argparse.Namespace, options: EngineOptions) -> "LLM":
+    """Start an `LLM` from the command line, and load a saved KV cache into it."""
     from ..llm.llm import LLM
-    from ..llm.snapshots import check_tiers
+    from ..llm.snapshots import check_host_tiers
 
-    raise_on_interrupt()
-    log_from(args.log_level)
-    key_in(options.cluster_key_file)  # fails before a model is loaded
-    check_tiers(options)
+    restore_interrupt_handler()
+    set_log_level(args.log_level)
+    read_key(options.cluster_key_file)  # fails before a model is loaded
+    check_host_tiers(options)
     options = replace(options, use_tqdm_on_load=not args.quiet and getattr(args, "progress", True))
     llm = LLM(**llm_arguments(args, options))
     if args.load_cache is not None:
@@ -114,9 +117,9 @@ def start(args: argparse.Namespace, options: EngineOptions) -> "LLM":
     return llm
 
 
-def log_from(level: str) -> None:
+def set_log_level(level: str) -> None:
     """Write the library's log lines of a level and above to standard error."""
-    if level != "warning":  # which Python does by itself
+    if level != "warning":  # Python logs warnings without a handler
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         log = logging.getLogger("duetto")
@@ -127,39 +130,41 @@ def log_from(level: str) -> None:
 
 def llm_arguments(args: argparse.Namespace, options: EngineOptions) -> dict[str, Any]:
     """Return the keywords of `LLM`."""
-    kept = None if args.compilation_cache == "none" else args.compilation_cache
+    cache_folder = None if args.compilation_cache == "none" else args.compilation_cache
     names = ("model", "dtype", "tokenizer", "revision", "tokenizer_revision", "download_dir")
-    return {name: vars(args)[name] for name in names} | {"compilation_cache": kept} | asdict(options)
+    return {name: vars(args)[name] for name in names} | {"compilation_cache": cache_folder} | asdict(options)
 
 
-def resolve_once(args: argparse.Namespace, options: EngineOptions) -> tuple[Path, EngineOptions]:
+def resolve_hub_ids(args: argparse.Namespace, options: EngineOptions) -> tuple[Path, EngineOptions]:
     """Replace hub ids by folders, so that all later reads see the same files.
 
     Returns the model's folder, and the options without ids.
     """
-    from ..engine.startup.origin import Origin
+    from ..engine.startup.model_source import ModelSource
 
     names = ("revision", "tokenizer_revision", "download_dir")
-    origin = Origin.of(args.model, args.tokenizer, **{name: vars(args)[name] for name in names})
-    args.model = str(origin.model)
-    args.tokenizer = None if origin.tokenizer == origin.model else str(origin.tokenizer)
-    return origin.model, origin.settled(options, download_dir=args.download_dir)
+    origin = ModelSource.resolve_names(
+        args.model, args.tokenizer, **{name: vars(args)[name] for name in names}
+    )
+    args.model = str(origin.model_folder)
+    args.tokenizer = None if origin.tokenizer_folder == origin.model_folder else str(origin.tokenizer_folder)
+    return origin.model_folder, origin.resolve_options(options, download_dir=args.download_dir)
 
 
-def check_files(args: argparse.Namespace) -> None:
+def check_output_files(args: argparse.Namespace) -> None:
     """Check --report, --load-cache and --save-cache before anything runs. Raises ValueError for a file that
     cannot be written, or is of another kind."""
     if args.report:
-        check_path(args.report)
+        check_report_path(args.report)
     if args.load_cache is not None or args.save_cache is not None:
-        from ..llm.snapshots import check_places
+        from ..llm.snapshots import check_cache_folders
 
-        check_places(args.load_cache, args.save_cache)
+        check_cache_folders(args.load_cache, args.save_cache)
 
 
-def finish(report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Show an engine's report on standard error, and write it to --report."""
+def show_and_save_report(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """Show an engine's report on standard error, and save it to --report."""
     if not args.quiet:
-        tell(f"\n{render(report)}")
+        print_stderr(f"\n{render_engine_report(report)}")
     if args.report:
-        save(report, args.report)
+        save_report(report, args.report)

@@ -6,20 +6,20 @@ from pathlib import Path
 import jax
 
 from ...checkpoints import huggingface, orbax
-from ...checkpoints.folders import copy_description, fresh, require_free
-from ...checkpoints.hub import resolve
+from ...checkpoints.folders import atomic_folder, copy_description, require_free
+from ...checkpoints.hub import resolve_model
 from ...model.transformer import Decoder
-from ...model.weights.compress import FORMS
-from ..engine.startup.dtype import dtype_name
-from ..engine.startup.folder import read_folder, write_orbax
-from ..engine.startup.origin import stored_form
-from ..host.signals import raise_on_interrupt
-from ..options.engine import STORED
+from ...model.weights.compress import WEIGHT_FORMS
+from ..engine.startup.dtype import normalise_dtype_name
+from ..engine.startup.model_folder import read_model, write_orbax
+from ..engine.startup.model_source import remaining_quantization
+from ..host.signals import restore_interrupt_handler
+from ..options.engine import STORED_QUANTIZATIONS
 
 FORMATS = ("orbax", "huggingface")
 
 
-def convert(
+def convert_model(
     source: str | Path,
     target: str | Path,
     form: str = "orbax",
@@ -36,25 +36,28 @@ def convert(
     target = Path(target)
     if form not in FORMATS:
         raise ValueError(f"format is {form!r}, expected one of {', '.join(FORMATS)}")
-    if quantization not in (*FORMS, *STORED):
+    if quantization not in (*WEIGHT_FORMS, *STORED_QUANTIZATIONS):
         raise ValueError(
-            f"quantization is {quantization!r}, expected one of {', '.join(filter(None, FORMS))}"
+            f"quantization is {quantization!r}, expected one of {', '.join(filter(None, WEIGHT_FORMS))}"
         )
     require_free(target)
-    source = resolve(source, revision, download_dir=download_dir)
-    quantization = stored_form(source, quantization)
-    config, params = read_folder(source, dtype_name(dtype), jax.local_devices(backend="cpu")[0], quantization)
-    with fresh(target) as folder:
+    source = resolve_model(source, revision, download_dir=download_dir)
+    quantization = remaining_quantization(source, quantization)
+    config, params = read_model(
+        source, normalise_dtype_name(dtype), jax.local_devices(backend="cpu")[0], quantization
+    )
+    with atomic_folder(target) as folder:
         if form == "orbax":
             write_orbax(folder, source, params)
         else:
             copy_description(source, folder)
-            refuse_records(params)
-            huggingface.save(folder, config, params, like=source)
+            check_plain_params(params)
+            huggingface.save_hf(folder, config, params, like=source)
 
 
-def refuse_records(params: Decoder) -> None:
-    for path, record in orbax.records_of(params).items():
+def check_plain_params(params: Decoder) -> None:
+    """Check that no parameter needs an Orbax folder. Raises ValueError for one that does."""
+    for path, record in orbax.describe_records(params).items():
         scheme = record.get("scheme")
         remedy = ", unless quantization is dequantize" if scheme else ""
         raise ValueError(
@@ -79,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    raise_on_interrupt()
+    restore_interrupt_handler()
     names = "source", "target", "format", "dtype", "quantization", "revision", "download_dir"
-    convert(*(vars(args)[name] for name in names))
+    convert_model(*(vars(args)[name] for name in names))
     return 0

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
 
-from ...refusals import nearest
-from ..host.streams import tell
-from ..runtime.multihost.supervisor import is_supervised, supervise
+from ...refusals import nearest_name
+from ..host.streams import print_stderr
+from ..runtime.multihost.supervisor import has_supervisor, supervise
 
-INTERRUPTED, BROKEN_PIPE = 130, 141  # by the shell's convention, 128 + the signal's number
+INTERRUPTED_CODE, BROKEN_PIPE_CODE = 130, 141  # by the shell's convention, 128 + the signal's number
 
 
 @dataclass(frozen=True)
@@ -49,48 +49,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     lost. 130: Ctrl-C. 141: the reader of standard output is gone. 143: SIGTERM, if the command handles it.
     """
     try:
-        args = parse(sys.argv[1:] if argv is None else list(argv))
-        code = run(args)
+        args = parse_command_line(sys.argv[1:] if argv is None else list(argv))
+        code = run_command(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
     except BrokenPipeError:
         if sys.stdout is not None:  # or Python complains at its exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return BROKEN_PIPE_CODE
     except KeyboardInterrupt:
-        tell("duetto: interrupted")
-        return INTERRUPTED
+        print_stderr("duetto: interrupted")
+        return INTERRUPTED_CODE
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError is jax's: no such device, no memory
-        tell(f"duetto: {sentence(error)}")
+        print_stderr(f"duetto: {error_sentence(error)}")
         return 1
 
 
-def run(args: argparse.Namespace) -> int:
+def run_command(args: argparse.Namespace) -> int:
     """Run a command in this process, or in several supervised processes for --nnodes."""
-    if getattr(args, "nnodes", 1) == 1 or is_supervised():
+    if getattr(args, "nnodes", 1) == 1 or has_supervisor():
         return args.run(args)
-    from .common import engine_options
+    from .common import parse_engine_options
 
-    engine_options(args)  # a wrong option is reported once
+    parse_engine_options(args)  # a wrong option is reported once
     rank = getattr(args, "node_rank", None)
     return supervise(args.argv, args.nnodes, rank, args.progress_of(args))
 
 
-def sentence(error: Exception) -> str:
+def error_sentence(error: Exception) -> str:
+    """Return an error as one sentence."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_command_line(argv: list[str]) -> argparse.Namespace:
     """Parse a command line. Only the command that is called is imported: most of them need jax."""
     parser = argparse.ArgumentParser(
         "duetto", description="Generate text with large language models in JAX.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"duetto {version('duetto')}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    called = next((word for word in argv if not word.startswith("-")), None)
+    called_name = next((word for word in argv if not word.startswith("-")), None)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(
             name,
@@ -99,23 +100,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
             description=f"{command.help[:1].upper()}{command.help[1:]}.",
             allow_abbrev=False,
         )
-        if name == called:
+        if name == called_name:
             module = import_module(f"{__package__}.{name}")
             progress_of = getattr(module, "progress_of", lambda args: None)
             sub.set_defaults(run=module.run, usage_error=sub.error, argv=argv, progress_of=progress_of)
             module.add_flags(sub)
-            parser.set_defaults(known_flags=lambda own=sub: re.findall(r"--[a-z][\w-]*", own.format_help()))
+            parser.set_defaults(known_flags=lambda sub=sub: re.findall(r"--[a-z][\w-]*", sub.format_help()))
     args, left = parser.parse_known_args(argv)
     if left:
-        getattr(args, "usage_error", parser.error)(unrecognized(left, args))
+        getattr(args, "usage_error", parser.error)(unrecognized_error(left, args))
     return args
 
 
-def unrecognized(left: Sequence[str], args: argparse.Namespace) -> str:
+def unrecognized_error(unknown_words: Sequence[str], args: argparse.Namespace) -> str:
     """Return the error about arguments that a command does not have, with the flag nearest to the first."""
-    flag = next((word.partition("=")[0] for word in left if word.startswith("--")), None)
-    near = nearest(flag, args.known_flags()) if flag and hasattr(args, "known_flags") else None
-    return f"unrecognized arguments: {' '.join(left)}" + (f"; did you mean {near}?" if near else "")
+    flag = next((word.partition("=")[0] for word in unknown_words if word.startswith("--")), None)
+    nearest_flag = nearest_name(flag, args.known_flags()) if flag and hasattr(args, "known_flags") else None
+    return f"unrecognized arguments: {' '.join(unknown_words)}" + (
+        f"; did you mean {nearest_flag}?" if nearest_flag else ""
+    )
 
 
 if __name__ == "__main__":

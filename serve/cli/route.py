@@ -2,32 +2,34 @@
 
 import argparse
 
-from ..options.flags import add_fields, given
+from ..options.flags import add_field_flags, read_given_fields
 from ..options.router import RouterOptions
 from ..options.server import ServerOptions
-from .common import checked
+from .common import exit_on_usage_error
 
 # Options of a server without a router.
-LEFT_OUT = (
+UNROUTED_OPTIONS = (
     "served_model_name", "max_stream_backlog", "keepalive_interval", "profile_dir", "otlp_traces_endpoint",
     "kv_events_config", "kv_events_endpoint",
 )  # fmt: skip
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add_fields(parser, RouterOptions, "router")
-    add_fields(parser, ServerOptions, "server", LEFT_OUT)
+    add_field_flags(parser, RouterOptions, "router")
+    add_field_flags(parser, ServerOptions, "server", UNROUTED_OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..server.http.guards import keys_in
-    from ..server.http.lifecycle import check_certificates, reserved
-    from ..server.router.main import naming, routed
+    from ..server.http.guards import read_api_keys
+    from ..server.http.lifecycle import bind_socket, check_certificates
+    from ..server.router.main import make_page_hasher, run_router
 
-    options = checked(args, lambda: RouterOptions(**given(RouterOptions, args)))
-    server = checked(args, lambda: ServerOptions(**given(ServerOptions, args, LEFT_OUT)))
-    keys = keys_in(server.api_key_file) if server.api_key_file else []
+    options = exit_on_usage_error(args, lambda: RouterOptions(**read_given_fields(RouterOptions, args)))
+    server = exit_on_usage_error(
+        args, lambda: ServerOptions(**read_given_fields(ServerOptions, args, UNROUTED_OPTIONS))
+    )
+    keys = read_api_keys(server.api_key_file) if server.api_key_file else []
     check_certificates(server)
-    naming(options)  # fails before anything is served
-    with reserved(server) as own:
-        return routed(options, server, own, keys)
+    make_page_hasher(options)  # fails before anything is served
+    with bind_socket(server) as listener:
+        return run_router(options, server, listener, keys)

@@ -7,21 +7,24 @@ from typing import Any
 
 import msgspec
 
-from ..host.streams import tell
+from ..host.streams import print_stderr
 from ..jobs.verify.claims import Claims, Start
-from ..jobs.verify.verdict import OPEN, VerificationReport, printable
-from ..options.flags import positive
-from ..options.keywords import engine_options
-from .common import model_flags
+from ..jobs.verify.verdict import UNPROVED_CODE, VerificationReport, escape_controls
+from ..options.flags import parse_positive
+from ..options.keywords import options_from_keywords
+from .common import add_model_flags
 
-FILES = ("lora_modules",)  # options that name files: taken from the command line, not from the log
+FILE_OPTIONS = ("lora_modules",)  # options that name files: taken from the command line, not from the log
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("log", help="audit log, written by --audit-log")
-    model_flags(parser)
+    add_model_flags(parser)
     parser.add_argument(
-        "--sample", type=positive, metavar="INT", help="number of requests, drawn at random (default: all)"
+        "--sample",
+        type=parse_positive,
+        metavar="INT",
+        help="number of requests, drawn at random (default: all)",
     )
     parser.add_argument(
         "--lora-modules", nargs="+", metavar="NAME=FOLDER", help="adapters that requests of the log used"
@@ -50,63 +53,63 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Return 0 if all requests are proved, 1 if one was altered, 2 if one cannot be checked here."""
     try:
-        claims = Claims.of(Path(args.log))
+        claims = Claims.from_log(Path(args.log))
     except (ValueError, OSError) as error:
-        tell(f"duetto verify: {error}")
-        return OPEN
+        print_stderr(f"duetto verify: {error}")
+        return UNPROVED_CODE
     if args.head is not None and args.head not in claims.hashes:
         claims.broken[0] = f"no line has the hash {args.head}: the end was taken off, or something changed"
     try:
-        proof = proved(args, claims)
+        proof = verify_log(args, claims)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         proof = VerificationReport([], claims)
-        tell(f"duetto verify: no engine can be started as in the log: {printable(str(error))}")
+        print_stderr(f"duetto verify: no engine can be started as in the log: {escape_controls(str(error))}")
     if args.json:
-        print(msgspec.json.encode(proof.record()).decode())
+        print(msgspec.json.encode(proof.to_record()).decode())
     else:
-        print("\n".join(proof.lines()))
-    return proof.code
+        print("\n".join(proof.format_lines()))
+    return proof.exit_code
 
 
-def proved(args: argparse.Namespace, claims: Claims) -> VerificationReport:
+def verify_log(args: argparse.Namespace, claims: Claims) -> VerificationReport:
     """Verify with an engine that has the options of the log's latest start. Raises ValueError without one."""
-    from ..jobs.verify.replay import Prover
+    from ..jobs.verify.replay import LogVerifier
     from ..llm.llm import LLM
 
     start = claims.last_start
     if start is None:
         raise ValueError("the line of its start is missing")
-    with LLM(**arguments(args, start)) as llm:
-        return Prover(llm).prove(claims, args.sample, args.anyway)
+    with LLM(**replay_arguments(args, start)) as llm:
+        return LogVerifier(llm).verify_claims(claims, args.sample, args.anyway)
 
 
-def arguments(args: argparse.Namespace, start: Start) -> dict[str, Any]:
+def replay_arguments(args: argparse.Namespace, start: Start) -> dict[str, Any]:
     """Return the keywords of `LLM`: the log's options, changed by flags. Files and hub ids come from flags
     alone."""
     names = ("model", "tokenizer", "revision", "tokenizer_revision", "download_dir")
-    kept = None if args.compilation_cache == "none" else args.compilation_cache
-    logged = {name: value for name, value in start.options.items() if name not in FILES}
-    options = engine_options(logged | {"use_tqdm_on_load": not args.quiet})
+    cache_folder = None if args.compilation_cache == "none" else args.compilation_cache
+    logged = {name: value for name, value in start.options.items() if name not in FILE_OPTIONS}
+    options = options_from_keywords(logged | {"use_tqdm_on_load": not args.quiet})
     if args.lora_modules:
         options = replace(options, enable_lora=True, lora_modules=args.lora_modules)
-    own = {name: vars(options)[name] for name in [*logged, *FILES, "use_tqdm_on_load"]}
-    check_model(args.model, start.model)
+    logged_options = {name: vars(options)[name] for name in [*logged, *FILE_OPTIONS, "use_tqdm_on_load"]}
+    require_model(args.model, start.model)
     return {
         "dtype": start.facts.get("dtype", "auto") if args.dtype == "auto" else args.dtype,
-        "compilation_cache": kept,
+        "compilation_cache": cache_folder,
         **{name: vars(args)[name] for name in (*names, "logits_processors")},
-        **own,
+        **logged_options,
     }
 
 
-def check_model(given: str | None, logged: str | None) -> None:
+def require_model(model: str | None, logged_model: str | None) -> None:
     """Raise ValueError if --model is missing, unless the log is of the included model."""
-    from ..engine.startup.folder import DEMO
+    from ..engine.startup.model_folder import DEMO_FOLDER
 
-    if given is None and logged is None:
+    if model is None and logged_model is None:
         raise ValueError("the log names no folder for its model: give it with --model")
-    if given is None and Path(str(logged)).name != DEMO.name:
+    if model is None and Path(str(logged_model)).name != DEMO_FOLDER.name:
         raise ValueError(
-            f"the log is of the model {logged!r}, and what a log names is not opened: give it with --model, "
-            "if you trust it"
+            f"the log is of the model {logged_model!r}, and what a log names is not opened: give it with "
+            "--model, if you trust it"
         )

@@ -20,11 +20,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
-from ...user_folders import make, owned
-from .streams import warn
+from ...user_folders import is_user_owned, make_private_folder
+from .streams import warn_once
 
-CHECKSUM = hashlib.sha256().digest_size
-ABANDONED = 3600  # seconds after which a partial file is left over from a killed process
+CHECKSUM_BYTES = hashlib.sha256().digest_size  # bytes
+ABANDONED_SECONDS = 3600  # age in seconds at which a partial file counts as left by a killed process
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -34,7 +34,12 @@ def open_file(path: Path) -> BufferedReader:
 
 
 class FileEntry(NamedTuple):
-    """A file of a folder: time of its last modification by the wall clock, name and bytes."""
+    """A file in a folder.
+
+    modified: time of the last modification, in seconds of the wall clock.
+    name: name of the file.
+    size: bytes.
+    """
 
     modified: float
     name: str
@@ -44,23 +49,23 @@ class FileEntry(NamedTuple):
 class Files:
     """The operating system's files, as a blob store uses them. Methods raise OSError."""
 
-    def now(self) -> float:
-        """Return the wall clock, by which files are modified."""
+    def wall_time(self) -> float:
+        """Return the time of the wall clock in seconds, as in times of modification."""
         return time.time()
 
     def read(self, path: Path) -> bytes | None:
         """Return a file's bytes; None if other users may have written it."""
         with open_file(path) as file:
-            return file.read() if owned(os.fstat(file.fileno())) else None
+            return file.read() if is_user_owned(os.fstat(file.fileno())) else None
 
-    def write(self, path: Path, head: bytes, content: bytes, partial: str, durable: bool) -> None:
-        """Write a file that is whole or not there. Its folder holds it under a name with the prefix `partial`
-        until then."""
-        make(path.parent)
-        handle, name = tempfile.mkstemp(prefix=partial, dir=path.parent)
+    def write(self, path: Path, header: bytes, content: bytes, partial_prefix: str, durable: bool) -> None:
+        """Write a file that is whole or not there. Its folder holds it under a name with the prefix
+        `partial_prefix` until then."""
+        make_private_folder(path.parent)
+        handle, name = tempfile.mkstemp(prefix=partial_prefix, dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(head)
+                file.write(header)
                 file.write(content)
                 file.flush()
                 if durable:
@@ -77,16 +82,16 @@ class Files:
     def unlink(self, path: Path) -> None:
         path.unlink()
 
-    def modified(self, path: Path) -> int:
+    def modified_ns(self, path: Path) -> int:
         """Return the time of modification of a file or folder, in nanoseconds."""
         return path.stat().st_mtime_ns
 
-    def folders(self, folder: Path, digits: int) -> list[str]:
-        """Return the names of `digits` characters in a folder."""
-        return [place.name for place in folder.glob("?" * digits)]
+    def list_subfolders(self, folder: Path, name_length: int) -> list[str]:
+        """Return the names in a folder that have `name_length` characters."""
+        return [path.name for path in folder.glob("?" * name_length)]
 
     def scan(self, folder: Path) -> Iterator[FileEntry]:
-        """Yield the files of a folder, but not those that are gone at once."""
+        """Yield the files of a folder. A file that is deleted meanwhile is left out."""
         with os.scandir(folder) as entries:
             for entry in entries:
                 with suppress(OSError):
@@ -94,136 +99,161 @@ class Files:
                     yield FileEntry(info.st_mtime, entry.name, info.st_size)
 
 
-FILES = Files()
+SYSTEM_FILES = Files()
 
 
 class DamagedBlobError(OSError):
-    """A file that was not as it had been written; it is deleted."""
+    """A file with another content than was written. It has been deleted."""
 
 
 @dataclass(frozen=True)
 class BlobFormat:
-    """Files of one kind of blob: `magic`, a checksum, and the content."""
+    """Format of the files of one kind of blob: `magic`, a checksum, and the content."""
 
     magic: bytes
-    partial: str  # prefix of the names of files that are being written
-    files: re.Pattern[str]  # names of blobs' files; others in the folder are not touched
+    partial_prefix: str  # prefix of the names of files that are being written
+    file_pattern: re.Pattern[str]  # names of blobs' files; others in the folder are not touched
     suffix: str = ""  # of a file's name, after the blob's
-    digits: int = 0  # leading characters of a blob's name that name its subfolder
+    subfolder_digits: int = 0  # leading characters of a blob's name that name its subfolder
     durable: bool = False  # a file is on the disk before it has its name
 
     @property
-    def head(self) -> int:
+    def header_bytes(self) -> int:
         """Bytes of a file before its content."""
-        return len(self.magic) + CHECKSUM
+        return len(self.magic) + CHECKSUM_BYTES
 
-    def head_of(self, name: str, content: bytes) -> bytes:
+    def make_header(self, name: str, content: bytes) -> bytes:
+        """Return the bytes before the content: `magic`, and a checksum over name and content."""
         checksum = hashlib.sha256(name.encode() + b"\0")
         checksum.update(content)
         return self.magic + checksum.digest()
 
 
 class BlobStore:
-    """The blobs of one format in a folder, at most `limit` bytes of files. Files that any process has used in
-    the last `grace` seconds are not evicted. `files` holds them.
+    """Blobs of one format in a folder.
 
-    `sizes` are the bytes of files by blob, least recently used first: those that this store has written or
-    read, and those that `refresh` found.
+    max_bytes: maximum bytes of all files.
+    grace_seconds: seconds for which a file stays after a process has used it.
+    files: operations on files.
+    sizes: bytes of each known blob's file, least recently used first. A blob is known once this store has
+        written or read it, or `refresh_index` has found it.
+    nbytes: sum of `sizes`.
     """
 
     def __init__(
-        self, folder: Path, format: BlobFormat, limit: float, grace: float = 0.0, files: Files = FILES
+        self,
+        folder: Path,
+        format: BlobFormat,
+        max_bytes: float,
+        grace_seconds: float = 0.0,
+        files: Files = SYSTEM_FILES,
     ):
-        self.folder, self.format, self.limit, self.grace, self.files = folder, format, limit, grace, files
+        self.folder = folder
+        self.format = format
+        self.max_bytes = max_bytes
+        self.grace_seconds = grace_seconds
+        self.files = files
         self.nbytes, self.sizes = 0, OrderedDict[str, int]()
         self._changed: dict[str, int] = {}  # times of modification of subfolders at the last refresh
         self._lock = threading.Lock()
 
     def path(self, name: str) -> Path:
-        return self.folder / name[: self.format.digits] / f"{name}{self.format.suffix}"
+        return self.folder / name[: self.format.subfolder_digits] / f"{name}{self.format.suffix}"
 
     def read(self, name: str) -> bytes | None:
         """Return a blob's content and mark it as used now; None if other users may have written its file.
 
-        Raises OSError, for a damaged file DamagedBlobError.
+        Raises OSError; DamagedBlobError for a damaged file.
         """
-        path, head = self.path(name), self.format.head
+        path, head = self.path(name), self.format.header_bytes
         try:
-            found = self.files.read(path)
+            data = self.files.read(path)
         except OSError as error:
-            self._note(name, 0)
+            self._index(name, 0)
             if not isinstance(error, FileNotFoundError):
-                self._changed.pop(name[: self.format.digits], None)  # the next refresh counts the file again
+                # The next refresh counts the file again.
+                self._changed.pop(name[: self.format.subfolder_digits], None)
             raise
-        if found is None:
-            warn(f"{path} is not used: others own it or can write to it")
-            return self._note(name, 0)
-        content = found[head:]
-        if found[:head] != self.format.head_of(name, content):
-            self._note(name, 0)
+        if data is None:
+            warn_once(f"{path} is not used: others own it or can write to it")
+            return self._index(name, 0)
+        content = data[head:]
+        if data[:head] != self.format.make_header(name, content):
+            self._index(name, 0)
             with suppress(OSError):
                 self.files.unlink(path)
             raise DamagedBlobError(path)
         with suppress(OSError):
             self.files.touch(path)  # other processes evict by this time
-        self._note(name, len(found))
+        self._index(name, len(data))
         return content
 
     def write(self, name: str, content: bytes) -> None:
-        """Store a content under a name, evicting others for it. The file is whole or not there, also after a
-        kill. Raises OSError."""
-        size, own = self.format.head + len(content), self.format
+        """Store a content under a name, and evict other blobs for it. Raises OSError.
+
+        The file is complete or missing, also after a kill.
+        """
+        size, blob_format = self.format.header_bytes + len(content), self.format
         self.make_room(size, name)
-        self.files.write(self.path(name), own.head_of(name, content), content, own.partial, own.durable)
-        self._note(name, size)
+        self.files.write(
+            self.path(name),
+            blob_format.make_header(name, content),
+            content,
+            blob_format.partial_prefix,
+            blob_format.durable,
+        )
+        self._index(name, size)
 
     def make_room(self, size: int, replaced: str = "") -> None:
-        """Evict the least recently used blobs until `size` bytes in the place of blob `replaced` are within
-        the limit, or the next one was used within the grace time."""
-        while self.nbytes - self.sizes.get(replaced, 0) + size > self.limit and self.sizes:
+        """Evict the least recently used blobs until `size` more bytes are within the limit.
+
+        The blob `replaced` counts as gone. Eviction ends at a blob that was used within the grace time.
+        """
+        while self.nbytes - self.sizes.get(replaced, 0) + size > self.max_bytes and self.sizes:
             with self._lock:
                 name = next(iter(self.sizes))
             path = self.path(name)
             with suppress(OSError):  # another process may evict too
-                if self.grace and self.files.modified(path) > 1e9 * (self.files.now() - self.grace):
+                if self.grace_seconds and self.files.modified_ns(path) > 1e9 * (
+                    self.files.wall_time() - self.grace_seconds
+                ):
                     return
                 self.files.unlink(path)
-            self._note(name, 0)
+            self._index(name, 0)
 
-    def refresh(self) -> None:
-        """Index the subfolders that have changed: files that are gone are forgotten, and new ones are added
-        by the time of their last use."""
-        found: list[FileEntry] = []
-        digits = self.format.digits
-        for folder in self.files.folders(self.folder, digits) if digits else [""]:
+    def refresh_index(self) -> None:
+        """Index the subfolders that have changed: forget deleted files, and add new ones by their last
+        use."""
+        entries: list[FileEntry] = []
+        digits = self.format.subfolder_digits
+        for folder in self.files.list_subfolders(self.folder, digits) if digits else [""]:
             with suppress(OSError):  # another process may evict too
-                changed = self.files.modified(self.folder / folder)
+                changed = self.files.modified_ns(self.folder / folder)
                 if self._changed.get(folder) != changed:
-                    with self._lock:  # before the scan: what is written meanwhile is not gone
+                    with self._lock:  # before the scan: a file written meanwhile is not gone
                         known = {name for name in self.sizes if name.startswith(folder)}
                     files = self._scan(folder)
                     for gone in known - {name for _, name, _ in files}:
-                        self._note(gone, 0)
-                    found += files
+                        self._index(gone, 0)
+                    entries += files
                     self._changed[folder] = changed
-        for _, name, size in sorted(found):
+        for _, name, size in sorted(entries):
             if name not in self.sizes:
-                self._note(name, size)
+                self._index(name, size)
 
     def _scan(self, folder: str) -> list[FileEntry]:
-        """Return the time of last use, the name and the bytes of each blob in a subfolder; delete partial
-        files that killed processes have left."""
-        found, place, left_over = [], self.folder / folder, self.files.now() - ABANDONED
-        for entry in self.files.scan(place):
-            if self.format.files.fullmatch(entry.name) and entry.name.startswith(folder):
-                found.append(entry._replace(name=entry.name.removesuffix(self.format.suffix)))
-            elif entry.name.startswith(self.format.partial) and entry.modified < left_over:
+        """Return the blobs in a subfolder, and delete partial files that killed processes have left."""
+        blobs, path, left_over = [], self.folder / folder, self.files.wall_time() - ABANDONED_SECONDS
+        for entry in self.files.scan(path):
+            if self.format.file_pattern.fullmatch(entry.name) and entry.name.startswith(folder):
+                blobs.append(entry._replace(name=entry.name.removesuffix(self.format.suffix)))
+            elif entry.name.startswith(self.format.partial_prefix) and entry.modified < left_over:
                 with suppress(OSError):
-                    self.files.unlink(place / entry.name)
-        return found
+                    self.files.unlink(path / entry.name)
+        return blobs
 
-    def _note(self, name: str, size: int) -> None:
-        """Index a blob as the one used last; 0 bytes is one that is gone."""
+    def _index(self, name: str, size: int) -> None:
+        """Index a blob of `size` bytes as the one used last; 0 bytes removes it from the index."""
         with self._lock:
             self.nbytes += size - self.sizes.get(name, 0)
             self.sizes[name] = size

@@ -30,9 +30,9 @@ def default_device() -> Any:
     MEMORY_FRACTION is set first, unless jax has started. Raises RuntimeError if the chosen platform has no
     plugin.
     """
-    if not jax.config.values["jax_platforms"] and has_plugin() and not has_accelerator():
+    if not jax.config.values["jax_platforms"] and has_accelerator_plugin() and not has_accelerator():
         jax.config.update("jax_platforms", "cpu")
-    if exists(NVIDIA_FILES):
+    if exists_in_dev(NVIDIA_FILES):
         set_memory_fraction()
     try:
         return jax.local_devices()[0]
@@ -44,40 +44,41 @@ def default_device() -> Any:
         ) from None
 
 
-def has_plugin() -> bool:
+def has_accelerator_plugin() -> bool:
     names = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
     return any(find_spec(name) is not None for name in names)
 
 
 def has_accelerator() -> bool:
-    return exists(DEVICE_FILES)
+    return exists_in_dev(DEVICE_FILES)
 
 
-def exists(files: Iterable[str]) -> bool:
+def exists_in_dev(files: Iterable[str]) -> bool:
+    """Return True if /dev has a file of one of these patterns."""
     return any(True for pattern in files for _ in Path("/dev").glob(pattern))
 
 
 def set_memory_fraction() -> None:
     """Let jax take MEMORY_FRACTION of a GPU's memory, unless the user has set a fraction or jax has
     started."""
-    if not is_started() and not any(name in os.environ for name in MEMORY_SETTINGS):
+    if not is_jax_initialized() and not any(name in os.environ for name in MEMORY_SETTINGS):
         os.environ[MEMORY_SETTINGS[0]] = str(MEMORY_FRACTION)
 
 
-def is_started() -> bool:
-    """Return whether jax has looked for devices."""
+def is_jax_initialized() -> bool:
+    """Return True if jax has looked for devices."""
     bridge: Any = import_module("jax._src.xla_bridge")  # jax has no public name for it
     return bridge.backends_are_initialized()
 
 
 @cache
-def processor() -> str:
-    """Return the host's processor, with its instruction sets if the system reports them."""
-    flags = (line for line in cpuinfo() if line.startswith(("flags", "Features")))
+def processor_flags() -> str:
+    """Return the line of the host's instruction sets; the processor's name if the system reports none."""
+    flags = (line for line in read_cpuinfo() if line.startswith(("flags", "Features")))
     return next(flags, platform.processor())
 
 
-def cpuinfo() -> list[str]:
+def read_cpuinfo() -> list[str]:
     """Return the lines in which the system describes its processors, if it does."""
     try:
         return Path("/proc/cpuinfo").read_text().splitlines()
@@ -92,10 +93,10 @@ def memory_limit(device: Any) -> int | None:
 
 
 def time_calls(call: Callable[[], Any], times: int) -> list[float]:
-    """Return the seconds of each of `times` calls in turn, each until what it returns is computed."""
-    found = []
+    """Return the seconds of each of `times` calls, each until its result is computed."""
+    seconds = []
     for _ in range(times):
         begin = time.perf_counter()
         jax.block_until_ready(call())
-        found.append(time.perf_counter() - begin)
-    return found
+        seconds.append(time.perf_counter() - begin)
+    return seconds

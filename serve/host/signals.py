@@ -13,8 +13,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """A signal to end the process. `code` is the exit code by the shell's convention, `hint` may say what the
-    user can do next."""
+    """A signal to end the process.
+
+    code: exit code, 128 plus the signal's number.
+    hint: advice for the user, or "".
+    """
 
     hint = ""
 
@@ -23,28 +26,29 @@ class Interrupted(BaseException):
         self.code = 128 + signum
 
 
-def leave(signum: int, frame: FrameType | None) -> NoReturn:
+def exit_on_signal(signum: int, frame: FrameType | None) -> NoReturn:
     """End the process without an exception, which a module that is being imported might swallow."""
     with contextlib.suppress(OSError):
         os.write(2, b"duetto: interrupted\n")
     os._exit(128 + signum)
 
 
-def leave_on_interrupt() -> None:
+def install_exit_handler() -> None:
     """Let Ctrl-C end the process with one line and exit code 130, unless the caller ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGINT, exit_on_signal)
 
 
-def raise_on_interrupt() -> None:
+def restore_interrupt_handler() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, so that what begins now can be cleaned up. Other handlers
     stay."""
-    if signal.getsignal(signal.SIGINT) is leave:
+    if signal.getsignal(signal.SIGINT) is exit_on_signal:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Interrupts:
-    """Context in which SIGNALS raise Interrupted: at once, or after `deferred` work; a second one at once.
+    """Context in which SIGNALS raise Interrupted: at once, or after a block of `defer_signals`; a second
+    one at once.
 
     It does nothing outside the main thread, where Python allows no handlers.
     """
@@ -64,16 +68,16 @@ class Interrupts:
             signal.signal(signum, handler)
 
     @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
+    def defer_signals(self) -> Iterator[None]:
         """Let the block finish after a first signal. Raises Interrupted afterwards."""
         self._deferring = True
         try:
             yield
         finally:
             self._deferring = False
-        self.check()
+        self.raise_pending()
 
-    def check(self) -> None:
+    def raise_pending(self) -> None:
         """Raise Interrupted if a signal came and the interrupted work continued regardless."""
         if self._pending is not None:
             raise Interrupted(self._pending)
@@ -86,7 +90,7 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[list[int]]:
+def defer_interrupt() -> Iterator[list[int]]:
     """Defer a first Ctrl-C to the end of the block, which gets the list of deferred signals; a second one is
     raised at once.
 
@@ -97,17 +101,17 @@ def uninterrupted() -> Iterator[list[int]]:
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield []
         return
-    deferred: list[int] = []
+    pending: list[int] = []
 
-    def hold(signum, frame):
-        if deferred:
+    def on_interrupt(signum, frame):
+        if pending:
             signal.default_int_handler(signum, frame)
-        deferred.append(signum)
+        pending.append(signum)
 
-    signal.signal(signal.SIGINT, hold)
+    signal.signal(signal.SIGINT, on_interrupt)
     try:
-        yield deferred
+        yield pending
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if deferred:
+        if pending:
             raise KeyboardInterrupt

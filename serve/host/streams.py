@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from functools import cache
 
 
-def keep_numbers() -> None:
-    """Open the null device under the number of each standard stream that is closed, at a process's start.
+def fill_closed_streams() -> None:
+    """Open the null device under the number of each standard stream that is closed. Call it at the start.
 
-    Otherwise a file that is opened later would get the number, and what a library writes to standard error
-    would land in it. Python's standard input and output stay closed.
+    Otherwise a file that is opened later gets the number, and receives a library's messages to standard
+    error. Python's standard input and output stay closed.
     """
     for number in range(3):
         try:
@@ -23,8 +23,8 @@ def keep_numbers() -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (it stays open)
 
 
-class Messages:
-    """Standard error, without errors of writing to it."""
+class SafeStderr:
+    """Standard error that suppresses errors of writing to it."""
 
     @property
     def encoding(self) -> str:
@@ -42,31 +42,32 @@ class Messages:
         return sys.stderr.fileno()
 
 
-def tell(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Write a line to standard error."""
-    print(text, file=Messages(), flush=True)
+    print(text, file=SafeStderr(), flush=True)
 
 
 @cache
-def warn(text: str) -> None:
+def warn_once(text: str) -> None:
     """Log a warning once per process; logging writes it to standard error if the user has no handler."""
     logging.getLogger("duetto").warning("duetto: %s", text)
 
 
-def first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its message: a compiler's may have hundreds."""
+def error_headline(error: Exception) -> str:
+    """Return an error's type and the first line of its message; a compiler's message may have hundreds."""
     line, _, _ = str(error).partition("\n")
     return f"{type(error).__name__}: {line}"
 
 
 @contextlib.contextmanager
-def silent_stdout() -> Iterator[None]:
-    """Drop what libraries write to standard output by its number: it is not a command's result."""
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+def silence_stdout() -> Iterator[None]:
+    """Discard the text that libraries write to standard output by its number: it is no result of a
+    command."""
+    saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     try:
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved, 1)
+        os.close(saved)
         os.close(nowhere)

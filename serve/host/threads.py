@@ -8,13 +8,15 @@ from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
-Orders = queue.SimpleQueue[Callable[[], None] | None]
+OrderQueue = queue.SimpleQueue[Callable[[], None] | None]
 
 
-def obey(orders: Orders, wait: bool) -> bool:
-    """Run the orders given so far, or wait for the first if there is none; return False at the end of all.
+def run_orders(orders: OrderQueue, wait: bool) -> bool:
+    """Run the orders in the queue; returns False after the last of all orders, which is None.
 
-    An order given by an order is run by the next call.
+    wait: wait for an order if there is none.
+
+    An order that an order puts into the queue is run by the next call.
     """
     if wait:
         if (first := orders.get()) is None:
@@ -28,9 +30,11 @@ def obey(orders: Orders, wait: bool) -> bool:
     return True
 
 
-async def finished(work: Callable[[], T], undo: Callable[[T], None]) -> T:
-    """Return the result of `work` in a thread; if this is cancelled meanwhile, `undo` gets the result,
-    also after the loop has ended."""
+async def run_in_thread_or_undo(work: Callable[[], T], undo: Callable[[T], None]) -> T:
+    """Run `work` in a thread and return its result; if cancelled meanwhile, pass the result to `undo`.
+
+    `undo` is called also after the event loop has ended.
+    """
     done = Future[T]()
 
     def run() -> None:

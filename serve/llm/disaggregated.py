@@ -1,4 +1,5 @@
-"""Disaggregated prefill: the worker that computes prompts for decode engines, and how such engines start."""
+"""Disaggregated prefill: the worker that computes prompts for decode engines, and the start of both kinds of
+engines."""
 
 import itertools
 from collections import deque
@@ -11,203 +12,248 @@ from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...sampling.params import SamplingParams
 from ..engine.core.request import Request
-from ..engine.startup.mesh import apart
+from ..engine.startup.mesh import place_on_device_range
 from ..engine.startup.start import start_engine
-from ..host.streams import warn
+from ..host.streams import warn_once
 from ..kv.disagg.client import RemotePrefillClient
-from ..kv.disagg.peer import RemoteKVPool, RemoteKVTier
+from ..kv.disagg.remote_tiers import RemoteKVPool, RemoteKVTier
 from ..kv.disagg.server import PrefillServer
-from ..kv.disagg.service import Ready
-from ..kv.disagg.transport import transports
-from ..kv.offload.tier import Content, Key, key_of
-from ..kv.offload.tiering import KVOffloader
-from ..options.checks import GIB, place_of, places_of
-from ..options.engine import OUTBOX, EngineOptions
-from ..runtime.compiled.transfers import MOST
+from ..kv.disagg.service import OnReady
+from ..kv.disagg.transport import make_transports
+from ..kv.offload.page_finder import KVOffloader
+from ..kv.offload.tier import PageContent, PageKey, page_key
+from ..options.checks import GIB, parse_kv_address, parse_kv_addresses
+from ..options.engine import OUTBOX_GIB, EngineOptions
+from ..runtime.compiled.transfers import MAX_COPY_PAGES
 from .driver import DrivenRequest, Driver, StreamChunk
 from .request_group import RequestGroup
 from .session import Session
 
-ONE = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+ONE_TOKEN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
 
 class PrefillWorker:
     """Computes prompts in a session's engine, as requests of one token, and offers their pages in its tiers.
 
-    A prompt is reported once its pages are in a tier. No method but `fetch` and `close` waits.
+    `on_ready` of a prompt is called once its pages are in a tier. Only `fetch` and `close` wait.
     """
 
     def __init__(self, options: EngineOptions, vocab_size: int):
-        self.options, self.words = options, range(vocab_size)
-        self.room, self.is_here = int(options.host_space * GIB), False
+        self.options, self.vocabulary = options, range(vocab_size)
+        self.room_bytes, self.is_connected = int(options.host_space * GIB), False
         self.realm: bytes | None = None
         self._numbers = itertools.count()
-        self._prompts: dict[int, tuple[DrivenRequest, Ready]] = {}  # under way
-        self._offers: deque[tuple[list[bytes], list[bytes], Ready]] = deque()  # names to offer, and all names
-        self._ended = False
+        self._prompts: dict[int, tuple[DrivenRequest, OnReady]] = {}  # under way
+        # hashes of the pages that are still to be offered, and of all pages
+        self._offers: deque[tuple[list[bytes], list[bytes], OnReady]] = deque()
+        self._has_ended = False
 
-    def own(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
-        """Set the realm of its pages."""
+    def set_page_realm(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+        """Set the realm of the pages that this worker computes."""
         self.realm = realm
 
-    def serve(self, session: Session, driver: Callable[..., Driver] = Driver) -> None:
-        """Compute prompts in a session's engine, which `driver` steps."""
-        tiers = session.engine.tiers
+    def start_driver(self, session: Session, driver: Callable[..., Driver] = Driver) -> None:
+        """Begin to compute prompts in a session's engine. `driver` makes the driver that steps it."""
+        tiers = session.engine.page_finder
         assert isinstance(tiers, KVOffloader)
-        self.session, self._tiers, self.is_here = session, tiers, True
-        self._driver = driver(session, failed=self._failed, paused=self._give_up)
+        self.session, self._tiers, self.is_connected = session, tiers, True
+        self._driver = driver(session, on_failure=self._on_failure, on_pause=self._abandon_prompts)
 
-    def begin(self, prompt: Sequence[int], ready: Ready) -> int:
+    def begin_prefill(self, prompt: Sequence[int], on_ready: OnReady, salt: bytes = b"") -> int:
         number = next(self._numbers)
-        self._driver.call(partial(self._begin, number, list(prompt), ready))
+        self._driver.call_in_thread(partial(self._begin_prompt, number, list(prompt), on_ready, salt))
         return number
 
-    def leave(self, number: int) -> None:
-        self._driver.call(partial(self._leave, number))
+    def cancel_prefill(self, number: int) -> None:
+        self._driver.call_in_thread(partial(self._drop_prompt, number))
 
-    def fetch(self, key: Key) -> Content | None:
+    def fetch(self, key: PageKey) -> PageContent | None:
         return self._tiers.mover.tier.fetch(key)
 
-    def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
-        """A decode engine in this process has other weights; it gets pages if the realms are equal."""
-        self.is_here = not self._ended and realm is not None and realm == self.realm
+    def expect_realm(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+        """Note that the decode engine in this process has other weights. It gets pages if the realms are
+        equal."""
+        self.is_connected = not self._has_ended and realm is not None and realm == self.realm
 
     def close(self) -> None:
-        self._ended = True
+        self._has_ended = True
         self._driver.stop()
-        self._end()
+        self._stop_serving()
 
     # ------------------------------------------------------------ in the driver's thread
 
-    def _begin(self, number: int, prompt: list[int], ready: Ready) -> None:
-        if self._ended or not self._is_allowed(prompt):
-            return ready([])
-        (group,) = self.session.groups_of([partial(self._group, prompt, number)])
-        prompt_of = DrivenRequest(group, lambda: [group] * group.finished, partial(self._computed, number))
-        self._prompts[number] = prompt_of, ready
-        self._driver.begin(prompt_of)
+    def _begin_prompt(self, number: int, prompt: list[int], on_ready: OnReady, salt: bytes) -> None:
+        if self._has_ended or not self._is_valid_prompt(prompt):
+            return on_ready([])
+        (group,) = self.session.make_groups([partial(self._make_group, prompt, number, salt)])
+        driven = DrivenRequest(
+            group, lambda: [group] * group.is_finished, partial(self._on_prompt_computed, number)
+        )
+        self._prompts[number] = driven, on_ready
+        self._driver.add_request(driven)
 
-    def _is_allowed(self, prompt: list[int]) -> bool:
-        most = self.session.engine.sizes.max_model_len
-        return 0 < len(prompt) < most and all(token in self.words for token in prompt)
+    def _is_valid_prompt(self, prompt: list[int]) -> bool:
+        max_model_len = self.session.engine.sizes.max_model_len
+        return 0 < len(prompt) < max_model_len and all(token in self.vocabulary for token in prompt)
 
-    def _group(self, prompt: list[int], number: int, id: str) -> RequestGroup:
-        patience = self.options.patience(awaited=True)
-        request = Request(id, prompt, ONE, seed=0, end=len(prompt) + 1, arrival=number, patience=patience)
+    def _make_group(self, prompt: list[int], number: int, salt: bytes, id: str) -> RequestGroup:
+        max_delay = self.options.prefill_delay(is_awaited=True)
+        request = Request(
+            id,
+            prompt,
+            ONE_TOKEN_PARAMS,
+            seed=0,
+            end=len(prompt) + 1,
+            arrival=number,
+            max_prefill_delay=max_delay,
+            cache_salt=salt,
+        )
         return RequestGroup(id, None, [request])
 
-    def _leave(self, number: int) -> None:
-        if (found := self._prompts.pop(number, None)) is not None:
-            self._driver.leave(found[0])
+    def _drop_prompt(self, number: int) -> None:
+        if (entry := self._prompts.pop(number, None)) is not None:
+            self._driver.drop_request(entry[0])
 
-    def _give_up(self) -> None:
-        """The engine sleeps: decode engines compute their prompts themselves."""
-        for number, (_, ready) in list(self._prompts.items()):
-            self._leave(number)
-            ready([])
+    def _abandon_prompts(self) -> None:
+        """Report all prompts without pages, since the engine sleeps. Decode engines then compute them."""
+        for number, (_, on_ready) in list(self._prompts.items()):
+            self._drop_prompt(number)
+            on_ready([])
 
-    def _failed(self, error: Exception, prompts: Sequence[DrivenRequest]) -> None:
-        warn(f"no prompts are computed for others any more: {type(error).__name__}: {error}")
-        self._end()
+    def _on_failure(self, error: Exception, prompts: Sequence[DrivenRequest]) -> None:
+        warn_once(f"no prompts are computed for others any more: {type(error).__name__}: {error}")
+        self._stop_serving()
 
-    def _end(self) -> None:
-        self.is_here, self._ended = False, True
-        for *_, ready in [*self._prompts.values(), *self._offers]:
-            ready([])
+    def _stop_serving(self) -> None:
+        self.is_connected, self._has_ended = False, True
+        for *_, on_ready in [*self._prompts.values(), *self._offers]:
+            on_ready([])
         self._prompts.clear()
         self._offers.clear()
 
-    def _computed(self, number: int, chunk: StreamChunk) -> None:
-        """Offer the pages of a prompt, within the turn of its step."""
-        if (found := self._prompts.pop(number, None)) is None:
+    def _on_prompt_computed(self, number: int, chunk: StreamChunk) -> None:
+        """Offer the pages of a computed prompt, in the turn of its last step."""
+        if (entry := self._prompts.pop(number, None)) is None:
             return
-        (request,) = chunk.flow.group.requests
-        names = list(self.session.engine.scheduler.usable(request))
-        self._offers.append((names, names, found[1]))
-        if len(self._offers) == 1:  # else `_offer_rest` is among the orders
-            self._offer()
+        (request,) = chunk.handle.group.requests
+        hashes = list(self.session.engine.scheduler.prefix_hashes(request))
+        self._offers.append((hashes, hashes, entry[1]))
+        if len(self._offers) == 1:  # else `_copy_remaining_pages` is among the orders
+            self._copy_pages_to_tiers()
 
-    def _offer(self) -> None:
-        """Copy computed pages into the tiers, as many as may be in flight; the rest before the next step."""
+    def _copy_pages_to_tiers(self) -> None:
+        """Copy computed pages into the tiers, as many as may be in flight. The rest follows before the next
+        step."""
         engine, tiers = self.session.engine, self._tiers
         windows = range(len(engine.tables.pools))
         while self._offers:
-            rest, names, ready = self._offers.popleft()
-            if rest and not all(tiers.mover.has_room(g, min(len(rest), MOST)) for g in windows):
-                self._offers.appendleft((rest, names, ready))
-                return self._driver.call(self._offer_rest)
+            rest, hashes, on_ready = self._offers.popleft()
+            if rest and not all(tiers.mover.has_room(g, min(len(rest), MAX_COPY_PAGES)) for g in windows):
+                self._offers.appendleft((rest, hashes, on_ready))
+                return self._driver.call_in_thread(self._copy_remaining_pages)
             for g, pool in enumerate(engine.tables.pools):
-                found = {key_of(name, g): pool.find(name) for name in rest[:MOST]}
-                tiers.keep(engine.cache, g, {key: page for key, page in found.items() if page is not None})
-            if len(rest) > MOST:
-                self._offers.appendleft((rest[MOST:], names, ready))
+                pages = {page_key(page_hash, g): pool.find(page_hash) for page_hash in rest[:MAX_COPY_PAGES]}
+                tiers.store_pages(
+                    engine.cache, g, {key: page for key, page in pages.items() if page is not None}
+                )
+            if len(rest) > MAX_COPY_PAGES:
+                self._offers.appendleft((rest[MAX_COPY_PAGES:], hashes, on_ready))
             else:
-                tiers.mover.then(partial(self._report, names, ready))
+                tiers.mover.submit_job(partial(self._report_pages, hashes, on_ready))
 
-    def _offer_rest(self) -> None:
-        if self._ended:
+    def _copy_remaining_pages(self) -> None:
+        if self._has_ended:
             return
         if not self._prompts:
-            self._tiers.mover.wait()  # until some of the copies in flight are done
-        with self.session.turn():
-            self._offer()
+            self._tiers.mover.wait_for_jobs()  # until some of the copies in flight are done
+        with self.session.hold_engine():
+            self._copy_pages_to_tiers()
 
-    def _report(self, names: Sequence[bytes], ready: Ready) -> None:
+    def _report_pages(self, hashes: Sequence[bytes], on_ready: OnReady) -> None:
         tiers = self._tiers
-        keys = (key_of(name, g) for name in names for g in range(len(tiers.tables.pools)))
-        ready([key for key in keys if tiers.mover.tier.has(key)])
+        keys = (page_key(page_hash, g) for page_hash in hashes for g in range(len(tiers.tables.pools)))
+        on_ready([key for key in keys if tiers.mover.tier.has(key)])
 
 
-def started(config: ModelConfig, params: Decoder, options: EngineOptions) -> tuple[Session, ExitStack]:
-    """Start an engine in its `kv_role`; return its session, and what to close with it."""
+def start_session(config: ModelConfig, params: Decoder, options: EngineOptions) -> tuple[Session, ExitStack]:
+    """Start the engine, or engines, of a `kv_role`. Returns the session, and a stack that closes their
+    parts."""
     closing = ExitStack()
     with closing:
         if options.kv_role is None:
             session = Session(start_engine(config, params, options))
         else:
-            begin = {"both": begin_both, "prefill": begin_prefill, "decode": begin_decode}[options.kv_role]
-            session = begin(config, params, options, closing)
+            begin_role = {
+                "both": start_both_sessions,
+                "prefill": start_prefill_session,
+                "decode": start_decode_session,
+            }[options.kv_role]
+            session = begin_role(config, params, options, closing)
         return session, closing.pop_all()
 
 
-def begin_prefill(
+def start_prefill_session(
     config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack
 ) -> Session:
-    """Start an engine that computes prompts for decode engines too, which reach it at an address."""
-    ways = transports(options.kv_transport)
-    server = PrefillServer(place_of(str(options.kv_address)), ways, options.cluster_key_file)
+    """Start an engine that also computes prompts for decode engines. They reach it at `kv_address`."""
+    transport_list = make_transports(options.kv_transport)
+    server = PrefillServer(
+        parse_kv_address(str(options.kv_address)), transport_list, options.cluster_key_file
+    )
     closing.callback(server.close)
-    session = Session(start_engine(config, params, options, on_realm=server.renew))
+    session = Session(start_engine(config, params, options, on_realm=server.set_realm))
     prefills = PrefillWorker(options, config.vocab_size)
-    prefills.serve(session)
+    prefills.start_driver(session)
     closing.callback(prefills.close)
     server.serve(prefills)
     return session
 
 
-def begin_decode(config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack) -> Session:
-    """Start an engine whose prompts are computed by the engines at `kv_address`."""
-    tiers, ways = {}, transports(options.kv_transport)
-    for address, place in places_of(str(options.kv_address)).items():
-        client = RemotePrefillClient(place, ways, key_file=options.cluster_key_file)
+def start_decode_session(
+    config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack
+) -> Session:
+    """Start an engine whose prompts are computed by the prefill engines at `kv_address`."""
+    tiers, transport_list = {}, make_transports(options.kv_transport)
+    for address, endpoint in parse_kv_addresses(str(options.kv_address)).items():
+        client = RemotePrefillClient(endpoint, transport_list, key_file=options.cluster_key_file)
         closing.callback(client.close)
         tiers[address] = RemoteKVTier(client, options.kv_transfer_timeout)
     return Session(start_engine(config, params, options, RemoteKVPool(tiers)))
 
 
-def begin_both(config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack) -> Session:
-    """Start two engines, on disjoint devices or on the same."""
-    first, second = options.prefill_devices or 0, options.decode_devices or 0
-    alone = replace(options, kv_role=None, prefill_devices=None, decode_devices=None)
-    ours = replace(alone, tensor_parallel_size=first or 1, swap_space=options.swap_space or OUTBOX)
-    theirs = replace(alone, tensor_parallel_size=second or 1)
-    prefills = PrefillWorker(ours, config.vocab_size)
-    there = apart(config, params, range(first)) if first else params
-    session = Session(start_engine(config, there, ours, on_realm=prefills.own))
+def start_both_sessions(
+    config: ModelConfig, params: Decoder, options: EngineOptions, closing: ExitStack
+) -> Session:
+    """Start a prefill engine and a decode engine in this process, on disjoint devices or on the same. Returns
+    the decode engine's session."""
+    num_prefill_devices, num_decode_devices = options.prefill_devices or 0, options.decode_devices or 0
+    single_options = replace(options, kv_role=None, prefill_devices=None, decode_devices=None)
+    prefill_options = replace(
+        single_options,
+        tensor_parallel_size=num_prefill_devices or 1,
+        swap_space=options.swap_space or OUTBOX_GIB,
+    )
+    decode_options = replace(single_options, tensor_parallel_size=num_decode_devices or 1)
+    prefills = PrefillWorker(prefill_options, config.vocab_size)
+    prefill_params = (
+        place_on_device_range(config, params, range(num_prefill_devices)) if num_prefill_devices else params
+    )
+    session = Session(start_engine(config, prefill_params, prefill_options, on_realm=prefills.set_page_realm))
     closing.callback(session.close)
-    prefills.serve(session)
+    prefills.start_driver(session)
     closing.callback(prefills.close)
-    here = apart(config, params, range(first, first + second)) if second else params
+    decode_params = (
+        place_on_device_range(
+            config, params, range(num_prefill_devices, num_prefill_devices + num_decode_devices)
+        )
+        if num_decode_devices
+        else params
+    )
     return Session(
-        start_engine(config, here, theirs, peer=RemoteKVTier(prefills, options.kv_transfer_timeout))
+        start_engine(
+            config,
+            decode_params,
+            decode_options,
+            remote_kv=RemoteKVTier(prefills, options.kv_transfer_timeout),
+        )
     )

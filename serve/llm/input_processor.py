@@ -1,4 +1,4 @@
-"""Checks and tokenizes prompts into requests of the engine, and makes outputs of them."""
+"""Checks and tokenizes prompts into requests of the engine, and makes outputs of the requests."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -9,83 +9,110 @@ from typing import Any, get_args
 import numpy as np
 
 from ...checkpoints.adapters.adapter import Adapter
-from ...lora.request import LoRARequest, checked
+from ...lora.request import LoRARequest, check_lora_request
 from ...model.pooling import Pooler, Pooling, PoolingParams
-from ...neutral import PROMPT
-from ...refusals import shown
-from ...sampling.checks import ALL
-from ...sampling.custom import LogitsProcessor
-from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, knobs_row, tokenize_bad_words
-from ...sampling.state import check_choice
+from ...neutral_values import PROMPT_FIELDS
+from ...refusals import quote
+from ...sampling.checks import ALL_LOGPROBS
+from ...sampling.custom_processors import LogitsProcessor
+from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, request_knobs, tokenize_bad_words
+from ...sampling.state import check_allowed_tokens
 from ..engine.core.request import Request, ScoreLog, TokenRecord
-from ..engine.lora.registry import Registry
-from ..host.process import give_back
+from ..engine.lora.registry import AdapterRegistry
+from ..host.process import trim_heap
 from ..options.engine import EngineOptions
+from ..text.cache_salt import hash_salt, read_prompt_salt
+from ..text.grammar.compile_probe import CompileLimits
+from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import Constraint
-from ..text.grammar.gauge import CompileLimits
-from ..text.grammar.grammars import Grammars
-from ..text.grammar.trace import TraceConstraint
+from ..text.grammar.trace_constraint import TraceConstraint
 from ..text.openai.dialect import Dialect
-from ..text.openai.tasks import constrained
+from ..text.openai.tasks import constrain_answer
 from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
-from ..text.tokenizer.chat import Message, effort_variables, rendered_ids
+from ..text.tokenizer.chats.chat import ChatMessage, effort_variables, render_and_tokenize
 from ..text.tokenizer.detokenizer import Detokenizer
+from ..text.tokenizer.stop_strings import StopStrings
 from ..text.tokenizer.tokenizer import Tokenizer
 from .request_group import RequestGroup
-from .vllm import check_all
+from .vllm import check_vllm_arguments
 
-TEXTUAL = ("prompt", "prompt_token_ids")  # keys of a prompt that is a mapping
-PREFILL = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)  # its one token is ignored
-Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_KEYS = ("prompt", "prompt_token_ids")  # keys of a prompt that is a mapping
+SALT_KEY = "cache_salt"  # another key of such a prompt
+# of an embedding; no token is used
+PREFILL_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+PromptInput = str | Sequence[int] | Mapping[str, Any]
+PromptInputs = PromptInput | Sequence[PromptInput]
+SamplingParamsInput = SamplingParams | Sequence[SamplingParams] | None
+Conversations = list[ChatMessage] | list[list[ChatMessage]]
 
 
 @dataclass
 class InputProcessor:
-    """Checks and tokenizes prompts at the border."""
+    """Converts prompts to requests of the engine, and requests to outputs.
+
+    vocab_size: number of token ids
+    max_model_len: maximum number of tokens of a request
+    options: of the engine
+    tokenizer: of the model, if it has one
+    eos_ids: ids of end tokens
+    no_tokenizer_reason: why there is no tokenizer, for errors
+    adapter_registry: adapters that requests may name
+    hidden_size: size of the model's hidden states
+    default_pooling: pooling that the model's authors recommend for embeddings
+    processors: logits processors of the step
+    has_head: whether the model can generate
+    """
 
     vocab_size: int
     max_model_len: int
     options: EngineOptions
     tokenizer: Tokenizer | None
     eos_ids: tuple[int, ...]
-    lacking: str = "the model has no tokenizer"  # for errors
-    adapters: Registry | None = None  # those that requests may name
-    width: int = 0  # of the model's hidden states
-    pooling: str | None = None  # the one that the model's authors recommend for embeddings
-    processors: tuple[LogitsProcessor, ...] = ()  # that the step has
+    no_tokenizer_reason: str = "the model has no tokenizer"
+    adapter_registry: AdapterRegistry | None = None
+    hidden_size: int = 0
+    default_pooling: str | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
+    has_head: bool = True
 
     def __post_init__(self):
         self._arrivals = itertools.count()
-        self._unseeded = itertools.count()
+        self._unseeded_requests = itertools.count()
+        # a tokenizer may have tokens that the model does not
+        self.eos_ids = tuple(i for i in self.eos_ids if i < self.vocab_size)
         if self.tokenizer is not None:
             self.tokenizer.split_special_tokens |= self.options.split_special_tokens
         bounds = CompileLimits(self.options.max_grammar_seconds, self.options.max_grammar_mib << 20)
-        tokenizer = self.lacking if self.tokenizer is None else self.tokenizer
-        self.grammars = Grammars(tokenizer, self.vocab_size, self.eos_ids, bounds, give_back)
+        tokenizer = self.no_tokenizer_reason if self.tokenizer is None else self.tokenizer
+        self.grammars = GrammarCompiler(tokenizer, self.vocab_size, self.eos_ids, bounds, trim_heap)
 
     @property
-    def longest(self) -> int:
+    def longest_prompt(self) -> int:
         """Maximum number of tokens of a prompt."""
         return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
 
-    def makes(
+    def make_group_factories(
         self, prompts: list[Any], params: Any, priority: Any, adapters: Any, awaited: bool = True
     ) -> list[Callable[[str], RequestGroup]]:
-        """Return for each prompt the function of an id that makes its group; the other arguments are one for
-        all, or in lists. Raises ValueError for a list of another length."""
+        """Return a function for each prompt that makes its request group, given an id. The other arguments
+        are one value for all prompts, or a list. Raises ValueError for a list of another length."""
         lists = {
             "sampling_params": params,
             "priorities": 0 if priority is None else priority,
             "lora_requests": adapters,
         }
-        each = zip(prompts, *(one_each(name, v, len(prompts)) for name, v in lists.items()), strict=True)
-        make = partial(partial, self.group, awaited=awaited)
-        return [make(prompt=p, params=s, priority=r, lora_request=a) for p, s, r, a in each]
+        arguments = zip(
+            prompts,
+            *(broadcast_over_prompts(name, v, len(prompts)) for name, v in lists.items()),
+            strict=True,
+        )
+        factory = partial(partial, self.make_group, awaited=awaited)
+        return [factory(prompt=p, params=s, priority=r, lora_request=a) for p, s, r, a in arguments]
 
-    def group(
+    def make_group(
         self,
         id: str,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams | PoolingParams,
         priority: int = 0,
         written: int = 0,
@@ -94,23 +121,28 @@ class InputProcessor:
         known: Sequence[Sequence[int]] = (),
         lora_request: LoRARequest | None = None,
     ) -> RequestGroup:
-        """Make the requests for one prompt, to generate or to embed: text, token ids, or a mapping with
-        `prompt` or `prompt_token_ids`.
+        """Make the requests for one prompt, to generate or to embed.
 
-        The last `written` ids are output, which max_input_length does not limit. Prompt tokens are scored
-        from position `score_from` on. `awaited`: a client waits for the first token. `known` are tokens that
-        completions have already. The parameters are copied: changing them later has no effect. Raises
-        ValueError or TypeError, naming what is wrong.
+        prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and a `cache_salt`
+        params: copied, so that later changes have no effect
+        priority: smaller goes first
+        written: number of last prompt ids that are output, which max_input_length does not limit
+        score_from: first position of prompt tokens that are scored
+        awaited: whether a client waits for the first token
+        known: token ids that each completion has already
+
+        Raises ValueError or TypeError that names the wrong argument.
         """
-        params, pooling = self._copied(params)
+        params, pooling = self._check_and_copy_params(params)
         if type(priority) is not int:
-            raise TypeError(f"priority is an integer, not {shown(priority)}")
-        text, tokens = self.tokens(prompt)
-        self.check(tokens, params, written)
-        end = self.end(tokens, params)
-        words = self.bad_words(params)
-        self._check_sampling(params, words)
-        adapter, seed = self._adapter(lora_request), self._seed(params)
+            raise TypeError(f"priority is an integer, not {quote(priority)}")
+        (text, tokens), salt = self.tokenize(prompt), hash_salt(read_prompt_salt(prompt))
+        self.check_prompt(tokens, params, written)
+        end = self.max_length(tokens, params)
+        words, ids = self.bad_word_ids(params), self.stop_ids(params)
+        self._check_sampling(params, words, ids)
+        adapter, seed = self._get_or_load_adapter(lora_request), self._request_seed(params)
+        stop_strings = StopStrings(params.stop_strings)
         requests = [
             Request(
                 id=id,
@@ -118,136 +150,147 @@ class InputProcessor:
                 params=params,
                 seed=fold_seed(seed, i),
                 end=end,
-                stop_ids=self.stop_ids(params),
-                eos_ids=() if params.ignore_eos else self._silent_ids(),
+                stop_ids=ids,
+                eos_ids=() if params.ignore_eos else self._unreported_eos_ids(),
                 bad_words=words,
-                text=self.detokenizer(params, tokens),
+                detokenizer=self.make_detokenizer(params, tokens, stop_strings),
                 priority=priority,
                 arrival=next(self._arrivals),
                 score_from=score_from,
-                pool=None if pooling is None else Pooler(pooling, len(tokens)),
-                record=TokenRecord() if self.options.is_observing else None,
-                patience=self.options.patience(awaited),
-                constraint=self.constraint(params, len(tokens)),
+                pooler=None if pooling is None else Pooler(pooling, len(tokens)),
+                token_record=TokenRecord() if self.options.is_observing else None,
+                max_prefill_delay=self.options.prefill_delay(awaited),
+                constraint=self.make_constraint(params, len(tokens)),
                 adapter=adapter,
+                cache_salt=salt,
             )
             for i in range(params.n)
         ]
-        self._resume(requests, known)
+        self._append_resumed_tokens(requests, known)
         return RequestGroup(id, text, requests, lora_request)
 
-    def _resume(self, requests: Sequence[Request], known: Sequence[Sequence[int]]) -> None:
-        """Give completions the tokens that they have already. Raises ValueError for tokens that their grammar
-        refuses."""
+    def _append_resumed_tokens(self, requests: Sequence[Request], known: Sequence[Sequence[int]]) -> None:
+        """Give completions the `known` token ids that they have already. Raises ValueError for tokens that
+        their grammar refuses."""
         for request, ids in zip(requests, known, strict=False):
             self._check_ids(ids)
-            request.resume(ids)
-            request.obey()
+            request.append_resumed_tokens(ids)
+            request.advance_grammar()
             if request.finish_reason == "abort":
                 raise ValueError(request.stop_reason)
 
-    def _copied(self, params: Any) -> tuple[SamplingParams, PoolingParams | None]:
+    def _check_and_copy_params(self, params: Any) -> tuple[SamplingParams, PoolingParams | None]:
         if isinstance(params, PoolingParams):
-            return PREFILL.clone(), self._settled(params)
+            return PREFILL_PARAMS.clone(), self._with_default_pooling(params)
         if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling parameters are SamplingParams, not {shown(params)}")
-        own = params.clone()
-        return own if own.trace_decode_token_ids is None else own.replayed(), None
+            raise TypeError(f"sampling parameters are SamplingParams, not {quote(params)}")
+        if not self.has_head:
+            raise ValueError("the checkpoint stores no lm_head: it makes embeddings, and generates no text")
+        copied = params.clone()
+        return copied if copied.trace_decode_token_ids is None else copied.replayed(), None
 
-    def _settled(self, params: PoolingParams) -> PoolingParams:
-        """Fill in the model's own pooling. Raises ValueError for what the model does not have."""
-        if params.dimensions is not None and params.dimensions > self.width:
-            raise ValueError(f"dimensions {params.dimensions} is not allowed: at most {self.width}")
-        pooling: Any = params.pooling or self.pooling or "last"
+    def _with_default_pooling(self, params: PoolingParams) -> PoolingParams:
+        """Return pooling parameters with the model's pooling as the default. Raises ValueError for a pooling
+        or a dimension that the model does not have."""
+        if params.dimensions is not None and params.dimensions > self.hidden_size:
+            raise ValueError(f"dimensions {params.dimensions} is not allowed: at most {self.hidden_size}")
+        pooling: Any = params.pooling or self.default_pooling or "last"
         if pooling not in get_args(Pooling):
             raise ValueError(f"the model's pooling {pooling!r} is not supported: give 'last' or 'mean'")
         return replace(params, pooling=pooling)
 
-    def _adapter(self, wanted: LoRARequest | None) -> Adapter | None:
-        if self.adapters is None and checked(wanted) is not None:
+    def _get_or_load_adapter(self, lora_request: LoRARequest | None) -> Adapter | None:
+        if self.adapter_registry is None and check_lora_request(lora_request) is not None:
             raise ValueError("lora_request is not allowed: set enable_lora")
-        return None if self.adapters is None else self.adapters.of(checked(wanted))
+        return (
+            None
+            if self.adapter_registry is None
+            else self.adapter_registry.get_or_load_adapter(check_lora_request(lora_request))
+        )
 
-    def tokens(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return a prompt's text, if it has one, and its token ids."""
+    def tokenize(self, prompt: PromptInput) -> tuple[str | None, list[int]]:
+        """Tokenize a prompt. Returns its text (None if it has none) and its token ids."""
         if isinstance(prompt, Mapping):
-            return self._mapping(prompt)
+            return self._tokenize_mapping(prompt)
         if isinstance(prompt, str):
             return prompt, self._encode(prompt)
-        return None, token_ids(prompt)
+        return None, convert_token_ids(prompt)
 
-    def _mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
-        """Ids take precedence over text, which is then only repeated in the result."""
-        others = [
-            name for name in prompt if name not in TEXTUAL and not (name in PROMPT and not prompt[name])
-        ]
+    def _tokenize_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        """Tokenize a prompt that is a mapping. Given token ids take precedence over its text."""
+        neutral = [name for name in PROMPT_FIELDS if not prompt.get(name)]
+        others = sorted(str(name) for name in prompt if name not in (*PROMPT_KEYS, SALT_KEY, *neutral))
         if not prompt or others:
-            raise TypeError(
-                f"a prompt mapping has prompt or prompt_token_ids, not {sorted(map(str, others))}"
-            )
+            raise TypeError(f"a prompt mapping has prompt or prompt_token_ids, and cache_salt, not {others}")
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         if text is not None and not isinstance(text, str):
-            raise TypeError(f"prompt must be a string, not {shown(text)}")
+            raise TypeError(f"prompt must be a string, not {quote(text)}")
         if ids is None and text is not None:
             return text, self._encode(text)
-        return text, token_ids(ids)
+        return text, convert_token_ids(ids)
 
-    def conversations(
+    def render_conversations(
         self,
-        messages: list[Message] | list[list[Message]],
+        messages: list[ChatMessage] | list[list[ChatMessage]],
         params: Any,
         content_format: str,
         variables: Mapping[str, Any] | None,
         effort: str | None,
         **options: Any,
-    ) -> tuple[list[Prompt], Any]:
-        """Render one conversation or several as prompts, and return them with their sampling parameters;
-        options and variables of the template are those of `chat.render_for`. Raises ValueError for an unknown
-        effort of reasoning. An answer that is continued has no reasoning before it."""
-        check_all(chat_template_content_format=content_format)
-        own = effort_variables(effort) | dict(variables or {})
-        several = isinstance(messages, list) and messages and isinstance(messages[0], list)
-        each: Any = messages if several else [messages]
-        prompts: list[Prompt] = [self.conversation(one, **options, **own) for one in each]
+    ) -> tuple[list[PromptInput], Any]:
+        """Render one conversation or several as prompts. Returns the prompts and their sampling parameters.
+
+        `options`, and `variables` of the template, are arguments of `chat.render_with_tokenizer`. A grammar
+        begins after the reasoning, except in an answer that is continued. Raises ValueError for an unknown
+        `effort` of reasoning.
+        """
+        check_vllm_arguments(chat_template_content_format=content_format)
+        template_variables = effort_variables(effort) | dict(variables or {})
+        has_several = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        conversations: Any = messages if has_several else [messages]
+        prompts: list[PromptInput] = [
+            self.render_conversation(conversation, **options, **template_variables)
+            for conversation in conversations
+        ]
         is_continued = options.get("continue_final_message", False)
-        return prompts, params if is_continued else self._after_reasoning(prompts, params)
+        return prompts, params if is_continued else self._constrain_after_reasoning(prompts, params)
 
-    def _after_reasoning(self, prompts: Sequence[Any], params: Any) -> Any:
-        """Return the sampling parameters of conversations: their grammars begin after the reasoning."""
-        each = one_each("sampling_params", params, len(prompts))
-        if self.tokenizer is None or not any(own.structured_outputs for own in each):
+    def _constrain_after_reasoning(self, prompts: Sequence[Any], params: Any) -> Any:
+        """Return the sampling parameters of conversations, with grammars that begin after the reasoning."""
+        prompt_params = broadcast_over_prompts("sampling_params", params, len(prompts))
+        if self.tokenizer is None or not any(p.structured_outputs for p in prompt_params):
             return params
-        ids, own = [prompt["prompt_token_ids"] for prompt in prompts], Dialect(self.tokenizer)
-        return [constrained(p, own, tokens) for p, tokens in zip(each, ids, strict=True)]
+        ids, dialect = [prompt["prompt_token_ids"] for prompt in prompts], Dialect(self.tokenizer)
+        return [constrain_answer(p, dialect, tokens) for p, tokens in zip(prompt_params, ids, strict=True)]
 
-    def conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
+    def render_conversation(self, messages: Any, **options: Any) -> dict[str, Any]:
         if self.tokenizer is None:
-            raise ValueError(f"{self.lacking}: chat needs one")
-        rendered = rendered_ids(self.tokenizer, messages, self.longest, **options)
-        return dict(zip(TEXTUAL, rendered, strict=True))
+            raise ValueError(f"{self.no_tokenizer_reason}: chat needs one")
+        rendered = render_and_tokenize(self.tokenizer, messages, self.longest_prompt, **options)
+        return dict(zip(PROMPT_KEYS, rendered, strict=True))
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            raise ValueError(f"{self.lacking}: give the prompt as token ids")
-        return self.tokenizer.encode(text, most=self.longest)
+            raise ValueError(f"{self.no_tokenizer_reason}: give the prompt as token ids")
+        return self.tokenizer.encode(text, max_tokens=self.longest_prompt)
 
-    def check(self, tokens: list[int], params: SamplingParams, written: int = 0) -> None:
+    def check_prompt(self, tokens: list[int], params: SamplingParams, written: int = 0) -> None:
         if not tokens:
             raise ValueError("the prompt is empty: at least one token is needed")
         self._check_ids(tokens)
-        longest = min(self.longest + written, self.max_model_len - 1)
+        longest = min(self.longest_prompt + written, self.max_model_len - 1)
         if len(tokens) > longest:
             raise ValueError(f"the prompt has {len(tokens)} tokens, at most {longest} are allowed")
         if params.stop_strings and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r} needs a tokenizer: {self.lacking}")
+            raise ValueError(f"stop={params.stop!r} needs a tokenizer: {self.no_tokenizer_reason}")
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         wrong = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"prompt token id {wrong} is outside the vocabulary of {self.vocab_size}")
 
-    def end(self, tokens: list[int], params: SamplingParams) -> int:
-        """Maximum number of tokens of a request, its prompt included."""
+    def max_length(self, tokens: list[int], params: SamplingParams) -> int:
+        """Return the maximum number of tokens of a request, its prompt included."""
         room = self.max_model_len - len(tokens)
         return len(tokens) + min(params.max_tokens or room, self.options.max_output_length or room, room)
 
@@ -255,99 +298,113 @@ class InputProcessor:
         ends = () if params.ignore_eos else self.eos_ids
         return tuple(dict.fromkeys((*ends, *(params.stop_token_ids or ()))))
 
-    def _silent_ids(self) -> tuple[int, ...]:
-        """End tokens that are no stop reason: the tokenizer's, as in vLLM, or all if it has none."""
-        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return (own,) if own in self.eos_ids else self.eos_ids
+    def _unreported_eos_ids(self) -> tuple[int, ...]:
+        """Return the end tokens that are no stop reason: the tokenizer's own, as in vLLM, else all."""
+        eos_id = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return (eos_id,) if eos_id in self.eos_ids else self.eos_ids
 
-    def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+    def bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if not params.bad_words:
             return ()
         if self.tokenizer is None:
-            raise ValueError(f"bad_words={list(params.bad_words)!r} needs a tokenizer: {self.lacking}")
+            raise ValueError(
+                f"bad_words={list(params.bad_words)!r} needs a tokenizer: {self.no_tokenizer_reason}"
+            )
         encode = self.tokenizer.encode
         sequences = tokenize_bad_words(params.bad_words, lambda text: encode(text, add_special_tokens=False))
         return tuple(tuple(sequence) for sequence in sequences)
 
-    def _check_sampling(self, params: SamplingParams, words: tuple[tuple[int, ...], ...]) -> None:
-        """Refuse, before the request is queued, what the device's rows would refuse."""
-        params.check_vocabulary(self.vocab_size)
+    def _check_sampling(
+        self, params: SamplingParams, words: tuple[tuple[int, ...], ...], stops: tuple[int, ...]
+    ) -> None:
+        """Raise ValueError for sampling parameters that the device does not support."""
         params.check_logprobs(self.options.max_logprobs, self.vocab_size)
-        stops, own = self.stop_ids(params), self.processors
-        knobs_row(params, seed=0, stop_ids=stops, prompt_len=0, bad_words=words, processors=own)
-        check_choice(params, self.vocab_size, stops, words)
+        request_knobs(
+            params, seed=0, stop_ids=stops, prompt_len=0, bad_words=words, processors=self.processors
+        )
+        check_allowed_tokens(params, self.vocab_size, stops, words)
 
-    def _seed(self, params: SamplingParams) -> int:
-        """Return the request's own seed, or one made of the engine's seed and a counter of requests without
-        a seed."""
+    def _request_seed(self, params: SamplingParams) -> int:
+        """Return the request's seed. A request without one gets a hash of the engine's seed and of a counter
+        of such requests."""
         if params.seed is not None:
             return params.seed
-        drawn = np.random.SeedSequence([self.options.seed % 2**64, next(self._unseeded)]).generate_state(1)
+        drawn = np.random.SeedSequence(
+            [self.options.seed % 2**64, next(self._unseeded_requests)]
+        ).generate_state(1)
         return int(drawn[0])
 
-    def detokenizer(self, params: SamplingParams, prompt: list[int]) -> Detokenizer | None:
+    def make_detokenizer(
+        self, params: SamplingParams, prompt: list[int], stop_strings: StopStrings
+    ) -> Detokenizer | None:
+        """Make the detokenizer of a completion; None if the completion needs no text. Completions of a prompt
+        share `stop_strings`."""
         if self.tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(
             self.tokenizer,
             params.skip_special_tokens,
-            params.stop_strings,
+            stop_strings,
             params.include_stop_str_in_output,
             prompt_ids=prompt,
         )
 
-    def constraint(self, params: SamplingParams, start: int) -> Constraint | TraceConstraint | None:
-        """Return what limits an output that begins at position `start`: a grammar, or a trace."""
+    def make_constraint(self, params: SamplingParams, start: int) -> Constraint | TraceConstraint | None:
+        """Make the constraint of an output that begins at position `start`: a grammar's, or a trace's.
+        Returns None for a free output."""
         grammar, trace = params.structured_outputs, params.trace_decode_token_ids
         if trace is not None:
             return TraceConstraint(trace, start, self.vocab_size)
-        return None if grammar is None else self.grammars.constraint(grammar, start)
+        return None if grammar is None else self.grammars.compile_constraint(grammar, start)
 
-    def output(self, group: RequestGroup) -> RequestOutput:
-        """Return the output of a group so far."""
-        first, finished = group.requests[0], group.finished
+    def make_output(self, group: RequestGroup) -> RequestOutput:
+        """Make the output of a group so far."""
+        first, finished = group.requests[0], group.is_finished
         return RequestOutput(
             request_id=group.id,
             prompt=group.prompt,
             prompt_token_ids=first.prompt,
-            outputs=[self.completion(i, request) for i, request in enumerate(group.requests)],
+            outputs=[self.make_completion(i, request) for i, request in enumerate(group.requests)],
             prompt_logprobs=self._prompt_logprobs(first),
             finished=finished,
             metrics=first.metrics() if finished else None,
-            num_cached_tokens=first.cached,
+            num_cached_tokens=first.num_cached_tokens,
             lora_request=group.lora_request,
         )
 
-    def completion(self, index: int, request: Request) -> CompletionOutput:
-        wants, top = request.params.logprobs is not None, request.params.logprobs or 0
+    def make_completion(self, index: int, request: Request) -> CompletionOutput:
+        has_logprobs, top = request.params.logprobs is not None, request.params.logprobs or 0
         return CompletionOutput(
             index=index,
-            text=request.text.text if request.text else "",
-            token_ids=request.outputs,
-            cumulative_logprob=sum(request.scores.logprob) if wants else None,
-            logprobs=self._logprobs(request.outputs, request.scores, top) if wants else None,
+            text=request.detokenizer.text if request.detokenizer else "",
+            token_ids=request.output_tokens,
+            cumulative_logprob=sum(request.scores.logprob) if has_logprobs else None,
+            logprobs=self._logprobs(request.output_tokens, request.scores, top) if has_logprobs else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             passes=list(request.passes) or None,
-            weights=list(request.weights),
-            **self._observed(request),
+            weights=list(request.weights_versions),
+            **self._recorded_values(request),
         )
 
-    def _observed(self, request: Request) -> dict[str, np.ndarray]:
-        """Return the inner values of a finished request's tokens, the last one's excepted: no step computes
-        it."""
-        record, most = request.record, len(request.tokens) - 1
-        if record is None or not request.finished:
+    def _recorded_values(self, request: Request) -> dict[str, Any]:
+        """Return the recorded experts and hidden states of a finished request's tokens. The last token has
+        none: no step takes it as an input."""
+        record, num_tokens = request.token_record, len(request.tokens) - 1
+        if record is None or not request.is_finished:
             return {}
-        found = {"routed_experts": record.experts[:most], "hidden_states": record.hidden[:most]}
-        return {name: np.stack(values) for name, values in found.items() if values}
+        recorded = {
+            "routed_experts": record.experts[:num_tokens],
+            "hidden_states": record.hidden[:num_tokens],
+        }
+        return {name: np.stack(values) for name, values in recorded.items() if values}
 
-    def since(self, delta: Delta, request: Request, start: int) -> CompletionOutput:
-        """Return what a stream adds to a completion, of which it has delivered `start` tokens."""
+    def make_delta_output(self, delta: Delta, request: Request, num_delivered: int) -> CompletionOutput:
+        """Make the output of a stream's delta. The stream has delivered `num_delivered` tokens before it."""
         scores, top = None, request.params.logprobs
         if top is not None:
-            places = enumerate(delta.token_ids, start)
-            scores = [self._alternatives(token, request.scores, i, top) for i, token in places]
+            indexed_tokens = enumerate(delta.token_ids, num_delivered)
+            scores = [self._alternatives(token, request.scores, i, top) for i, token in indexed_tokens]
         return CompletionOutput(
             index=delta.index,
             text=delta.text,
@@ -358,11 +415,12 @@ class InputProcessor:
         )
 
     def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
-        """As in vLLM, None for the first token; None for all unless the request has `prompt_logprobs`."""
+        """Return the prompt tokens' alternatives. As in vLLM, the first is None. Returns None unless the
+        request has `prompt_logprobs`."""
         if request.params.prompt_logprobs is None:
             return None
         scores = request.prompt_scores
-        tokens = request.prompt[request.score_from : request.unscored]
+        tokens = request.prompt[request.score_from : request.first_unscored]
         unscored = [None] * request.score_from
         return [*unscored, *self._logprobs(tokens, scores, request.params.prompt_logprobs)]
 
@@ -370,48 +428,49 @@ class InputProcessor:
         return [self._alternatives(token, scores, i, top) for i, token in enumerate(tokens)]
 
     def _alternatives(self, token: int, scores: ScoreLog, i: int, top: int) -> dict[int, Logprob]:
-        """Return the token itself, then the `top` likeliest, or ALL that were reported."""
-        found = {token: Logprob(scores.logprob[i], scores.rank[i], self._decoded(token))}
-        for rank in range(len(scores.top_ids[i]) if top == ALL else top):
+        """Return the log-probabilities at position `i`: of the token, then of the `top` likeliest. `ALL`
+        means every reported token."""
+        alternatives = {token: Logprob(scores.logprob[i], scores.rank[i], self._decode_token(token))}
+        for rank in range(len(scores.top_ids[i]) if top == ALL_LOGPROBS else top):
             other = int(scores.top_ids[i][rank])
             if other != NO_TOKEN:
-                found.setdefault(
-                    other, Logprob(float(scores.top_logprobs[i][rank]), rank + 1, self._decoded(other))
+                alternatives.setdefault(
+                    other, Logprob(float(scores.top_logprobs[i][rank]), rank + 1, self._decode_token(other))
                 )
-        return found
+        return alternatives
 
-    def _decoded(self, token: int) -> str | None:
+    def _decode_token(self, token: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode_token(token)
 
 
 def is_one_prompt(prompts: Any) -> bool:
-    """True for a single prompt: text, a mapping, or a flat list of token ids."""
+    """Return whether `prompts` is a single prompt: text, a mapping, or a flat list of token ids."""
     if not isinstance(prompts, (Sequence, np.ndarray)) or isinstance(prompts, (str, bytes)):
         return True
     return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, Mapping, np.ndarray))
 
 
-def listed(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def list_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[Any]:
     """Return one prompt or several as a list."""
     return [prompts] if is_one_prompt(prompts) else list(prompts)
 
 
-def one_each(name: str, given: Any, count: int) -> list[Any]:
-    """Return a list with an entry for each prompt, of one value for all or a list. Raises ValueError for a
-    wrong length."""
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        return [given] * count
-    if len(given) != count:
-        raise ValueError(f"{count} prompts have {len(given)} {name}; there must be one for each")
-    return list(given)
+def broadcast_over_prompts(name: str, value: Any, count: int) -> list[Any]:
+    """Return a list with a value for each of `count` prompts. `value` is one value for all, or a list. Raises
+    ValueError for a list of another length."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{count} prompts have {len(value)} {name}; there must be one for each")
+    return list(value)
 
 
-def token_ids(prompt: Any) -> list[int]:
+def convert_token_ids(prompt: Any) -> list[int]:
     """Return token ids as Python's integers. Raises TypeError for anything else."""
     ids = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
-    sequence = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes, bytearray))
-    if not sequence or any(type(t) is not int and not isinstance(t, np.integer) for t in ids):
+    is_sequence = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes, bytearray))
+    if not is_sequence or any(type(t) is not int and not isinstance(t, np.integer) for t in ids):
         raise TypeError(
-            f"a prompt is a string, token ids, or a mapping with one of them, not {shown(prompt)}"
+            f"a prompt is a string, token ids, or a mapping with one of them, not {quote(prompt)}"
         )
     return [int(t) for t in ids]

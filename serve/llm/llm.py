@@ -1,4 +1,4 @@
-"""The Python API: `LLM` loads a model and generates; names and results are those of vLLM's offline class."""
+"""The Python API: `LLM` loads a model and generates. Names and results are as in vLLM's offline class."""
 
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from functools import cached_property, partial
@@ -7,62 +7,58 @@ from typing import Any, Self
 
 from jax.sharding import Mesh
 
-from ...kvcache.stages import devices
-from ...lora.request import Adapters, LoRARequest
+from ...kvcache.stages import tree_devices
+from ...lora.request import LoRARequest, LoRARequests
 from ...model.config import ModelConfig
 from ...model.pooling import PoolingParams
 from ...model.transformer import Decoder
-from ...model.weights.prepared import unprepared
+from ...model.weights.device_forms import restore_params
 from ...sampling.params import BeamSearchParams, SamplingParams
 from ..engine.core.engine import Engine
-from ..engine.startup.origin import ending
+from ..engine.startup.model_source import with_end_tokens
 from ..engine.weights.sleep import TAGS
-from ..host.process import give_back, is_inherited
-from ..planner.roofline.explain import explain
-from ..runtime.multihost.rendezvous import together
+from ..host.process import is_forked, trim_heap
+from ..planner.roofline.explain import explain_programs
+from ..runtime.multihost.rendezvous import fail_group_on_error
 from ..text.outputs import Delta, EmbeddingRequestOutput, RequestOutput
-from ..text.tokenizer.chat import Message, effort_variables
+from ..text.tokenizer.chats.chat import ChatMessage, effort_variables
 from ..text.tokenizer.tokenizer import Tokenizer
-from . import disaggregated, loading, profiling, snapshots, weights
-from .audit.log import opened
-from .bar import Tqdm, progress
+from . import disaggregated, loading, profiling, snapshots, vllm, weights
+from .audit.log import open_audit_log
 from .driver import Driver
-from .input_processor import Prompt, listed
-from .metrics import Metric, snapshot
+from .input_processor import Conversations, PromptInput, PromptInputs, SamplingParamsInput, list_prompts
+from .metrics import Metric, engine_metrics
+from .progress_bar import Tqdm, show_progress
 from .request_group import RequestGroup, StreamCursor
-from .session import Mode
-from .tasks import beam, embedding, likelihood, replying
+from .session import PauseMode
+from .tasks import beam, chat_reply, embedding, likelihood
 from .tasks.beam import BeamSearchOutput
-from .tasks.likelihood import By, LogLikelihood
-from .vllm import EMBEDS, LIKELIHOOD, WEIGHTS, check_all, collective_rpc, of_compat, refused
-
-Params = SamplingParams | Sequence[SamplingParams] | None
-Prompts = Prompt | Sequence[Prompt]
-Messages = list[Message] | list[list[Message]]
+from .tasks.likelihood import LogLikelihood, ScoringPass
+from .vllm import check_vllm_arguments, make_compat_property, make_refused_method
 
 
 class LLM:
     """A model ready to generate.
 
-    model: a Hugging Face folder, one written by `duetto convert`, or an id on the hub; None is the small
+    model: a Hugging Face folder, a folder written by `duetto convert`, or an id on the hub; None is the small
         model that ships with duetto.
     dtype: "auto", "float32" ("float"), "bfloat16", "float16" ("half"), or such a dtype of numpy, jax, torch.
     tokenizer: another folder or id to take the tokenizer from.
-    revision, tokenizer_revision, download_dir, hf_token: for ids, see `checkpoints.hub.resolve`.
-    mesh: replaces the one that `tensor_parallel_size` makes.
-    compilation_cache: a folder for compiled programs; "auto" is one in the user's cache folder, None leaves
-        jax's own setting.
+    revision, tokenizer_revision, download_dir, hf_token: for ids, see `checkpoints.hub.resolve_model`.
+    mesh: mesh of devices, instead of the mesh that `tensor_parallel_size` makes.
+    compilation_cache: folder of compiled programs; "auto" is in the user's cache folder, None is jax's
+        setting.
     options: fields of EngineOptions.
 
-    With `nnodes` processes only rank 0 returns from the constructor; the others serve it, and end with it by
-    SystemExit. Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for an
-    unknown option. All methods may be called from any thread, but raise RuntimeError in a forked process.
+    With `nnodes` processes only rank 0 returns from the constructor. The other ranks serve it, and end with
+    it by SystemExit. Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for
+    an unknown option. All methods may be called from any thread, but raise RuntimeError in a forked process.
 
-    `session` holds the requests of all callers, `input_processor` checks and tokenizes prompts, `folder` is
-    the model's.
+    `session` holds the requests of all callers, `input_processor` checks and tokenizes prompts, and `folder`
+    is the model's folder.
     """
 
-    @together
+    @fail_group_on_error
     def __init__(
         self,
         model: str | Path | None = None,
@@ -80,10 +76,10 @@ class LLM:
         revisions = {"revision": revision, "tokenizer_revision": tokenizer_revision}
         hub = {"download_dir": download_dir, "token": hf_token}
         args = model, tokenizer, dtype, mesh, compilation_cache, options, revisions, hub
-        self._begin(loading.read(*args))
+        self._start_session(loading.load_llm_model(*args))
 
     @classmethod
-    @together
+    @fail_group_on_error
     def from_params(
         cls,
         config: ModelConfig,
@@ -101,7 +97,8 @@ class LLM:
         as the heads of the keys are. Raises ValueError for a parameter with NaN or infinity.
         """
         llm = cls.__new__(cls)
-        llm._begin(loading.given(config, params, tokenizer, eos_token_ids, compilation_cache, options))
+        args = config, params, tokenizer, eos_token_ids, compilation_cache, options
+        llm._start_session(loading.model_from_params(*args))
         return llm
 
     @classmethod
@@ -109,21 +106,21 @@ class LLM:
         """Make an LLM of the keywords in an `EngineArgs`."""
         return cls(**vars(engine_args))
 
-    def _begin(self, model: loading.LoadedModel) -> None:
+    def _start_session(self, model: loading.LoadedModel) -> None:
         self.config, self.tokenizer, self.options = model.config, model.tokenizer, model.options
-        self.defaults = ending(model.defaults, model.tokenizer)
-        self.folder, self._again = model.folder, model.again
-        self.session, self._closing = disaggregated.started(model.config, model.params, model.options)
-        self.session.log = opened(self.engine, model.options, model.tokenizer, model.folder)
-        self.input_processor = model.processor(self.engine.sizes, self.defaults)
+        self.defaults = with_end_tokens(model.defaults, model.tokenizer)
+        self.folder, self._find_source = model.folder, model.find_source
+        self.session, self._closing = disaggregated.start_session(model.config, model.params, model.options)
+        self.session.audit_log = open_audit_log(self.engine, model.options, model.tokenizer, model.folder)
+        self.input_processor = model.make_processor(self.engine.sizes, self.defaults)
 
     def generate(
         self,
-        prompts: Prompts,
-        sampling_params: Params = None,
+        prompts: PromptInputs,
+        sampling_params: SamplingParamsInput = None,
         use_tqdm: Tqdm = True,
         *,
-        lora_request: Adapters = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
@@ -135,17 +132,19 @@ class LLM:
         list with one for each. `use_tqdm` may be a callable that makes the bar. vLLM's other arguments may
         only have neutral values. Raises before any step if a prompt or parameter is not allowed.
         """
-        check_all(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
-        params = self._settled(sampling_params)
-        makes = self.input_processor.makes(listed(prompts), params, priority, lora_request, awaited=False)
-        return self._outputs(self.session.complete(makes, use_tqdm))
+        check_vllm_arguments(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        params = self._with_default_params(sampling_params)
+        group_factories = self.input_processor.make_group_factories(
+            list_prompts(prompts), params, priority, lora_request, awaited=False
+        )
+        return self._make_outputs(self.session.make_and_run_groups(group_factories, use_tqdm))
 
     def chat(
         self,
-        messages: Messages,
-        sampling_params: Params = None,
+        messages: Conversations,
+        sampling_params: SamplingParamsInput = None,
         use_tqdm: Tqdm = True,
-        lora_request: Adapters = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -159,20 +158,20 @@ class LLM:
         A grammar begins after the reasoning, whose marks stay in the text; `reply` returns both apart.
         `others` are arguments of `generate`. Raises ChatTemplateError if the template refuses a conversation.
         """
-        prompts, params = self.input_processor.conversations(
-            messages, self._settled(sampling_params), chat_template_content_format, chat_template_kwargs,
-            reasoning_effort, add_generation_prompt=add_generation_prompt, chat_template=chat_template,
-            continue_final_message=continue_final_message, tools=tools,
+        prompts, params = self.input_processor.render_conversations(
+            messages, self._with_default_params(sampling_params), chat_template_content_format,
+            chat_template_kwargs, reasoning_effort, add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template, continue_final_message=continue_final_message, tools=tools,
         )  # fmt: skip
         return self.generate(prompts, params, use_tqdm, lora_request=lora_request, **others)
 
-    def chat_prompt(self, messages: list[Message], **options: Any) -> list[int]:
-        """Return the token ids of a conversation; options are those of `chat.render_for`."""
-        return self.input_processor.conversation(messages, **options)["prompt_token_ids"]
+    def chat_prompt(self, messages: list[ChatMessage], **options: Any) -> list[int]:
+        """Return the token ids of a conversation. `options` are arguments of `chat.render_with_tokenizer`."""
+        return self.input_processor.render_conversation(messages, **options)["prompt_token_ids"]
 
     def reply(
         self,
-        messages: list[Message],
+        messages: list[ChatMessage],
         sampling_params: SamplingParams | None = None,
         use_tqdm: Tqdm = False,
         *,
@@ -184,18 +183,18 @@ class LLM:
         reasoning_effort: str | None = None,
     ) -> list[dict[str, Any]]:
         """Generate the `n` choices of a reply to a conversation, as in OpenAI's API, tool calls included; see
-        `tasks.replying`. Raises ValueError for what is not allowed, and ChatTemplateError as `chat` does."""
+        `tasks.chat_reply`. Raises ValueError for what is not allowed, ChatTemplateError as `chat` does."""
         choice = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls}
-        params = self._settled(sampling_params)
+        params = self._with_default_params(sampling_params)
         variables = effort_variables(reasoning_effort) | dict(chat_template_kwargs or {})
-        task = replying.task_of(messages, params, {"tools": tools, **choice}, variables)
-        return replying.reply(self.session, self.input_processor, task, tool_call_parser, use_tqdm)
+        task = chat_reply.make_chat_task(messages, params, {"tools": tools, **choice}, variables)
+        return chat_reply.generate_reply(self.session, self.input_processor, task, tool_call_parser, use_tqdm)
 
     def beam_search(
         self,
-        prompts: Prompts,
+        prompts: PromptInputs,
         params: BeamSearchParams,
-        lora_request: Adapters = None,
+        lora_request: LoRARequests = None,
         use_tqdm: Tqdm = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
@@ -203,35 +202,35 @@ class LLM:
         searching `concurrency_limit` prompts at once, or all. Raises ValueError for a prompt that `generate`
         refuses, and for a `beam_width` beyond the option `max_logprobs`."""
         args = self.session, self.input_processor, prompts, params, use_tqdm, concurrency_limit, lora_request
-        return beam.search(*args)
+        return beam.search_beams(*args)
 
     def log_likelihood(
         self,
-        prompts: Prompts,
+        prompts: PromptInputs,
         continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None = None,
-        by: By = "prefill",
+        by: ScoringPass = "prefill",
     ) -> list[LogLikelihood]:
-        """Return log-probabilities of each prompt's tokens after its first, or of its continuation's (teacher
-        forcing), computed by prefill or by decode steps; see `tasks.likelihood`."""
+        """Return log-probabilities of each continuation's tokens, or of each prompt's tokens after its first
+        (teacher forcing), computed by prefill or by decode steps; see `tasks.likelihood`."""
         return likelihood.log_likelihood(self.session, self.input_processor, prompts, continuations, by)
 
     def embed(
         self,
-        prompts: Prompts,
+        prompts: PromptInputs,
         *,
         use_tqdm: Tqdm = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: Adapters = None,
+        lora_request: LoRARequests = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return embeddings of prompts, in their order; see `tasks.embedding`."""
-        check_all(tokenization_kwargs=tokenization_kwargs)
+        check_vllm_arguments(tokenization_kwargs=tokenization_kwargs)
         args = self.session, self.input_processor, prompts, pooling_params, lora_request, use_tqdm
-        return embedding.embed(*args)
+        return embedding.embed_prompts(*args)
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -241,14 +240,14 @@ class LLM:
 
         Closing the generator aborts it. Raises ValueError or TypeError at once for what is not allowed.
         """
-        return self.session.stream(self._group(prompt, sampling_params, priority, lora_request))
+        return self.session.stream(self._make_group(prompt, sampling_params, priority, lora_request))
 
     def astream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **others: Any
+        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, **others: Any
     ) -> AsyncGenerator[Delta]:
         """`stream` for an event loop: a thread takes the steps. Closing the generator aborts the request."""
-        make = partial(self._group, prompt, sampling_params, **others)
-        return self.async_driver.stream(make, lambda group: StreamCursor(group).take)
+        make_group = partial(self._make_group, prompt, sampling_params, **others)
+        return self.async_driver.stream(make_group, lambda group: StreamCursor(group).take)
 
     @cached_property
     def async_driver(self) -> Driver:
@@ -257,30 +256,28 @@ class LLM:
 
     def add_request(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id in use."""
-        group = self._group(prompt, params, priority, lora_request, request_id)
-        self.session.queue([group])
+        group = self._make_group(prompt, params, priority, lora_request, request_id)
+        self.session.queue_groups([group])
         return group.id
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one step; return those of `add_request` that have ended since the last
-        call."""
-        return self._outputs(self.session.step())
+        """Run one step; return the requests of `add_request` that have ended since the last call."""
+        return self._make_outputs(self.session.step())
 
     def expect(self, requests: int | None) -> None:
-        """Set the number of requests to come after the queued ones, None if unknown: a cold engine compiles
-        shapes accordingly."""
-        self.engine.need.to_come = requests
+        """Set the number of requests to follow (None: unknown). A cold engine compiles shapes for them."""
+        self.engine.compile_planner.expected_requests = requests
 
     def has_unfinished_requests(self) -> bool:
-        """True if `step` is still to return requests of `add_request`."""
-        return self.session.count_queued > 0
+        """Return whether `step` will still return requests of `add_request`."""
+        return self.session.num_queued > 0
 
     def abort(self, request_id: str) -> None:
         """End a request now, with finish reason "abort"; unknown ids are ignored."""
@@ -288,28 +285,30 @@ class LLM:
 
     def enqueue(
         self,
-        prompts: Prompts,
-        sampling_params: Params = None,
-        lora_request: Adapters = None,
+        prompts: PromptInputs,
+        sampling_params: SamplingParamsInput = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         use_tqdm: Tqdm = True,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[str]:
         """Queue prompts as `generate` takes them, for `wait_for_completion`; return their ids."""
-        check_all(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
-        params = self._settled(sampling_params)
-        makes = self.input_processor.makes(listed(prompts), params, priority, lora_request, awaited=False)
-        groups = self.session.groups_of(makes)
-        self.session.queue(groups)
+        check_vllm_arguments(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
+        params = self._with_default_params(sampling_params)
+        group_factories = self.input_processor.make_group_factories(
+            list_prompts(prompts), params, priority, lora_request, awaited=False
+        )
+        groups = self.session.make_groups(group_factories)
+        self.session.queue_groups(groups)
         return [group.id for group in groups]
 
     def enqueue_chat(
         self,
-        messages: Messages,
-        sampling_params: Params = None,
+        messages: Conversations,
+        sampling_params: SamplingParamsInput = None,
         use_tqdm: Tqdm = True,
-        lora_request: Adapters = None,
+        lora_request: LoRARequests = None,
         priority: int | Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -322,91 +321,87 @@ class LLM:
     ) -> list[str]:
         """Queue conversations as `chat` takes them, for `wait_for_completion`; return their ids. `others` are
         arguments of `enqueue`."""
-        prompts, params = self.input_processor.conversations(
-            messages, self._settled(sampling_params), chat_template_content_format, chat_template_kwargs,
-            reasoning_effort, add_generation_prompt=add_generation_prompt, chat_template=chat_template,
-            continue_final_message=continue_final_message, tools=tools,
+        prompts, params = self.input_processor.render_conversations(
+            messages, self._with_default_params(sampling_params), chat_template_content_format,
+            chat_template_kwargs, reasoning_effort, add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template, continue_final_message=continue_final_message, tools=tools,
         )  # fmt: skip
         return self.enqueue(prompts, params, lora_request, priority, use_tqdm, **others)
 
     def wait_for_completion(self, output_type: Any = None, *, use_tqdm: Tqdm = True) -> list[RequestOutput]:
         """Run all queued requests to their end; return the results in the order of their queueing."""
-        check_all(output_type=None if output_type is RequestOutput else output_type)
-        with progress(self.session.count_queued, use_tqdm) as on_ended:
-            return self._outputs(self.session.wait(on_ended))
+        check_vllm_arguments(output_type=None if output_type is RequestOutput else output_type)
+        with show_progress(self.session.num_queued, use_tqdm) as on_ended:
+            return self._make_outputs(self.session.wait_queued(on_ended))
 
     @property
     def params(self) -> Decoder:
-        """The weights being served, on the device; those that it multiplies in another form are a copy."""
-        return unprepared(self.engine.params)
+        """The served weights, on the device. Weights that are multiplied in another form are copied."""
+        return restore_params(self.engine.params)
 
-    def update_params(self, params: Decoder, mode: Mode | None = None) -> None:
-        """Serve other weights of the same shapes from now on, without a compilation. `mode` and errors are
-        those of `weights.update_params`."""
+    def update_params(self, params: Decoder, mode: PauseMode | None = None) -> None:
+        """Serve other weights of the same shapes, without a compilation; see `weights.update_params`."""
         weights.update_params(self.session, self.options, params, mode)
 
-    def load_params(self, path: str | Path | None = None, mode: Mode | None = None) -> int:
-        """`update_params` with a folder of the same model, None its own, in the served dtype; return the
-        number of updates so far. Raises CheckpointError for the folder."""
-        origin = weights.origin_of(path, self._again)
-        return weights.load_params(self.session, self.options, self.config, origin, mode)
+    def load_params(self, path: str | Path | None = None, mode: PauseMode | None = None) -> int:
+        """Serve the weights of a folder of the same model; None is the model's own folder. Returns the number
+        of updates so far. Raises CheckpointError for the folder, and as `update_params` does."""
+        model_source = weights.resolve_model_source(path, self._find_source)
+        return weights.load_params(self.session, self.options, self.config, model_source, mode)
 
     def save_params(self, path: str | Path) -> None:
-        """Write the served weights, as they are stored and sharded here, as an Orbax folder that `LLM` loads.
-        Errors are those of `weights.save_params`."""
+        """Write the served weights, stored and sharded as here, as an Orbax folder; see
+        `weights.save_params`."""
         weights.save_params(self.config, self.params, self.folder, path)
 
     def save_cache(self, path: str | Path) -> int:
-        """Write the cached pages of prompts and answers into a folder for `load_cache`; return their number.
-        Errors are those of `snapshots.save_cache`."""
+        """Write the cached pages into a folder, and return their number; see `snapshots.save_cache`."""
         return snapshots.save_cache(self.session, self.options, path)
 
     def load_cache(self, path: str | Path) -> None:
-        """Find pages of `save_cache` in a folder, until other weights are served; each is read when a prompt
-        needs it. Errors are those of `snapshots.load_cache`."""
+        """Use the pages of `save_cache` until other weights are served; see `snapshots.load_cache`."""
         snapshots.load_cache(self.session, self.options, path)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Forget all cached pages; do nothing and return False while requests run.
+        """Discard all cached pages. While requests run, do nothing and return False.
 
-        `reset_running_requests` puts those back into the queue, to be computed again from their tokens.
-        `reset_connector` forgets pages in host memory (`swap_space`) and a loaded cache too; files stay.
+        `reset_running_requests` puts running requests back into the queue, to be computed again.
+        `reset_connector` also discards pages in host memory (`swap_space`) and a loaded cache; files stay.
         """
-        return snapshots.reset(self.session, reset_running_requests, reset_connector)
+        return snapshots.reset_prefix_cache(self.session, reset_running_requests, reset_connector)
 
-    def pause_generation(self, mode: Mode = "abort", clear_cache: bool = True) -> None:
-        """Take no steps until `resume_generation`; calls that need one raise RuntimeError, others wait.
-        `mode` is that of `sleep`. `clear_cache` forgets the cache: kept requests are computed again."""
-        self.session.settle(mode)
-        with self.session.turn():
+    def pause_generation(self, mode: PauseMode = "abort", clear_cache: bool = True) -> None:
+        """Take no steps until `resume_generation`. Calls that need a step raise RuntimeError, others wait.
+        See `sleep` for `mode`. `clear_cache` discards the cache: kept requests are computed again."""
+        self.session.abort_or_drain(mode)
+        with self.session.hold_engine():
             if clear_cache and not self.engine.is_sleeping:
-                self.engine.vacate()
+                self.engine.preempt_and_reset_cache()
             self.engine.sleep(0)
 
     def resume_generation(self) -> None:
         """End a pause."""
         self.wake_up(TAGS[-1:])
 
-    def sleep(self, level: int = 1, mode: Mode = "abort") -> None:
-        """Take no steps until `wake_up`: calls that need one raise RuntimeError, queued requests and those of
-        `astream` wait.
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Take no steps until `wake_up`. Calls that need one raise RuntimeError; queued requests wait.
 
-        Level 0 only pauses. Level 1 moves the parameters to the host and drops the cache; level 2 drops the
+        Level 0 only pauses. Level 1 moves the parameters to the host and drops the cache. Level 2 drops the
         parameters too, and `update_params` has to bring others. Nothing is compiled afterwards. `mode` of
         unfinished requests: "abort", "wait" (run them to their end before), or "keep" (continue after the
         sleep). Raises ValueError for another level or mode.
         """
         if level not in (0, 1, 2):
             raise ValueError(f"level={level!r} is not allowed: 0, 1 or 2")
-        self.session.settle(mode)
-        with self.session.turn():
+        self.session.abort_or_drain(mode)
+        with self.session.hold_engine():
             self.engine.sleep(level)
-        give_back()
+        trim_heap()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Restore what `sleep` released: all, or the named of "weights", "kv_cache" and "scheduling". Steps
-        are taken again once weights and cache are back. Raises ValueError for another tag."""
-        with self.session.turn():
+        """Restore what `sleep` released: everything, or `tags` of "weights", "kv_cache" and "scheduling".
+        Steps are taken again once weights and cache are back. Raises ValueError for another tag."""
+        with self.session.hold_engine():
             self.engine.wake_up(TAGS if tags is None else tags)
         self.session.wake()
 
@@ -425,47 +420,47 @@ class LLM:
         `explained` adds a table, as text, of the programs that ran: operations, bytes, the lower bound of
         their time on this device, and measured medians.
         """
-        return self.engine.report() | ({"explained": explain(self.engine)} if explained else {})
+        return self.engine.report() | ({"explained": explain_programs(self.engine)} if explained else {})
 
     def get_metrics(self) -> list[Metric]:
         """Return counts since the engine's start under vLLM's names."""
-        with self.session.turn():
-            return snapshot(self.engine)
+        with self.session.hold_engine():
+            return engine_metrics(self.engine)
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Return the number of devices that the model is spread over."""
-        return len(devices(self.engine.params))
+        return len(tree_devices(self.engine.params))
 
     def start_profile(self, profile_prefix: str | None = None) -> Path:
         """Record a profile of host and device (jax.profiler) until `stop_profile`; return its folder, see
-        `profiling.start`. Raises RuntimeError while another profile is recorded."""
-        return profiling.start(self.options.profiler_config, profile_prefix)
+        `profiling.start_profiling`. Raises RuntimeError while another profile is recorded."""
+        return profiling.start_profiling(self.options.profiler_config, profile_prefix)
 
     def stop_profile(self) -> None:
         """Write the profile. Raises RuntimeError if none is recorded."""
-        with self.session.turn():
-            profiling.stop()
+        with self.session.hold_engine():
+            profiling.stop_profiling()
 
     @property
     def longest_prompt(self) -> int:
         """Maximum number of tokens of a prompt."""
-        return self.input_processor.longest
+        return self.input_processor.longest_prompt
 
     def get_tokenizer(self) -> Tokenizer | None:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that the model's generation_config.json recommends, else the defaults."""
-        return SamplingParams.from_dict(self.options.recommended(self.defaults.sampling))
+        return SamplingParams.from_dict(self.options.default_sampling(self.defaults.sampling))
 
     def close(self) -> None:
         """Abort all requests and free the device's memory; a forked process leaves its parent's engine."""
-        if is_inherited():
+        if is_forked():
             return
         self._closing.close()
-        for part in filter(None, (self.input_processor.grammars, self.session, self.session.log)):
+        for part in filter(None, (self.input_processor.grammars, self.session, self.session.audit_log)):
             part.close()
-        give_back()
+        trim_heap()
 
     def __enter__(self) -> Self:
         return self
@@ -473,28 +468,33 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    encode = refused("encode", EMBEDS)
-    reward = refused("reward", f"models are served without heads that reward; {EMBEDS}")
-    classify = refused("classify", f"models are served to generate, and have no classes; {LIKELIHOOD}")
-    score = refused("score", f"in vLLM it is the similarity of two texts by a pooling model; {LIKELIHOOD}")
-    llm_engine, renderer = of_compat("llm_engine:LLMEngine"), of_compat("renderers:Renderer")
-    collective_rpc = collective_rpc
-    apply_model = refused("apply_model", f"there is no torch module; {WEIGHTS}")
+    encode = make_refused_method("encode", vllm.EMBED_HINT)
+    reward = make_refused_method("reward", f"models are served without heads that reward; {vllm.EMBED_HINT}")
+    classify = make_refused_method(
+        "classify", f"models are served to generate, and have no classes; {vllm.LIKELIHOOD_HINT}"
+    )
+    score = make_refused_method(
+        "score", f"in vLLM it is the similarity of two texts by a pooling model; {vllm.LIKELIHOOD_HINT}"
+    )
+    llm_engine, renderer = map(make_compat_property, ("llm_engine:LLMEngine", "renderers:Renderer"))
+    collective_rpc = vllm.collective_rpc
+    apply_model = make_refused_method("apply_model", f"there is no torch module; {vllm.WEIGHTS_HINT}")
 
-    def _settled(self, params: Params) -> Any:
+    def _with_default_params(self, params: SamplingParamsInput) -> Any:
         return self.get_default_sampling_params() if params is None else params
 
-    def _group(
+    def _make_group(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams | None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
         request_id: str | None = None,
     ) -> RequestGroup:
-        """Make a group whose first token a client waits for."""
-        makes = self.input_processor.makes([prompt], self._settled(params), priority, lora_request)
-        return self.session.groups_of(makes, request_id)[0]
+        """Make the request group of one prompt, for a client that waits for its first token."""
+        params = self._with_default_params(params)
+        factories = self.input_processor.make_group_factories([prompt], params, priority, lora_request)
+        return self.session.make_groups(factories, request_id)[0]
 
-    def _outputs(self, groups: Sequence[RequestGroup]) -> list[RequestOutput]:
-        return [self.input_processor.output(group) for group in groups]
+    def _make_outputs(self, groups: Sequence[RequestGroup]) -> list[RequestOutput]:
+        return [self.input_processor.make_output(group) for group in groups]

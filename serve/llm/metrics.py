@@ -42,27 +42,32 @@ class Vector(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """Observations: their number, their sum, and the number up to each upper limit, the last "+Inf"."""
+    """Observations: their number, their sum, and the number up to each upper limit (the last is "+Inf")."""
 
     count: int
     sum: float
     buckets: dict[str, int]
 
 
-def adapters_of(requests: Iterable[Request]) -> str:
+def join_adapter_names(requests: Iterable[Request]) -> str:
     """Return the names of the adapters of unfinished requests, separated by commas."""
-    return ",".join(sorted({r.adapter.name for r in requests if r.adapter and not r.finished}))
+    return ",".join(sorted({r.adapter.name for r in requests if r.adapter and not r.is_finished}))
 
 
-def snapshot(engine: Engine) -> list[Metric]:
+def engine_metrics(engine: Engine) -> list[Metric]:
     """Return all metrics of an engine now."""
-    return [*gauges(engine), *counters(engine), *speculation(engine), *histograms(engine)]
+    return [
+        *engine_gauges(engine),
+        *engine_counters(engine),
+        *speculation_metrics(engine),
+        *engine_histograms(engine),
+    ]
 
 
-def gauges(engine: Engine) -> Iterator[Gauge]:
+def engine_gauges(engine: Engine) -> Iterator[Gauge]:
     scheduler = engine.scheduler
     running = list(scheduler.running.values())
-    waiting = [request for _, request in scheduler.waiting if not request.finished]
+    waiting = [request for _, request in scheduler.waiting if not request.is_finished]
     yield Gauge("vllm:num_requests_running", dict(LABELS), float(len(running)))
     yield Gauge("vllm:num_requests_waiting", dict(LABELS), float(len(waiting)))
     tokens = sum(len(request.tokens) for request in running + waiting)
@@ -70,43 +75,44 @@ def gauges(engine: Engine) -> Iterator[Gauge]:
     yield Gauge("vllm:kv_cache_usage_perc", dict(LABELS), engine.tables.occupancy)
     for name, check in engine.kernels.items():
         yield Gauge("duetto:kernel_used", LABELS | {"kernel": name}, float(not check.reason))
-    if most := scheduler.places.count:
-        named = {
-            "max_lora": str(most),
-            "running_lora_adapters": adapters_of(running),
-            "waiting_lora_adapters": adapters_of(waiting),
+    if max_lora := scheduler.lora_slots.count:
+        adapter_labels = {
+            "max_lora": str(max_lora),
+            "running_lora_adapters": join_adapter_names(running),
+            "waiting_lora_adapters": join_adapter_names(waiting),
         }
-        yield Gauge("vllm:lora_requests_info", LABELS | named, time.time())
+        yield Gauge("vllm:lora_requests_info", LABELS | adapter_labels, time.time())
 
 
-def counters(engine: Engine) -> Iterator[Counter]:
-    meter = engine.meter
+def engine_counters(engine: Engine) -> Iterator[Counter]:
+    stats = engine.stats
     values = {
         "vllm:num_preemptions": engine.scheduler.preemptions,
-        "vllm:prompt_tokens": meter.prompt_tokens,
-        "vllm:generation_tokens": meter.generated_tokens,
-        "vllm:prefix_cache_queries": meter.prompt_tokens,
-        "vllm:prefix_cache_hits": meter.cached_tokens,
+        "vllm:prompt_tokens": stats.prompt_tokens,
+        "vllm:generation_tokens": stats.generated_tokens,
+        "vllm:prefix_cache_queries": stats.prompt_tokens,
+        "vllm:prefix_cache_hits": stats.cached_tokens,
+        "vllm:corrupted_requests": stats.finish_reasons.get("error", 0),
     }
     yield from (Counter(name, dict(LABELS), value) for name, value in values.items())
-    for reason in ("stop", "length", "abort"):
-        count = meter.finish_reasons.get(reason, 0)
+    for reason in ("stop", "length", "abort", "error"):
+        count = stats.finish_reasons.get(reason, 0)
         yield Counter("vllm:request_success", {**LABELS, "finished_reason": reason}, count)
-    for reason, steps in engine.scheduler.reasons.report().items():
+    for reason, steps in engine.scheduler.waiting_reasons.report().items():
         yield Counter("duetto:waiting_reasons", {**LABELS, "reason": reason}, steps)
 
 
-def speculation(engine: Engine) -> Iterator[Metric]:
-    if (found := engine.speculation) is None:
+def speculation_metrics(engine: Engine) -> Iterator[Metric]:
+    if (stats := engine.speculation) is None:
         return
-    values = {"drafts": found.passes, "draft_tokens": found.drafted, "accepted_tokens": sum(found.right)}
+    values = {"drafts": stats.passes, "draft_tokens": stats.drafted, "accepted_tokens": sum(stats.right)}
     for name, value in values.items():
         yield Counter(f"vllm:spec_decode_num_{name}", dict(LABELS), value)
-    yield Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(LABELS), list(found.right))
+    yield Vector("vllm:spec_decode_num_accepted_tokens_per_pos", dict(LABELS), list(stats.right))
 
 
-def histograms(engine: Engine) -> Iterator[Histogram]:
-    for name, found in engine.meter.distributions.found.items():
-        limits, within = [*map(str, found.limits), "+Inf"], accumulate(found.counts)
-        buckets = dict(zip(limits, within, strict=True))
-        yield Histogram(f"vllm:{name}", dict(LABELS), sum(found.counts), found.total, buckets)
+def engine_histograms(engine: Engine) -> Iterator[Histogram]:
+    for name, distribution in engine.stats.distributions.by_name.items():
+        limits, cumulative_counts = [*map(str, distribution.limits), "+Inf"], accumulate(distribution.counts)
+        buckets = dict(zip(limits, cumulative_counts, strict=True))
+        yield Histogram(f"vllm:{name}", dict(LABELS), sum(distribution.counts), distribution.total, buckets)

@@ -1,5 +1,5 @@
-"""A caller's prompt in the engine: `n` requests, how far a stream has delivered them, and which groups have
-ended."""
+"""The `n` requests of a caller's prompt, the cursor of a stream over them, and a watcher of groups that
+end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,63 +12,67 @@ from ..text.outputs import Delta
 
 @dataclass(eq=False)
 class RequestGroup:
-    """`n` requests over one prompt, all with its id."""
+    """`n` requests over one prompt, all with the group's id."""
 
     id: str
     prompt: str | None  # the text, if it was text
     requests: list[Request]
     lora_request: LoRARequest | None = None
-    submitted: bool = False
+    is_submitted: bool = False
 
     @classmethod
-    def of_one(cls, **fields: Any) -> "RequestGroup":
-        """Return the group of one request with these fields; its id is set at submission."""
+    def from_request_fields(cls, **fields: Any) -> "RequestGroup":
+        """Make a group of one request with these fields. Its id is empty until the caller sets it."""
         return cls("", None, [Request(id="", **fields)])
 
     @property
-    def finished(self) -> bool:
-        return all(request.finished for request in self.requests)
+    def is_finished(self) -> bool:
+        return all(request.is_finished for request in self.requests)
 
 
 class StreamCursor:
-    """Tokens and pieces of text of each completion that a stream has delivered; completions that were
-    delivered to their end are removed."""
+    """Cursor of a stream: how many tokens and pieces of text of each completion it has delivered. Completions
+    that were delivered to their end are removed."""
 
     def __init__(self, group: RequestGroup):
         self._requests = dict(enumerate(group.requests))
-        self._places: dict[int, tuple[int, int]] = dict.fromkeys(self._requests, (0, 0))
+        self._delivered: dict[int, tuple[int, int]] = dict.fromkeys(self._requests, (0, 0))
 
     @property
-    def at_end(self) -> bool:
+    def is_at_end(self) -> bool:
         return not self._requests
 
     def take(self) -> list[Delta]:
-        """Return the news since the last call."""
-        found = []
+        """Return the deltas of all completions since the last call."""
+        deltas = []
         for index, request in list(self._requests.items()):
-            tokens, pieces = self._places[index]
+            tokens, pieces = self._delivered[index]
             new = request.tokens[len(request.prompt) + tokens :]
-            text, pieces = request.text.after(pieces) if request.text else ("", 0)
-            if new or text or request.finished:
-                found.append(Delta(index, text, new, request.finish_reason))
-            self._places[index] = tokens + len(new), pieces
-            if request.finished:
+            text, pieces = request.detokenizer.text_after(pieces) if request.detokenizer else ("", 0)
+            if new or text or request.is_finished:
+                deltas.append(Delta(index, text, new, request.finish_reason))
+            self._delivered[index] = tokens + len(new), pieces
+            if request.is_finished:
                 del self._requests[index]
-        return found
+        return deltas
 
 
 class CompletionWatcher:
-    """Groups that a caller waits for, and those of them that have ended, in the order of their ends."""
+    """Groups that a caller waits for.
+
+    unfinished: groups that run, by id
+    ended: groups that have ended and were not taken, by id, in the order of their ends
+    """
 
     def __init__(self, groups: Sequence[RequestGroup]):
-        self.unfinished = {group.id: group for group in groups if not group.finished}
-        self.ended = {group.id: group for group in groups if group.finished}
+        self.unfinished = {group.id: group for group in groups if not group.is_finished}
+        self.ended = {group.id: group for group in groups if group.is_finished}
 
     @property
-    def at_end(self) -> bool:
+    def is_at_end(self) -> bool:
         return not (self.unfinished or self.ended)
 
-    def note_end(self, group: RequestGroup) -> None:
+    def on_group_end(self, group: RequestGroup) -> None:
         if self.unfinished.get(group.id) is group:
             self.ended[group.id] = self.unfinished.pop(group.id)
 

@@ -3,29 +3,30 @@
 from itertools import chain
 from pathlib import Path
 
-from ...kvcache.stages import stations
-from ..engine.weights.params import require_own
-from ..kv.offload import opening, snapshot
-from ..kv.offload.disk import place_at
+from ...kvcache.stages import num_device_groups
+from ..engine.weights.weight_update import require_one_process
+from ..kv.offload import snapshot, tier_setup
+from ..kv.offload.disk import create_page_folder
 from ..kv.offload.mover import PageMover
-from ..kv.offload.realm import realm
-from ..kv.offload.tiering import KVOffloader
+from ..kv.offload.page_finder import KVOffloader
+from ..kv.offload.realm import hash_page_realm
 from ..options.engine import EngineOptions
 from .session import Session
 
 
-def check_tiers(options: EngineOptions) -> None:
-    """Raise ValueError for tiers that need more memory than the host has, or a folder that cannot be used."""
+def check_host_tiers(options: EngineOptions) -> None:
+    """Raise ValueError for tiers that need more memory than the host has, or for a folder that cannot be
+    used."""
     if options.has_tiers:
-        opening.check(options)
+        tier_setup.check_offload_options(options)
 
 
-def check_places(load_cache: str | Path | None, save_cache: str | Path | None) -> None:
-    """Raise ValueError for a folder without a saved cache to load, or one in which none can be saved."""
+def check_cache_folders(load_cache: str | Path | None, save_cache: str | Path | None) -> None:
+    """Raise ValueError if `load_cache` has no saved cache, or if a cache cannot be saved in `save_cache`."""
     if load_cache is not None:
-        snapshot.saved_at(load_cache)
+        snapshot.find_snapshot(load_cache)
     if save_cache is not None:
-        place_at(save_cache, "save_cache")
+        create_page_folder(save_cache, "save_cache")
 
 
 def save_cache(session: Session, options: EngineOptions, path: str | Path) -> int:
@@ -36,57 +37,59 @@ def save_cache(session: Session, options: EngineOptions, path: str | Path) -> in
     ValueError without prefix caching and for a folder that others can write to, OSError if a file cannot be
     written, RuntimeError while the engine sleeps or lacks parameters.
     """
-    with session.turn():
-        mover, engine = mover_at(session, options, "save_cache"), session.engine
-        folder = place_at(path, "save_cache")
-        pools = snapshot.named_pages(engine.cache, engine.tables, mover.transfers)
-        own = realm(engine.programs, engine.everything, options)
-        mover.wait()
-        return snapshot.save(folder, own, chain(pools, mover.tier.own()))
+    with session.hold_engine():
+        mover, engine = get_or_start_mover(session, options, "save_cache"), session.engine
+        folder = create_page_folder(path, "save_cache")
+        pools = snapshot.read_cached_pages(engine.cache, engine.tables, mover.transfers)
+        cache_realm = hash_page_realm(engine.programs, engine.all_params, options)
+        mover.wait_for_jobs()
+        return snapshot.save_snapshot(folder, cache_realm, chain(pools, mover.tier.volatile_pages()))
 
 
 def load_cache(session: Session, options: EngineOptions, path: str | Path) -> None:
-    """Find pages of `save_cache` in a folder, until other weights are served.
+    """Use the pages of `save_cache` in a folder, until other weights are served. Each is read when a prompt
+    needs it.
 
     Raises ValueError for a folder without pages of this model, of these options and versions, RuntimeError
     while the engine sleeps or lacks parameters.
     """
-    with session.turn():
-        mover, engine = mover_at(session, options, "load_cache"), session.engine
-        own = realm(engine.programs, engine.everything, options)
-        snapshot.add(mover.tier, snapshot.load(path, own))
+    with session.hold_engine():
+        mover, engine = get_or_start_mover(session, options, "load_cache"), session.engine
+        cache_realm = hash_page_realm(engine.programs, engine.all_params, options)
+        snapshot.add_snapshot(mover.tier, snapshot.open_snapshot(path, cache_realm))
 
 
-def reset(session: Session, running: bool, tiers: bool) -> bool:
-    """Forget all cached pages, those in `tiers` too; `running` allows it while requests run."""
-    with session.turn():
+def reset_prefix_cache(session: Session, allow_running: bool, reset_tiers: bool) -> bool:
+    """Discard all cached pages, with `reset_tiers` also the pages in host memory. Without `allow_running`, do
+    nothing and return False while requests run."""
+    with session.hold_engine():
         engine = session.engine
-        if engine.scheduler.running and not running:
+        if engine.scheduler.running and not allow_running:
             return False
-        engine.vacate()
-        if tiers:
-            engine.tiers.replaced(engine.everything)
+        engine.preempt_and_reset_cache()
+        if reset_tiers:
+            engine.page_finder.on_weights_replaced(engine.all_params)
         return True
 
 
-def mover_at(session: Session, options: EngineOptions, method: str) -> PageMover:
-    """Return the engine's page mover; an engine without tiers gets one. Raises ValueError and RuntimeError
-    that name `method`."""
+def get_or_start_mover(session: Session, options: EngineOptions, method: str) -> PageMover:
+    """Return the engine's page mover, which is made if the engine has none. Raises ValueError and
+    RuntimeError that name `method`."""
     if not options.enable_prefix_caching:
         raise ValueError(f"{method} is not allowed without enable_prefix_caching: pages lack names")
     engine = session.engine
-    if (count := stations(engine.everything)) > 1:
-        apart = options.experimental_ffn_devices
-        beside = f"experimental_ffn_devices {apart}" if apart else f"{count} pipeline stages"
-        raise ValueError(f"{method} is not allowed with {beside}")
-    require_own(engine.everything, method)
+    if (num_groups := num_device_groups(engine.all_params)) > 1:
+        ffn_devices = options.experimental_ffn_devices
+        reason = f"experimental_ffn_devices {ffn_devices}" if ffn_devices else f"{num_groups} pipeline stages"
+        raise ValueError(f"{method} is not allowed with {reason}")
+    require_one_process(engine.all_params, method)
     if engine.sizes.shards > 1:
         raise ValueError(f"{method} is not allowed with data_parallel_size {engine.sizes.shards}: only 1")
     try:
-        engine.sleeper.check()
+        engine.sleep_state.check_awake()
     except RuntimeError as error:
         raise RuntimeError(f"{method}: {error}") from None
-    if not isinstance(engine.tiers, KVOffloader):
-        engine.attach(opening.mover_of(options, engine.programs, engine.everything))
-    assert isinstance(engine.tiers, KVOffloader)
-    return engine.tiers.mover
+    if not isinstance(engine.page_finder, KVOffloader):
+        engine.attach_mover(tier_setup.start_mover(options, engine.programs, engine.all_params))
+    assert isinstance(engine.page_finder, KVOffloader)
+    return engine.page_finder.mover

@@ -1,4 +1,4 @@
-"""Other weights for an engine in use."""
+"""Update of the weights of a running engine, and their storage in a folder."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,74 +7,85 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding
 
-from ...checkpoints.folders import fresh, overridden
+from ...checkpoints.configuration.overrides import overridden_folder
+from ...checkpoints.folders import atomic_folder
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder, decoder_spec
-from ...model.weights.compress import in_form
-from ..engine.startup.folder import load_folder, write_orbax
-from ..engine.startup.origin import Origin
-from ..engine.startup.start import on_devices, require_finite
-from ..host.process import give_back
+from ...model.weights.compress import convert_weight_form
+from ..engine.startup.model_folder import load_folder, write_orbax
+from ..engine.startup.model_source import ModelSource
+from ..engine.startup.start import check_param_placement, require_finite
+from ..host.process import trim_heap
 from ..options.engine import EngineOptions
-from .audit.realms import Realms
+from .audit.answer_realm import AnswerRealm
 from .input_processor import InputProcessor
-from .session import Mode, Session, check_mode
+from .session import PauseMode, Session, check_pause_mode
 
 
-def update_params(session: Session, options: EngineOptions, params: Decoder, mode: Mode | None) -> None:
+def update_params(session: Session, options: EngineOptions, params: Decoder, mode: PauseMode | None) -> None:
     """Serve other weights of the same shapes from now on, without a compilation.
 
-    `mode` of unfinished requests: "abort"; "wait" runs them to their end before (those that come meanwhile
-    are kept); "keep" keeps their tokens, computes them again and continues them with the new weights, as if
-    prompt and tokens had been given. `CompletionOutput.weights` has the version that made each token. Without
-    a mode, unfinished requests raise RuntimeError, unless the engine sleeps or is paused. Raises ValueError
-    for another mode, if a shape, dtype or sharding differs, and for a parameter with NaN or infinity;
-    TypeError for parameters that are not on a device. The weights are then kept.
+    `mode` says what happens to unfinished requests. "abort" aborts them. "wait" runs them to their end
+    before; requests that arrive meanwhile are kept. "keep" keeps their tokens, computes their cache again,
+    and continues them with the new weights. `CompletionOutput.weights` has the version that made each token.
+
+    Without a mode, unfinished requests raise RuntimeError, unless the engine sleeps or is paused. Raises
+    ValueError for another mode, if a shape, dtype or sharding differs, and for a parameter with NaN or
+    infinity; TypeError for parameters that are not on a device. The old weights are then served on.
     """
     if mode is not None:
-        check_mode(mode)
+        check_pause_mode(mode)
     if mode == "wait":
-        session.settle(mode)
-    with session.turn():
-        engine, params = session.engine, on_devices(params)
+        session.abort_or_drain(mode)
+    with session.hold_engine():
+        engine, params = session.engine, check_param_placement(params)
         require_finite(params)
-        found = in_form(params, options.quantization, params.embed.dtype)
-        engine.update_params(found, keep=mode is not None or engine.is_sleeping)
+        new_params = convert_weight_form(params, options.quantization, params.embed.dtype)
+        engine.update_params(new_params, keep=mode is not None or engine.is_sleeping)
         if mode == "abort":  # once it is known that the others fit
-            session.settle(mode)
-        if session.log is not None:
-            session.log.replaced(engine.weights, engine.params)
-        if session.realms is not None:
-            session.realms.renew(engine)
+            session.abort_or_drain(mode)
+        if session.audit_log is not None:
+            session.audit_log.on_weights_replaced(engine.weights_version, engine.params)
+        if session.answer_realm is not None:
+            session.answer_realm.renew(engine)
     session.wake()
 
 
-def origin_of(path: str | Path | None, again: Callable[[], Origin] | None) -> Origin:
-    """Return the folder of weights: a path, or the model's own, which `again` finds. Raises ValueError for a
-    model that was not read from a folder."""
+def resolve_model_source(
+    path: str | Path | None, find_source: Callable[[], ModelSource] | None
+) -> ModelSource:
+    """Return the source of weights: the folder `path`, or if that is None the model's own, found by
+    `find_source`. Raises ValueError for a model that was not read from a folder."""
     if path is not None:
-        return Origin.of(path)
-    if again is None:
+        return ModelSource.resolve_names(path)
+    if find_source is None:
         raise ValueError("load_params: path is missing: the model was not read from a folder")
-    return again()
+    return find_source()
 
 
 def load_params(
-    session: Session, options: EngineOptions, config: ModelConfig, origin: Origin, mode: Mode | None
+    session: Session,
+    options: EngineOptions,
+    config: ModelConfig,
+    model_source: ModelSource,
+    mode: PauseMode | None,
 ) -> int:
-    """Serve the weights of a folder of the same model; return their version. Errors are those of
-    `LLM.load_params`."""
-    served, chosen = session.engine.params.embed, origin.settled(replace(options, load_format="auto"))
-    placed = served.sharding
-    mesh = placed.mesh if isinstance(placed, NamedSharding) and isinstance(placed.mesh, Mesh) else None
-    with overridden(origin.model, options.hf_overrides) as folder:
-        found, params, _ = load_folder(folder, str(served.dtype), mesh, chosen)
-    if found != config:
-        raise ValueError(f"load_params: {origin.model} is of another model: its configuration differs")
-    with session.turn():
+    """Serve the weights of a folder of the same model. Returns their version. Raises as `LLM.load_params`
+    does."""
+    served = session.engine.params.embed
+    chosen = model_source.resolve_options(replace(options, load_format="auto"))
+    sharding = served.sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+    with overridden_folder(model_source.model_folder, options.hf_overrides) as folder:
+        loaded_config, params, _ = load_folder(folder, str(served.dtype), mesh, chosen)
+    if loaded_config != config:
+        raise ValueError(
+            f"load_params: {model_source.model_folder} is of another model: its configuration differs"
+        )
+    with session.hold_engine():
         update_params(session, options, params, mode)
-        version = session.engine.weights
-    give_back()  # else each thread that has loaded keeps the memory of a set of weights
+        version = session.engine.weights_version
+    trim_heap()  # else each thread that has loaded keeps the memory of a set of weights
     return version
 
 
@@ -85,13 +96,14 @@ def save_params(config: ModelConfig, params: Decoder, source: str | None, path: 
         raise ValueError("save_params: the model was not read from a folder, so what describes it is unknown")
     if decoder_spec(config).head is None:  # a pipeline's last stage has a copy of the embedding
         params = replace(params, head=None)
-    with fresh(Path(path)) as folder:
+    with atomic_folder(Path(path)) as folder:
         write_orbax(folder, Path(source), params)
 
 
-def realms_of(session: Session, processor: InputProcessor, *others: Any) -> Realms:
-    """Return the names of what answers follow from, renewed with the weights; `others` are further facts."""
-    with session.turn():
+def set_answer_realm(session: Session, processor: InputProcessor, *others: Any) -> AnswerRealm:
+    """Give the session a realm of answers, which is renewed with the weights, and return it. `others` are
+    further facts that decide answers."""
+    with session.hold_engine():
         facts = processor.eos_ids, *others
-        session.realms = Realms(session.engine, processor.options, processor.tokenizer, *facts)
-        return session.realms
+        session.answer_realm = AnswerRealm(session.engine, processor.options, processor.tokenizer, *facts)
+        return session.answer_realm

@@ -6,21 +6,21 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from ...fields import knob
-from ...refusals import require
-from ...sampling.checks import ALL, MAX_LOGPROBS
+from ...option_fields import knob
+from ...refusals import ensure
+from ...sampling.checks import ALL_LOGPROBS, MAX_LOGPROBS
 from . import checks
 from .checks import round_up
 from .speculation import SpeculativeConfig
 
 MAX_DECODE_STEPS = 1024  # a dispatch holds the results of all of its steps
 FEW_ROWS, FEW_ROW_STEPS = 4, 4  # rows of a dispatch that takes several steps by default, and these steps
-OUTBOX = 1.0  # GiB of pages that wait to be fetched by another engine
-FREE = ("seed", "max_logprobs", "node_rank")  # numbers that may be 0 or less
-PROCESSES = ("nnodes", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds")
+OUTBOX_GIB = 1.0  # GiB of host memory for pages that another engine has yet to fetch
+UNBOUNDED_OPTIONS = ("seed", "max_logprobs", "node_rank")  # numbers that may be 0 or less
+PROCESS_OPTIONS = ("nnodes", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds")
 QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
 # vLLM's names for checkpoints that are stored quantised, and their quant_method
-STORED = {
+STORED_QUANTIZATIONS = {
     "awq": "awq", "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "fbgemm_fp8": "fbgemm_fp8",
     "compressed-tensors": "compressed-tensors", "mxfp4": "mxfp4",
 }  # fmt: skip
@@ -34,20 +34,21 @@ CHOICES = {
 }
 
 
-class Load(NamedTuple):
+class DeviceLoad(NamedTuple):
     """Load that a device is sized for.
 
-    seats: requests that run at the same time. prefill_tokens: prompt tokens between two decode steps.
+    num_slots: requests that run at the same time.
+    prefill_tokens: prompt tokens between two decode steps.
     """
 
-    seats: int
+    num_slots: int
     prefill_tokens: int
 
 
-HOST = Load(32, 512)
+HOST_LOAD = DeviceLoad(32, 512)
 # By the bytes that jax takes of an accelerator's memory (59 of 80 GiB by default): a decode step of many
 # requests takes the time of one, as long as the weights leave room for their keys.
-ACCELERATORS = {50 << 30: Load(256, 2048), 25 << 30: Load(128, 1024), 0: Load(64, 512)}
+ACCELERATOR_LOADS = {50 << 30: DeviceLoad(256, 2048), 25 << 30: DeviceLoad(128, 1024), 0: DeviceLoad(64, 512)}
 
 
 @dataclass(frozen=True)
@@ -242,29 +243,38 @@ class EngineOptions:
     def __post_init__(self):
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.type in (int, int | None) and value is not None and f.name not in FREE and value < 1:
+            if (
+                f.type in (int, int | None)
+                and value is not None
+                and f.name not in UNBOUNDED_OPTIONS
+                and value < 1
+            ):
                 raise ValueError(f"{f.name} {value} is not allowed: 1 or more")
-        delay, most, scheme = self.max_prefill_delay, self.max_logprobs, self.quantization
-        require(delay is None or delay >= 0, f"max_prefill_delay {delay} is not allowed: 0 or more seconds")
-        require(most >= ALL, f"max_logprobs {most} is not allowed: 0 or more, or -1 for all")
-        require(
-            scheme in (None, *QUANTIZATIONS, *STORED),
+        delay, max_logprobs, scheme = self.max_prefill_delay, self.max_logprobs, self.quantization
+        ensure(delay is None or delay >= 0, f"max_prefill_delay {delay} is not allowed: 0 or more seconds")
+        ensure(
+            max_logprobs >= ALL_LOGPROBS,
+            f"max_logprobs {max_logprobs} is not allowed: 0 or more, or -1 for all",
+        )
+        ensure(
+            scheme in (None, *QUANTIZATIONS, *STORED_QUANTIZATIONS),
             f"quantization={scheme!r} is not allowed: {', '.join(QUANTIZATIONS)}, or None, which keeps "
-            f"weights as the checkpoint stores them, as do {', '.join(STORED)} for one that is stored so",
+            f"weights as the checkpoint stores them, as do {', '.join(STORED_QUANTIZATIONS)} for one that "
+            "is stored so",
         )
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            require(value in allowed, f"{name}={value!r} is not allowed: {', '.join(allowed)}")
-        for check in checks.ALL:
+            ensure(value in allowed, f"{name}={value!r} is not allowed: {', '.join(allowed)}")
+        for check in checks.OPTION_CHECKS:
             check(self)
-        if self.stations > 1:
-            self.check_stages(self.stations)
+        if self.num_device_groups > 1:
+            self.check_stages(self.num_device_groups)
         steps, share = self.decode_steps, self.gpu_memory_utilization
         is_possible = steps is None or steps <= MAX_DECODE_STEPS
-        require(is_possible, f"decode_steps {steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
-        is_one = not self.guesses or steps in (None, 1)
-        require(is_one, f"decode_steps {steps} is not allowed with speculative_config: only 1")
-        require(0 < share <= 1, f"gpu_memory_utilization {share} is not allowed: above 0, at most 1")
+        ensure(is_possible, f"decode_steps {steps} is not allowed: 1 to {MAX_DECODE_STEPS}")
+        is_one = not self.max_draft_tokens or steps in (None, 1)
+        ensure(is_one, f"decode_steps {steps} is not allowed with speculative_config: only 1")
+        ensure(0 < share <= 1, f"gpu_memory_utilization {share} is not allowed: above 0, at most 1")
 
     @property
     def has_tiers(self) -> bool:
@@ -274,118 +284,125 @@ class EngineOptions:
     @property
     def host_space(self) -> float:
         """GiB of host memory for pages; a prefill engine needs some until pages are fetched."""
-        return self.swap_space or (OUTBOX if self.kv_role == "prefill" else 0.0)
+        return self.swap_space or (OUTBOX_GIB if self.kv_role == "prefill" else 0.0)
 
     @property
-    def fuses_qkv(self) -> bool:
-        """True if projections to queries, keys and values may be one array: none has adapters or tiles of its
-        own, and no second engine has them on other devices."""
+    def can_fuse_qkv(self) -> bool:
+        """True if the projections to queries, keys and values may be one array.
+
+        Adapters, tiles for each product, and a second engine on other devices need them separate.
+        """
         return not (self.enable_lora or self.batch_invariant_matmul or self.kv_role == "both")
 
     @property
-    def tied_head(self) -> Literal["int8"] | None:
-        """Scheme of the copy of an embedding that CPU kernels multiply as output matrix; None leaves its
-        dtype. Codes of a checkpoint's own ask for none."""
+    def tied_head_scheme(self) -> Literal["int8"] | None:
+        """Scheme in which CPU kernels store the copy of a tied embedding, their output matrix.
+
+        None keeps its dtype, also for checkpoints that are stored quantised.
+        """
         return "int8" if self.quantization in ("int8", "int4") else None
 
     @property
-    def stations(self) -> int:
-        """Groups of devices that a step visits: stages, or the parts of each layer."""
+    def num_device_groups(self) -> int:
+        """Number of device groups that a step visits: pipeline stages, or the two parts of each layer."""
         return 2 if self.experimental_ffn_devices else self.pipeline_parallel_size
 
     def check_stages(self, count: int) -> None:
         """Raise ValueError for an option that a pipeline of `count` stages cannot have."""
         checks.check_stages(self, count)
 
-    def require_unstored(self, what: str) -> None:
-        """Raise ValueError if `quantization` names the scheme of a checkpoint, and there is none."""
-        if self.quantization in STORED:
-            raise ValueError(f"quantization={self.quantization!r} says how a checkpoint is stored, {what}")
+    def refuse_checkpoint_quantization(self, reason: str) -> None:
+        """Raise ValueError if `quantization` names a checkpoint's scheme. `reason` says why there is none."""
+        if self.quantization in STORED_QUANTIZATIONS:
+            raise ValueError(f"quantization={self.quantization!r} says how a checkpoint is stored, {reason}")
 
     @property
     def is_observing(self) -> bool:
-        """True if steps report inner values of every token, so that none is taken from the prefix cache."""
+        """True if steps report values inside the model: then no token is taken from the prefix cache."""
         return self.enable_return_routed_experts or bool(self.hidden_state_layers)
 
-    def patience(self, awaited: bool) -> float:
-        """Return the maximum prefill delay in seconds; `awaited`: a caller waits for the first token."""
+    def prefill_delay(self, is_awaited: bool) -> float:
+        """Return the maximum prefill delay in seconds; `is_awaited`: a caller waits for the first token."""
         if self.max_prefill_delay is None:
-            return 0.0 if awaited else math.inf
+            return 0.0 if is_awaited else math.inf
         return self.max_prefill_delay
 
     @cached_property
     def speculation(self) -> SpeculativeConfig:
         return SpeculativeConfig.from_dict(self.speculative_config)
 
-    def recommended(self, stated: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the default sampling parameters, of those that the model's own file states."""
-        own = {} if self.generation_config == "vllm" else dict(stated)
+    def default_sampling(self, stated: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the default sampling parameters: `stated` ones of the model's file, with the overrides."""
+        sampling = {} if self.generation_config == "vllm" else dict(stated)
         override = dict(self.override_generation_config or {})
         if "max_new_tokens" in override:
             override["max_tokens"] = override.pop("max_new_tokens")
-        return own | override
+        return sampling | override
 
-    def alternatives(self, V: int) -> int:
-        """Return how many log-probabilities a step reports for a token of a vocabulary of V, at least the
-        usual number."""
-        return max(MAX_LOGPROBS, V if self.max_logprobs == ALL else min(self.max_logprobs, V))
+    def num_logprobs(self, V: int) -> int:
+        """Return the number of log-probabilities that a step reports for a token; V is the vocabulary's
+        size."""
+        return max(MAX_LOGPROBS, V if self.max_logprobs == ALL_LOGPROBS else min(self.max_logprobs, V))
 
-    def on(self, memory: int | None) -> "EngineOptions":
-        """Return these options with the load chosen for a device of `memory` bytes, None for a host."""
-        load = HOST
+    def with_device_load(self, memory: int | None) -> "EngineOptions":
+        """Return these options with the load of a device of `memory` bytes; None stands for a host."""
+        load = HOST_LOAD
         if memory is not None:
-            load = next(load for least, load in ACCELERATORS.items() if memory >= least)
+            load = next(load for min_memory, load in ACCELERATOR_LOADS.items() if memory >= min_memory)
         last = self.prefill_buckets[-1] if self.prefill_buckets else load.prefill_tokens
         return replace(
             self,
-            max_num_seqs=self.max_num_seqs or round_up(load.seats, self.data_parallel_size),
+            max_num_seqs=self.max_num_seqs or round_up(load.num_slots, self.data_parallel_size),
             max_prefill_tokens=self.max_prefill_tokens or last,
         )
 
     @property
-    def seats(self) -> int:
-        """Requests that run at the same time; a host's default if none are chosen."""
-        return self.max_num_seqs or round_up(HOST.seats, self.data_parallel_size)
+    def num_slots(self) -> int:
+        """Number of requests that run at the same time; the default is a host's."""
+        return self.max_num_seqs or round_up(HOST_LOAD.num_slots, self.data_parallel_size)
 
     @property
-    def shard_seats(self) -> int:
-        """Requests that run at the same time in each data-parallel shard."""
-        return self.seats // self.data_parallel_size
+    def shard_slots(self) -> int:
+        """Number of requests that run at the same time in each data-parallel shard."""
+        return self.num_slots // self.data_parallel_size
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens between two decode steps; a host's default if none are chosen."""
-        return self.max_prefill_tokens or (self.prefill_buckets or (HOST.prefill_tokens,))[-1]
+        """Prompt tokens between two decode steps; the default is a host's."""
+        return self.max_prefill_tokens or (self.prefill_buckets or (HOST_LOAD.prefill_tokens,))[-1]
 
     @property
-    def guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Maximum draft tokens of a row in a step; 0 without speculation."""
-        return self.speculation.guesses
+        return self.speculation.max_draft_tokens
 
     @property
-    def nodes(self) -> int:
+    def tree_nodes(self) -> int:
         """Tokens of a row that a verification of a token tree computes; 0 without a tree."""
-        return 0 if self.speculation.tree is None else self.speculation.tree.nodes
+        return 0 if self.speculation.tree is None else self.speculation.tree.num_nodes
 
-    def steps_of(self, rows: int) -> int:
-        """Decode steps in one dispatch of `rows` rows. By default CPU kernels take several of few rows: the
-        host's work for a dispatch, which shares a CPU's cores, is then done once for all of them."""
+    def decode_steps_for(self, rows: int) -> int:
+        """Return the decode steps in one dispatch of `rows` rows.
+
+        By default CPU kernels take several steps of few rows. The host's work for a dispatch, which shares
+        the CPU's cores, is then done once for all of them.
+        """
         if self.decode_steps is not None:
             return self.decode_steps
-        is_single = self.guesses or self.is_observing or self.stations > 1
+        is_single = self.max_draft_tokens or self.is_observing or self.num_device_groups > 1
         return FEW_ROW_STEPS if self.cpu_kernels and rows <= FEW_ROWS and not is_single else 1
 
     @property
-    def most_steps(self) -> int:
+    def max_decode_steps(self) -> int:
         """Maximum decode steps in one dispatch."""
-        return self.steps_of(1)
+        return self.decode_steps_for(1)
 
     @property
-    def most_tokens(self) -> int:
+    def max_step_tokens(self) -> int:
         """Maximum tokens of one sequence that a step computes."""
-        return most_tokens(self.prefill_tokens, self.most_steps, self.guesses)
+        return max_step_tokens(self.prefill_tokens, self.max_decode_steps, self.max_draft_tokens)
 
 
-def most_tokens(max_prefill_tokens: int, decode_steps: int, guesses: int) -> int:
+def max_step_tokens(max_prefill_tokens: int, decode_steps: int, max_draft_tokens: int) -> int:
     """Maximum tokens of one sequence that a step computes."""
-    return max(max_prefill_tokens, decode_steps, guesses + 1)
+    return max(max_prefill_tokens, decode_steps, max_draft_tokens + 1)

@@ -4,12 +4,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...fields import knob
-from ...refusals import check_positive, require, shown
+from ...option_fields import knob
+from ...refusals import check_positive, ensure, quote
 
-REPLICA = re.compile(r"https?://[^/?#@=\s]+/?")
-ADDRESS = re.compile(r"\S+:\d{1,5}")
-EVENTS = re.compile(r"(tcp|ipc)://\S+")
+REPLICA_PATTERN = re.compile(r"https?://[^/?#@=\s]+/?")
+ADDRESS_PATTERN = re.compile(r"\S+:\d{1,5}")
+EVENTS_PATTERN = re.compile(r"(tcp|ipc)://\S+")
 
 
 @dataclass(frozen=True)
@@ -40,31 +40,33 @@ class RouterOptions:
     )
     health_period: float = knob(1.0, "seconds between two health checks of a replica")
     health_timeout: float = knob(
-        5.0, "seconds for the answer to a health check; two without an answer lose the replica"
+        5.0,
+        "seconds for the answer to a health check; two without an answer, or one after a broken connection, "
+        "lose the replica",
     )
     replica_timeout: float = knob(
         30.0, "seconds that requests wait while no replica is available; then 503", formerly="max_absence"
     )
 
     def __post_init__(self):
-        require(bool(self.replica), "replica is missing: the address of a server, as http://host:8000")
+        ensure(bool(self.replica), "replica is missing: the address of a server, as http://host:8000")
         for url in self.replica:
-            refusal = f"replica {shown(url)} is not allowed: http[s]://host[:port]"
-            require(REPLICA.fullmatch(url) is not None, refusal)
+            refusal = f"replica {quote(url)} is not allowed: http[s]://host[:port]"
+            ensure(REPLICA_PATTERN.fullmatch(url) is not None, refusal)
         for pair in self.prefill:
             url, _, address = pair.partition("=")
-            is_pair = REPLICA.fullmatch(url) and ADDRESS.fullmatch(address)
-            refusal = f"prefill {shown(pair)} is not allowed: http[s]://host[:port]=host:port"
-            require(is_pair is not None, refusal)
+            is_pair = REPLICA_PATTERN.fullmatch(url) and ADDRESS_PATTERN.fullmatch(address)
+            refusal = f"prefill {quote(pair)} is not allowed: http[s]://host[:port]=host:port"
+            ensure(is_pair is not None, refusal)
         are_different = len(set(self.servers)) == len(self.servers)
-        require(are_different, f"replica {shown(self.servers)} is not allowed: each has another address")
+        ensure(are_different, f"replica {quote(self.servers)} is not allowed: each has another address")
         self._check_events()
         sizes = "page_size", "cache_tokens", "max_in_flight", "max_attempts"
         check_positive(self, (*sizes, "health_period", "health_timeout", "replica_timeout"))
 
     @property
     def servers(self) -> list[str]:
-        """Addresses of all servers: those that answer, then those that prefill."""
+        """Addresses of all servers: first the replicas, then the servers that prefill."""
         return [*self.replica, *(pair.partition("=")[0] for pair in self.prefill)]
 
     def _check_events(self) -> None:
@@ -72,9 +74,9 @@ class RouterOptions:
             return
         count, servers = len(self.kv_events), len(self.servers)
         refusal = f"kv_events is not allowed {count} for {servers} replicas: one for each, in their order"
-        require(count == servers, refusal)
+        ensure(count == servers, refusal)
         refusal = "kv_events is not allowed without tokenizer: events name pages by their tokens"
-        require(self.tokenizer is not None, refusal)
-        for place in self.kv_events:
-            refusal = f"kv_events {shown(place)} is not allowed: tcp://host:port, or ipc://path"
-            require(EVENTS.fullmatch(place) is not None, refusal)
+        ensure(self.tokenizer is not None, refusal)
+        for endpoint in self.kv_events:
+            refusal = f"kv_events {quote(endpoint)} is not allowed: tcp://host:port, or ipc://path"
+            ensure(EVENTS_PATTERN.fullmatch(endpoint) is not None, refusal)

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...fields import knob
-from ...refusals import check_positive, require, shown
+from ...option_fields import knob
+from ...refusals import check_positive, ensure, quote
 
-ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s*]+")  # as browsers send it
-HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
-ENDPOINT = re.compile(r"https?://[^/]")
+ORIGIN_PATTERN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s*]+")  # as browsers send it
+HOST_PATTERN = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
+ISOLATIONS = ("none", "key")  # of cached prompts
+ENDPOINT_PATTERN = re.compile(r"https?://[^/]")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class ServerOptions:
     )
     api_key_file: str | None = knob(
         None, "file with one API key a line, of which clients must send one; default: none is required"
+    )
+    prefix_cache_isolation: str = knob(
+        "none",
+        "isolation of cached prompts besides cache_salt: key (clients of one API key share them), or none",
     )
     allowed_origins: Sequence[str] | None = knob(
         None, "web origin whose pages may send requests (CORS), as https://chat.example, or *; default: none"
@@ -81,17 +86,21 @@ class ServerOptions:
         limits = "max_queued", "queue_timeout", "max_body", "receive_timeout"
         check_positive(self, (*limits, "max_stream_backlog", "keepalive_interval"))
         auto, names, trace = self.enable_auto_tool_choice, self.served_model_name, self.otlp_traces_endpoint
-        require(auto, "enable_auto_tool_choice False is not allowed: requests say tool_choice none")
-        require(self.host != "", "host '' is not allowed: an address or a name; 0.0.0.0 is every one")
-        require(all(names or ["demo"]), "served_model_name '' is not allowed: a name")
+        ensure(auto, "enable_auto_tool_choice False is not allowed: requests say tool_choice none")
+        ensure(self.host != "", "host '' is not allowed: an address or a name; 0.0.0.0 is every one")
+        ensure(all(names or ["demo"]), "served_model_name '' is not allowed: a name")
+        isolation, is_keyed = self.prefix_cache_isolation, self.api_key_file is not None
+        refusal = f"prefix_cache_isolation {quote(isolation)} is not allowed"
+        ensure(isolation in ISOLATIONS, f"{refusal}: {' or '.join(ISOLATIONS)}")
+        ensure(isolation == "none" or is_keyed, f"{refusal} without api_key_file: clients have no keys")
         for origin in self.allowed_origins or ():
-            refusal = f"allowed_origins {shown(origin)} is not allowed: scheme://host[:port], or *"
-            require(ORIGIN.fullmatch(origin) is not None, refusal)
+            refusal = f"allowed_origins {quote(origin)} is not allowed: scheme://host[:port], or *"
+            ensure(ORIGIN_PATTERN.fullmatch(origin) is not None, refusal)
         for name in self.allowed_hosts or ():
-            refusal = f"allowed_hosts {shown(name)} is not allowed: a name without a port, *.name, or *"
-            require(HOST.fullmatch(name) is not None, refusal)
-        is_address = not trace or ENDPOINT.match(trace) is not None
-        require(is_address, f"otlp_traces_endpoint {shown(trace)} is not allowed: http:// or https://")
-        require(0 <= self.port < 1 << 16, f"port {self.port} is not allowed: 0 to {(1 << 16) - 1}")
+            refusal = f"allowed_hosts {quote(name)} is not allowed: a name without a port, *.name, or *"
+            ensure(HOST_PATTERN.fullmatch(name) is not None, refusal)
+        is_address = not trace or ENDPOINT_PATTERN.match(trace) is not None
+        ensure(is_address, f"otlp_traces_endpoint {quote(trace)} is not allowed: http:// or https://")
+        ensure(0 <= self.port < 1 << 16, f"port {self.port} is not allowed: 0 to {(1 << 16) - 1}")
         is_whole = not self.ssl_keyfile or bool(self.ssl_certfile)
-        require(is_whole, "ssl_keyfile is not allowed without ssl_certfile")
+        ensure(is_whole, "ssl_keyfile is not allowed without ssl_certfile")

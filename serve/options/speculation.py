@@ -6,11 +6,11 @@ from functools import cached_property
 from typing import Any, get_type_hints
 
 from ... import refusals
-from ...fields import converted, knob
-from ...neutral import DRAFTING, without_neutral
+from ...neutral_values import DRAFTING_KEYS, drop_neutral
+from ...option_fields import convert_field, knob
 from ...sampling.token_tree import TokenTree
 
-MAX_GUESSES = 64
+MAX_DRAFT_TOKENS = 64
 METHODS = {
     "none": "no speculation",
     "ngram": "tokens that followed the same n-gram earlier in the request",
@@ -19,10 +19,10 @@ METHODS = {
     "heads": "a trained head on the model's last hidden state",
     "tree": "the likeliest tokens of a head or draft model, several at a position",
 }
-WITH_MODEL = ("draft_model", "heads", "tree")
+METHODS_WITH_MODEL = ("draft_model", "heads", "tree")
 
 
-def choice(default: Any, methods: tuple[str, ...], help: str) -> Any:
+def declare_key(default: Any, methods: tuple[str, ...], help: str) -> Any:
     """Declare a key of some `methods`, or of all if none is named."""
     return knob(default, help, methods=methods)
 
@@ -35,35 +35,39 @@ class SpeculativeConfig:
     names the key, its value and what is allowed.
     """
 
-    method: str | None = choice(None, (), "method that drafts tokens; default with a model: draft_model")
-    num_speculative_tokens: int = choice(4, (), f"maximum draft tokens of a step (1..{MAX_GUESSES})")
-    acceptance: str = choice(
+    method: str | None = declare_key(None, (), "method that drafts tokens; default with a model: draft_model")
+    num_speculative_tokens: int = declare_key(
+        4, (), f"maximum draft tokens of a step (1..{MAX_DRAFT_TOKENS})"
+    )
+    acceptance: str = declare_key(
         "coupled", (), "coupled: the same tokens as without speculation; rejection: the same distribution"
     )
-    adaptive: bool = choice(
+    adaptive: bool = declare_key(
         True, (), "let a controller draft fewer tokens, or none where drafting costs more than it saves"
     )
-    model: str | None = choice(None, WITH_MODEL, "folder of the draft model or of the heads")
-    prompt_lookup_max: int | None = choice(None, ("ngram",), "longest n-gram that is looked up; default 3")
-    prompt_lookup_min: int | None = choice(
+    model: str | None = declare_key(None, METHODS_WITH_MODEL, "folder of the draft model or of the heads")
+    prompt_lookup_max: int | None = declare_key(
+        None, ("ngram",), "longest n-gram that is looked up; default 3"
+    )
+    prompt_lookup_min: int | None = declare_key(
         None, ("ngram",), "shortest n-gram; default as the longest, or 1 without either"
     )
-    suffix_decoding_max_tree_depth: int = choice(24, ("suffix",), "maximum tokens of a match")
-    suffix_decoding_max_cached_tokens: int = choice(
+    suffix_decoding_max_tree_depth: int = declare_key(24, ("suffix",), "maximum tokens of a match")
+    suffix_decoding_max_cached_tokens: int = declare_key(
         100_000, ("suffix",), "maximum tokens of finished outputs that are kept"
     )
-    suffix_decoding_max_spec_factor: float = choice(
+    suffix_decoding_max_spec_factor: float = declare_key(
         1.0, ("suffix",), "maximum draft tokens for each token of a match"
     )
-    suffix_decoding_min_token_prob: float = choice(
+    suffix_decoding_min_token_prob: float = declare_key(
         0.1, ("suffix",), "minimum frequency of a draft token together with all before it"
     )
-    speculative_token_tree: tuple[tuple[int, ...], ...] | None = choice(
+    speculative_token_tree: tuple[tuple[int, ...], ...] | None = declare_key(
         None, ("tree",), "paths of child numbers, such as [[0], [1], [0, 0]]"
     )
 
     def __post_init__(self):
-        check(self)
+        check_speculative_config(self)
 
     @cached_property
     def tree(self) -> TokenTree | None:
@@ -71,11 +75,11 @@ class SpeculativeConfig:
         if self.method != "tree":
             return None
         if self.speculative_token_tree is None:
-            return TokenTree.likely(self.num_speculative_tokens)
-        return TokenTree.of_paths(self.speculative_token_tree)
+            return TokenTree.from_acceptance(self.num_speculative_tokens)
+        return TokenTree.from_paths(self.speculative_token_tree)
 
     @property
-    def guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Maximum draft tokens of a row that can be accepted; 0 without speculation."""
         if self.method == "none":
             return 0
@@ -86,43 +90,43 @@ class SpeculativeConfig:
         """Return the configuration of a JSON object; None and {} are no speculation."""
         if isinstance(values, SpeculativeConfig):
             return values
-        types, asked = get_type_hints(cls), without_neutral("speculative", values or {})
-        items = [(key, value) for key, value in asked.items() if key not in DRAFTING]
+        types, keywords = get_type_hints(cls), drop_neutral("speculative", values or {})
+        items = [(key, value) for key, value in keywords.items() if key not in DRAFTING_KEYS]
         for key, _ in items:
             if key not in types:
-                raise TypeError(f"speculative_config: {refusals.unknown('key', key, types)}")
-        given = {key: converted(f"speculative_config: {key}", value, types[key]) for key, value in items}
-        if given.get("method") is None:
-            if given and given.get("model") is None:
+                raise TypeError(f"speculative_config: {refusals.unknown_name_message('key', key, types)}")
+        fields = {key: convert_field(f"speculative_config: {key}", value, types[key]) for key, value in items}
+        if fields.get("method") is None:
+            if fields and fields.get("model") is None:
                 raise ValueError(f"speculative_config: method is missing; allowed are {', '.join(METHODS)}")
-            given["method"] = "draft_model" if given else "none"
-        if given["method"] == "ngram":
-            given |= lookup(given.get("prompt_lookup_min"), given.get("prompt_lookup_max"))
-        return cls(**given)
+            fields["method"] = "draft_model" if fields else "none"
+        if fields["method"] == "ngram":
+            fields |= fill_ngram_lengths(fields.get("prompt_lookup_min"), fields.get("prompt_lookup_max"))
+        return cls(**fields)
 
 
-def lookup(shortest: int | None, longest: int | None) -> dict[str, int]:
-    """Return both lengths of an n-gram: as in vLLM, one that is missing equals the other."""
+def fill_ngram_lengths(shortest: int | None, longest: int | None) -> dict[str, int]:
+    """Return both lengths of an n-gram. As in vLLM, a missing one equals the other."""
     if shortest is None:
         shortest, longest = (1, 3) if longest is None else (longest, longest)
     return {"prompt_lookup_min": shortest, "prompt_lookup_max": shortest if longest is None else longest}
 
 
-def check(c: SpeculativeConfig) -> None:
-    """Raise ValueError for a value that is not allowed, or that the method does not have."""
+def check_speculative_config(c: SpeculativeConfig) -> None:
+    """Raise ValueError for a value that is not allowed, or for a key that the method does not have."""
 
     def require(ok: bool, key: str, allowed: str) -> None:
-        refusals.require(ok, f"speculative_config: {key}={getattr(c, key)!r} is not allowed: {allowed}")
+        refusals.ensure(ok, f"speculative_config: {key}={getattr(c, key)!r} is not allowed: {allowed}")
 
     require(c.method in METHODS, "method", ", ".join(METHODS))
     for key, f in SpeculativeConfig.__dataclass_fields__.items():
         methods = f.metadata["methods"]
         unset = getattr(c, key) == f.default or not methods or c.method in methods
         require(unset, key, f"only with method {' or '.join(methods)}")
-    most = f"1 to {MAX_GUESSES}"
-    require(1 <= c.num_speculative_tokens <= MAX_GUESSES, "num_speculative_tokens", most)
+    limits = f"1 to {MAX_DRAFT_TOKENS}"
+    require(1 <= c.num_speculative_tokens <= MAX_DRAFT_TOKENS, "num_speculative_tokens", limits)
     require(c.acceptance in ("coupled", "rejection"), "acceptance", "coupled or rejection")
-    has_model = c.method not in WITH_MODEL or c.model is not None
+    has_model = c.method not in METHODS_WITH_MODEL or c.model is not None
     require(has_model, "model", f"a folder, with method {c.method}")
     if c.method == "ngram":
         low, high = c.prompt_lookup_min, c.prompt_lookup_max
@@ -131,10 +135,10 @@ def check(c: SpeculativeConfig) -> None:
         require(ok, "prompt_lookup_max", f"at least prompt_lookup_min ({low})")
     if c.speculative_token_tree is not None:
         try:
-            nodes = TokenTree.of_paths(c.speculative_token_tree).nodes
+            nodes = TokenTree.from_paths(c.speculative_token_tree).num_nodes
         except ValueError as error:
             raise ValueError(f"speculative_config: speculative_token_tree: {error}") from None
-        require(1 < nodes <= MAX_GUESSES + 1, "speculative_token_tree", f"{most} paths")
+        require(1 < nodes <= MAX_DRAFT_TOKENS + 1, "speculative_token_tree", f"{limits} paths")
     for key in ("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens"):
         require(getattr(c, key) >= 1, key, "1 or more")
     require(c.suffix_decoding_max_spec_factor > 0, "suffix_decoding_max_spec_factor", "above 0")

@@ -6,58 +6,68 @@ from dataclasses import asdict
 from typing import Any
 
 from ..runtime.compiled.compile import StepArguments
-from .planning import EnginePlan
-from .roofline.products import alike
-from .roofline.table import or_dash, render_fact, render_table
-from .roofline.targets import options_of
+from .engine_plan import EnginePlan
+from .roofline.cost_table import format_or_dash, render_cost_table, render_program_facts
+from .roofline.products import group_by_products
+from .roofline.targets import compiler_options
 from .stage_plans import (
-    LIMIT,
+    MAX_TOKEN_SECONDS,
     StagePlan,
     TierPlan,
-    cluster_of,
-    compared,
-    micro_batches,
-    planned_tiers,
-    sides_of,
+    cluster_from_plan,
+    compare_ffn_layouts,
+    model_halves,
+    plan_micro_batches,
+    plan_tiers,
 )
 
-PARTS = "weights", "cache", "slots", "temporaries", "total"  # of a device's memory
+MEMORY_PARTS = "weights", "cache", "slots", "temporaries", "total"  # parts of a device's memory
 
 
-def render(plan: EnginePlan, arguments: StepArguments, found: list[StagePlan]) -> str:
-    tiers = [render_tier(plan, tier) for tier in planned_tiers(plan, found[0].rows)]
-    facts = [text for stage in found for text in render_facts(plan, stage)]
-    parts = [head(plan), render_memory(plan, found), *tiers, *render_rows(plan, found), *facts]
-    return "\n\n".join([*parts, *render_micro(plan, arguments, found), *render_compared(plan, arguments)])
+def render_plan(plan: EnginePlan, arguments: StepArguments, stage_plans: list[StagePlan]) -> str:
+    """Show a plan as text."""
+    tiers = [render_tier(plan, tier) for tier in plan_tiers(plan, stage_plans[0].rows)]
+    facts = [text for stage in stage_plans for text in render_facts(plan, stage)]
+    parts = [
+        render_heading(plan),
+        render_memory(plan, stage_plans),
+        *tiers,
+        *render_rooflines(plan, stage_plans),
+        *facts,
+    ]
+    return "\n\n".join(
+        [*parts, *render_micro_batches(plan, arguments, stage_plans), *render_ffn_comparison(plan, arguments)]
+    )
 
 
-def head(plan: EnginePlan) -> str:
+def render_heading(plan: EnginePlan) -> str:
+    """Show the model, the target and the sizes of a plan."""
     s, n = plan.sizes, len(plan.target.devices)
     pages = " and ".join(map(str, s.pages))
-    each = f" (all figures are for one of {n} devices)" if n > 1 else ""
+    device_note = f" (all figures are for one of {n} devices)" if n > 1 else ""
     shards = f"{s.shards} shards, each of " if s.shards > 1 else ""
-    kept = "" if s.kv_cache_dtype == "auto" else f" with a cache in {s.kv_cache_dtype}"
-    named = "; ".join(filter(None, (plan.cpu_kernels, plan.without_kernels)))
-    kernels = f"\nproducts by CPU kernels ({named})" if plan.cpu_kernels else ""
-    kernels = f"\nwithout CPU kernels: {named}" if named and not kernels else kernels
-    options = "".join(f"\n{name}={value}" for name, value in options_of(plan.target).items())
+    cache_note = "" if s.kv_cache_dtype == "auto" else f" with a cache in {s.kv_cache_dtype}"
+    kernel_names = "; ".join(filter(None, (plan.cpu_kernel_isa, plan.no_cpu_kernels_reason)))
+    kernels = f"\nproducts by CPU kernels ({kernel_names})" if plan.cpu_kernel_isa else ""
+    kernels = f"\nwithout CPU kernels: {kernel_names}" if kernel_names and not kernels else kernels
+    options = "".join(f"\n{name}={value}" for name, value in compiler_options(plan.target).items())
     return (
-        f"{plan.name} in {plan.dtype}{kept} on {plan.target.name}{each}\n"
+        f"{plan.name} in {plan.dtype}{cache_note} on {plan.target.name}{device_note}\n"
         f"{shards}{s.max_num_seqs} requests of up to {s.max_model_len} tokens, "
         f"{pages} pages of {s.page_size} tokens{options}{kernels}"
     )
 
 
-def render_memory(plan: EnginePlan, found: list[StagePlan]) -> str:
-    """A column for each stage."""
-    memories = [stage.memory for stage in found]
-    parts = {name: [getattr(memory, name) for memory in memories] for name in PARTS}
+def render_memory(plan: EnginePlan, stage_plans: list[StagePlan]) -> str:
+    """Show the memory of each stage in a column, in MiB."""
+    memories = [stage.memory for stage in stage_plans]
+    parts = {name: [getattr(memory, name) for memory in memories] for name in MEMORY_PARTS}
     if peaks := [memory.peak for memory in memories if memory.peak is not None]:
         parts["measured"] = peaks
     lines = []
-    if len(found) > 1:
-        lines.append(f"{'stage':<12}" + "".join(f"{stage.name:>12}" for stage in found))
-        lines.append(f"{'devices':<12}" + "".join(f"{stage.devices:>12}" for stage in found))
+    if len(stage_plans) > 1:
+        lines.append(f"{'stage':<12}" + "".join(f"{stage.name:>12}" for stage in stage_plans))
+        lines.append(f"{'devices':<12}" + "".join(f"{stage.devices:>12}" for stage in stage_plans))
     for name, sizes in parts.items():
         lines.append(f"{name:<12}" + "".join(f"{size / 2**20:>12.1f}" for size in sizes) + " MiB")
     if plan.target.memory is not None:
@@ -69,9 +79,9 @@ def render_memory(plan: EnginePlan, found: list[StagePlan]) -> str:
 
 
 def render_tier(plan: EnginePlan, tier: TierPlan) -> str:
-    """Show a tier's size, and the seconds of a page that is fetched and of one that is computed."""
+    """Show a tier's size, and the seconds to fetch a page and to compute it."""
     page = f"a page of {plan.options.page_size} tokens, {tier.page_bytes / 2**20:.2f} MiB"
-    pays = "" if tier.gain is None else f": fetching is {tier.gain:.1f} x as fast"
+    pays = "" if tier.fetch_speedup is None else f": fetching is {tier.fetch_speedup:.1f} x as fast"
     fetch, compute = (
         "-" if seconds is None else f"{seconds * 1e3:.3f} ms" for seconds in (tier.fetch, tier.compute)
     )
@@ -81,10 +91,10 @@ def render_tier(plan: EnginePlan, tier: TierPlan) -> str:
     )
 
 
-def render_rows(plan: EnginePlan, found: list[StagePlan]) -> list[str]:
-    """The roofline of each stage, and what it was made from."""
-    titles = {stage.name: [f"stage {stage.name}"] if len(found) > 1 else [] for stage in found}
-    tables = [[*titles[stage.name], *render_table(stage.rows)] for stage in found if stage.rows]
+def render_rooflines(plan: EnginePlan, stage_plans: list[StagePlan]) -> list[str]:
+    """Show the roofline of each stage, and the peaks that its floors follow from."""
+    titles = {stage.name: [f"stage {stage.name}"] if len(stage_plans) > 1 else [] for stage in stage_plans}
+    tables = [[*titles[stage.name], *render_cost_table(stage.rows)] for stage in stage_plans if stage.rows]
     if not tables:
         return []
     tables[-1].append(f"each row of a decode has {plan.context} tokens in the cache, a prefill none")
@@ -98,75 +108,91 @@ def render_rows(plan: EnginePlan, found: list[StagePlan]) -> list[str]:
 
 
 def render_facts(plan: EnginePlan, stage: StagePlan) -> list[str]:
-    """Show what XLA made of a stage's programs, and which of them would share a class of equal bits, as far
-    as their products tell."""
+    """Show the facts of a stage's compiled programs. Group programs whose products are configured alike:
+    these would share a class of equal bits."""
     link = plan.target.peaks.link if plan.target.peaks else 0.0
-    each = [f"{row.shape}, compiled:\n{render_fact(row.facts, link)}" for row in stage.rows if row.facts]
+    texts = [
+        f"{row.shape}, compiled:\n{render_program_facts(row.facts, link)}" for row in stage.rows if row.facts
+    ]
     products = {str(row.shape): row.facts.products for row in stage.rows if row.facts and row.facts.products}
     if len(products) < 2:
-        return each
-    lines = [f"  {', '.join(group)}" for group in alike(products, plan.config.vocab_size)]
-    return [*each, "\n".join(["products configured alike, which would share a class of equal bits:", *lines])]
+        return texts
+    lines = [f"  {', '.join(group)}" for group in group_by_products(products, plan.config.vocab_size)]
+    return [
+        *texts,
+        "\n".join(["products configured alike, which would share a class of equal bits:", *lines]),
+    ]
 
 
-def render_micro(plan: EnginePlan, arguments: StepArguments, found: list[StagePlan]) -> list[str]:
-    """Decode in micro-batches: milliseconds of each stage and of a token, and tokens a second."""
-    rows = micro_batches(plan, arguments)
+def render_micro_batches(
+    plan: EnginePlan, arguments: StepArguments, stage_plans: list[StagePlan]
+) -> list[str]:
+    """Show decode in micro-batches: milliseconds of each stage and of a token, and tokens a second."""
+    rows = plan_micro_batches(plan, arguments)
     if not rows:
         return []
-    seats, names = plan.sizes.max_num_seqs, [*(stage.name for stage in found), "links"]
-    lines = [f"decode of {seats} rows with {plan.context} tokens in the cache, in ms, from the floors:"]
+    num_slots, names = plan.sizes.max_num_seqs, [*(stage.name for stage in stage_plans), "links"]
+    lines = [f"decode of {num_slots} rows with {plan.context} tokens in the cache, in ms, from the floors:"]
     columns = "".join(f"{name:>10}" for name in names)
     lines.append(
         f"{'micro-batches':<15}{'rows':>6}{columns}{'bubbles':>9}{'drained':>9}{'a token':>9}{'tokens/s':>11}"
     )
     for m in rows:
         spans = "".join(f"{1e3 * seconds:>10.3f}" for seconds in (*m.stages, m.links))
-        shares = f"{m.bubbles:>9.0%}{or_dash(m.drained, '.0%'):>9}"
+        shares = f"{m.bubbles:>9.0%}{format_or_dash(m.drained, '.0%'):>9}"
         lines.append(f"{m.micro_batches:<15}{m.rows:>6}{spans}{shares}{m.seconds * 1e3:>9.3f}{m.rate:>11.0f}")
     return ["\n".join(lines)]
 
 
-def render_compared(plan: EnginePlan, arguments: StepArguments) -> list[str]:
-    """Compare feed-forward layers apart with one layout of as many devices."""
-    found = compared(plan, arguments)
-    if not found:
+def render_ffn_comparison(plan: EnginePlan, arguments: StepArguments) -> list[str]:
+    """Compare feed-forward layers on devices of their own with one layout of as many devices."""
+    decodes = compare_ffn_layouts(plan, arguments)
+    if not decodes:
         return []
-    cluster = cluster_of(plan)
-    ridge = sides_of(plan, arguments).ridge(cluster.peaks)
+    cluster = cluster_from_plan(plan)
+    ridge = model_halves(plan, arguments).ridge_point(cluster.peaks)
     lines = [f"ridge: feed-forward layers compute for as long as they read all weights at {ridge:.0f} tokens"]
-    for name, own in found.items():
-        most = "does not fit" if own is None else f"{own.rows} rows, {own.rate:.0f} tokens/s of each device"
-        lines.append(f"{name:<9} on {cluster.devices} devices, at most {LIMIT * 1e3:.0f} ms: {most}")
-    rates = [own.rate if own else 0.0 for own in found.values()]
+    for name, decode in decodes.items():
+        text = (
+            "does not fit"
+            if decode is None
+            else f"{decode.rows} rows, {decode.rate:.0f} tokens/s of each device"
+        )
+        lines.append(
+            f"{name:<9} on {cluster.devices} devices, at most {MAX_TOKEN_SECONDS * 1e3:.0f} ms: {text}"
+        )
+    rates = [decode.rate if decode else 0.0 for decode in decodes.values()]
     lines.append("apart pays" if rates[0] > rates[1] else "apart does not pay here")
     return ["\n".join(lines)]
 
 
-def as_json(plan: EnginePlan, arguments: StepArguments, found: list[StagePlan]) -> str:
-    """The plan for machines. A single stage's memory and programs are the plan's own."""
+def encode_plan(plan: EnginePlan, arguments: StepArguments, stage_plans: list[StagePlan]) -> str:
+    """Encode a plan as JSON. The memory and programs of a single stage are keys of the plan."""
     facts: dict[str, Any] = {
         "model": plan.name,
         "dtype": plan.dtype,
         "target": plan.target.name,
         "devices": len(plan.target.devices),
         "xla_flags": os.environ.get("XLA_FLAGS"),
-        "xla_options": options_of(plan.target),
-        "cpu_kernels": plan.cpu_kernels,
-        "without_cpu_kernels": plan.without_kernels or None,
+        "xla_options": compiler_options(plan.target),
+        "cpu_kernels": plan.cpu_kernel_isa,
+        "without_cpu_kernels": plan.no_cpu_kernels_reason or None,
         "context": plan.context,
         "sizes": asdict(plan.sizes),
-        "tiers": [asdict(tier) for tier in planned_tiers(plan, found[0].rows)],
+        "tiers": [asdict(tier) for tier in plan_tiers(plan, stage_plans[0].rows)],
     }
-    stages = [stage_facts(stage) for stage in found]
+    stages = [stage_record(stage) for stage in stage_plans]
     if len(stages) == 1:
         return json.dumps(facts | {name: stages[0][name] for name in ("memory", "programs")})
-    micro = [m._asdict() for m in micro_batches(plan, arguments)]
-    both = {name: own and own._asdict() for name, own in compared(plan, arguments).items()}
-    return json.dumps(facts | {"stages": stages, "micro_batches": micro, "compared": both})
+    micro = [m._asdict() for m in plan_micro_batches(plan, arguments)]
+    comparison = {
+        name: decode and decode._asdict() for name, decode in compare_ffn_layouts(plan, arguments).items()
+    }
+    return json.dumps(facts | {"stages": stages, "micro_batches": micro, "compared": comparison})
 
 
-def stage_facts(stage: StagePlan) -> dict[str, Any]:
+def stage_record(stage: StagePlan) -> dict[str, Any]:
+    """Return a stage as plain values for JSON."""
     return {
         "name": stage.name,
         "layers": [stage.layers.start, stage.layers.stop - 1],

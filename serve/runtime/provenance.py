@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from ..host.devices import cpuinfo, processor
+from ..host.devices import processor_flags, read_cpuinfo
 from .compiled import executable_cache
 
-# Whose versions decide which tokens a prompt has, and the bits of what is computed of them.
-PACKAGES = ("jax", "jaxlib", "tokenizers", "sentencepiece", "jinja2", "llguidance")
-SETTINGS = (
+# Packages whose versions decide which tokens a prompt has, and the bits that are computed from them.
+RECORDED_PACKAGES = ("jax", "jaxlib", "tokenizers", "sentencepiece", "jinja2", "llguidance")
+RECORDED_SETTINGS = (
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_enable_x64",
@@ -21,11 +21,11 @@ SETTINGS = (
 )
 
 
-def device(device: Any) -> dict[str, str]:
-    """Return a device's facts: the runtime that drives it, and for a CPU its processor and cores."""
-    found = {"device": device.device_kind, "runtime": " ".join(device.client.platform_version.split())}
-    return found | (
-        {"cores": str(executable_cache.cores()), "processor": processor_name()}
+def device_facts(device: Any) -> dict[str, str]:
+    """Return a device's facts by name: kind and runtime; for a CPU also processor and number of cores."""
+    facts = {"device": device.device_kind, "runtime": " ".join(device.client.platform_version.split())}
+    return facts | (
+        {"cores": str(executable_cache.num_cores()), "processor": processor_name()}
         if device.platform == "cpu"
         else {}
     )
@@ -34,22 +34,26 @@ def device(device: Any) -> dict[str, str]:
 @cache
 def processor_name() -> str:
     """Return the processor's name, and a hash of its instruction sets."""
-    names = (line.partition(":")[2].strip() for line in cpuinfo() if line.startswith("model name"))
-    return f"{next(names, 'unknown')} ({sha256(processor().encode()).hexdigest()[:8]})"
+    names = (line.partition(":")[2].strip() for line in read_cpuinfo() if line.startswith("model name"))
+    return f"{next(names, 'unknown')} ({sha256(processor_flags().encode()).hexdigest()[:8]})"
 
 
-def versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
+def package_versions() -> dict[str, str]:
+    """Return the installed versions of `RECORDED_PACKAGES`."""
+    installed = {}
+    for package in RECORDED_PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
-def settings() -> dict[str, str]:
-    """Return the settings of jax and of its compiler that are set."""
-    environment = {name: os.environ[name] for name in executable_cache.FLAGS if os.environ.get(name)}
-    chosen = {name: str(jax.config.values[name]) for name in SETTINGS if name in jax.config.values}
-    return environment | chosen
+def jax_settings() -> dict[str, str]:
+    """Return the settings of jax and of its compiler, by name; without environment variables that are not
+    set."""
+    environment = {name: os.environ[name] for name in executable_cache.FLAG_VARIABLES if os.environ.get(name)}
+    configured = {
+        name: str(jax.config.values[name]) for name in RECORDED_SETTINGS if name in jax.config.values
+    }
+    return environment | configured

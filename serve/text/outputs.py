@@ -76,10 +76,11 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: str | None = None  # "stop", "length" or "abort"
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None
     passes: list[Pass] | None = None  # with speculation, in the order of their tokens
     weights: list[tuple[int, int]] | None = None  # (first token, version of the weights) pairs
+    text_offsets: list[int] | None = None  # of each token in the text, where OpenAI's answers report them
     # of each token of prompt and continuation but the last: the experts that were chosen, int32 [tokens,
     # layers, A], and hidden states, float32 [tokens, layers, D]
     routed_experts: Any = field(default=None, compare=False)
@@ -139,8 +140,25 @@ class Delta:
         return self.text
 
 
-def require_whole(what: str, results: Iterable[RequestOutput]) -> None:
-    """Raise RuntimeError if a request was aborted whose result is needed."""
+CUT_REASONS = ("abort", "error")  # finish reasons of incomplete outputs
+
+
+class GenerationError(RuntimeError):
+    """The model computed NaN for a request."""
+
+    CODE = "nan_logits"  # for programs
+
+
+def require_complete(what: str, results: Iterable[RequestOutput]) -> None:
+    """Raise RuntimeError if a request was aborted whose result is needed, GenerationError if it failed."""
     for result in results:
-        if any(one.finish_reason == "abort" for one in result.outputs):
+        require_finite_logits(result)
+        if any(completion.finish_reason == "abort" for completion in result.outputs):
             raise RuntimeError(f"{what}: request {result.request_id} was aborted")
+
+
+def require_finite_logits(request_output: RequestOutput) -> None:
+    """Raise GenerationError if the model computed NaN for one of a request's outputs."""
+    for completion in request_output.outputs:
+        if completion.finish_reason == "error":
+            raise GenerationError(str(completion.stop_reason))

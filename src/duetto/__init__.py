@@ -4,15 +4,15 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .compat import modules
+from .compat import module_aliases
 
 if TYPE_CHECKING:
     from .compat.arg_utils import AsyncEngineArgs, EngineArgs
     from .compat.async_llm import AsyncLLMEngine
     from .compat.llm_engine import LLMEngine
-    from .inputs import PromptType, TextPrompt, TokensPrompt
     from .model.pooling import PoolingParams
-    from .sampling.custom import logits_processor
+    from .prompt_types import PromptType, TextPrompt, TokensPrompt
+    from .sampling.custom_processors import logits_processor
     from .sampling.params import BeamSearchParams, SamplingParams
     from .serve.llm.llm import LLM
     from .serve.llm.tasks.likelihood import LogLikelihood
@@ -27,10 +27,10 @@ __all__ = [
     "logits_processor",
 ]  # fmt: skip
 
-HOMES = {
+PUBLIC_HOMES = {
     **dict.fromkeys(("BeamSearchParams", "SamplingParams"), ".sampling.params"),
     "LLM": ".serve.llm.llm",
-    "logits_processor": ".sampling.custom",
+    "logits_processor": ".sampling.custom_processors",
     "PoolingParams": ".model.pooling",
     "LogLikelihood": ".serve.llm.tasks.likelihood",
     **dict.fromkeys(
@@ -40,20 +40,20 @@ HOMES = {
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), ".compat.arg_utils"),
     "LLMEngine": ".compat.llm_engine",
     "AsyncLLMEngine": ".compat.async_llm",
-    **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), ".inputs"),
+    **dict.fromkeys(("PromptType", "TextPrompt", "TokensPrompt"), ".prompt_types"),
 }
 
 
-modules.install(sys.modules[__name__])
+module_aliases.install_modules(sys.modules[__name__])
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use (PEP 562): `duetto --help` does not wait for jax."""
+    """Import a public name at its first use (PEP 562), so that `duetto --help` does not wait for jax."""
     if name == "__version__":
         return import_module("importlib.metadata").version("duetto")
-    if name not in HOMES:
+    if name not in PUBLIC_HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(HOMES[name], __name__), name)
+    value = getattr(import_module(PUBLIC_HOMES[name], __name__), name)
     globals()[name] = value
     return value
 

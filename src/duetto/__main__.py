@@ -2,20 +2,20 @@
 
 import sys
 
-from .serve.host.signals import leave_on_interrupt
-from .serve.host.streams import keep_numbers
+from .serve.host.signals import install_exit_handler
+from .serve.host.streams import fill_closed_streams
 
 
 def main() -> int:
     """Run this process's command line and return its exit code (see `serve.cli.main.main`)."""
-    keep_numbers()
-    leave_on_interrupt()
+    fill_closed_streams()
+    install_exit_handler()
     from .serve.cli.main import main
 
     try:
         return main()
     finally:
-        leave_on_interrupt()
+        install_exit_handler()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from .sampling.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from .sampling.structured import StructuredOutputsParams
 
 __all__ = ["BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
-REFUSED = {
+REFUSED_NAMES = {
     "GuidedDecodingParams": "StructuredOutputsParams has taken its place",
     "PoolingParams": "pooling models are not supported",
 }
@@ -14,6 +14,6 @@ REFUSED = {
 
 def __getattr__(name: str) -> NoReturn:
     """Raise ImportError, with the reason, for a name of vLLM's that is not supported."""
-    if name in REFUSED:
-        raise ImportError(f"{name}: {REFUSED[name]}")
+    if name in REFUSED_NAMES:
+        raise ImportError(f"{name}: {REFUSED_NAMES[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""Folders of the user's own, whose files later processes run: no other user may write there."""
+"""Private folders, whose files later processes run: no other user may write there."""
 
 import os
 import stat
 from pathlib import Path
 
-OTHERS = stat.S_IWGRP | stat.S_IWOTH
+OTHERS_WRITE_BITS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_home(name: str) -> Path:
@@ -13,31 +13,34 @@ def cache_home(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duetto" / name
 
 
-def owned(found: os.stat_result) -> bool:
-    """Return whether a file or folder is the user's or root's, and writable by no other user; True on systems
-    without users."""
+def is_user_owned(status: os.stat_result) -> bool:
+    """Return True if a file or folder is the user's or root's, and no other user may write to it.
+
+    True on systems without users.
+    """
     return not hasattr(os, "geteuid") or (
-        found.st_uid in (os.geteuid(), 0) and not stat.S_IMODE(found.st_mode) & OTHERS
+        status.st_uid in (os.geteuid(), 0) and not stat.S_IMODE(status.st_mode) & OTHERS_WRITE_BITS
     )
 
 
-def refusal(folder: Path) -> str:
-    """Create a folder, and its parents, with mode 0700; return why it cannot hold such files, "" if it
-    can."""
+def prepare_private_folder(folder: Path) -> str:
+    """Create a folder with mode 0700, and its parents. Return the reason why it is not private, or "" if it
+    is."""
     try:
-        make(folder)
-        if owned(folder.stat()):
+        make_private_folder(folder)
+        if is_user_owned(folder.stat()):
             return ""
         return "others own it or can write to it: chmod go-w, or name another folder"
     except FileExistsError as error:
         return f"{error.filename} is no folder"
-    except (OSError, ValueError) as error:  # ValueError: a path that no system has
+    except (OSError, ValueError) as error:  # ValueError: the path holds a null byte
         return getattr(error, "strerror", None) or str(error)
 
 
-def make(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
+    """Create a folder and its missing parents, all with mode 0700."""
     if folder.is_dir():
         return
     if not folder.parent.is_dir():
-        make(folder.parent)
+        make_private_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from duetto.checkpoints.adapters.adapter import Adapter, Reader, as_a, as_b
+from duetto.checkpoints.adapters.adapter import Adapter, AdapterReader, lora_a_storage, lora_b_storage
 from duetto.checkpoints.families import FAMILIES
-from duetto.checkpoints.layout import ParameterGroup, groups
+from duetto.checkpoints.layout import ParameterGroup, parameter_groups
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder
 
@@ -30,7 +30,7 @@ def write(
     """The folder of a random adapter, whose terms are as large as the weights; `fields` are in its
     configuration."""
     rng, tensors = np.random.default_rng(seed), {}
-    for group in groups(FAMILIES["llama"], config):
+    for group in parameter_groups(FAMILIES["llama"], config):
         module = group.names[0].removesuffix(".weight")
         if module.endswith(modules):
             out, inner = group.shape
@@ -49,7 +49,7 @@ def written(folder: Path, tensors: dict[str, np.ndarray], fields: dict[str, Any]
 
 
 def read(folder: Path, config: ModelConfig, dtype: Any = np.float32, most: int = 64) -> Adapter:
-    return Reader(FAMILIES["llama"], config, dtype, most).read(folder, folder.name)
+    return AdapterReader(FAMILIES["llama"], config, dtype, most).read(folder, folder.name)
 
 
 def merged(params: Decoder, adapter: Adapter) -> Decoder:
@@ -73,12 +73,15 @@ def merged(params: Decoder, adapter: Adapter) -> Decoder:
 def written_as(folder: Path, config: ModelConfig, terms: dict[str, Any], rank: int) -> Path:
     """The folder of an adapter with these terms, by paths, whose scale is 1."""
     tensors = {}
-    for group in groups(FAMILIES["llama"], config):
+    for group in parameter_groups(FAMILIES["llama"], config):
         (parameter,), module = group.parameters, group.names[0].removesuffix(".weight")
         if parameter.path in terms:
             a, b = (np.array(x, np.float32) for x in terms[parameter.path])
-            first, second = ParameterGroup((as_a(parameter, rank),), ()), as_b(group, rank)
+            first, second = (
+                ParameterGroup((lora_a_storage(parameter, rank),), ()),
+                lora_b_storage(group, rank),
+            )
             for name, own, array in (("lora_A", first, a), ("lora_B", second, b)):
-                numbers = own.parts([array], 0).values().reshape(own.shape)
+                numbers = own.tensor_views([array], 0).file_values().reshape(own.shape)
                 tensors[f"base_model.model.{module}.{name}.weight"] = np.ascontiguousarray(numbers)
     return written(folder, tensors, {"r": rank, "lora_alpha": rank})

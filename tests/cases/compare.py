@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from duetto.model.tree import paths
+from duetto.model.tree import leaves_by_path
 
 
 def same_tensors(a: Path, b: Path, ignored: str = "no such name") -> bool:
@@ -33,7 +33,7 @@ def log_softmax(logits: list[float]) -> np.ndarray:
 
 def same_params(a, b) -> bool:
     """Whether two trees hold the same arrays under the same names, in the same dtypes."""
-    a, b = paths(a), paths(b)
+    a, b = leaves_by_path(a), leaves_by_path(b)
     return a.keys() == b.keys() and all(
         x.dtype == b[path].dtype and np.array_equal(np.asarray(x), np.asarray(b[path]))
         for path, x in a.items()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.special import chdtrc
 
-from duetto.sampling.accept import DRAFT, DraftTokens, draw_probs
+from duetto.sampling.accept import DRAFT, DraftTokens, draw_from_probs
 from duetto.sampling.search import pairwise_sum
 
 DRAWS = 100_000
@@ -55,7 +55,7 @@ def draw_distinct(q: jax.Array, seed: jax.Array, position: jax.Array, count: int
     """`count` different guesses for one position, each drawn from what q leaves beside those before it."""
     tokens, real, probs = [], [], []
     for c in range(count):
-        tokens.append(draw_probs(q, seed, position, DRAFT + c))
+        tokens.append(draw_from_probs(q, seed, position, DRAFT + c))
         real.append(jnp.any(q > 0, axis=1))
         probs.append(q)
         q = without(q, tokens[-1])

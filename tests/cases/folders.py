@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.huggingface import load_hf
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, decoder_spec
-from duetto.model.tree import paths
+from duetto.model.tree import leaves_by_path
 
 SIZES = {
     "vocab_size": 40,
@@ -44,7 +44,7 @@ def decoder(config: ModelConfig, dtype=jnp.float32) -> Decoder:
 
 
 def assert_equal(found: Decoder, expected: Decoder) -> None:
-    found_leaves, expected_leaves = paths(found), paths(expected)
+    found_leaves, expected_leaves = leaves_by_path(found), leaves_by_path(expected)
     assert found_leaves.keys() == expected_leaves.keys()
     for path, leaf in expected_leaves.items():
         assert found_leaves[path].dtype == leaf.dtype, path
@@ -83,7 +83,7 @@ def write_index(folder: Path, places) -> None:
 def refusal(folder: Path, **options) -> str:
     """The one sentence with which a folder is refused; it names the folder."""
     with pytest.raises(CheckpointError) as e:
-        load(folder, **options)
+        load_hf(folder, **options)
     assert "\n" not in str(e.value)
     assert str(folder) in str(e.value)
     return str(e.value)

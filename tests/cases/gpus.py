@@ -20,7 +20,7 @@ def traced_for(kind: str) -> Iterator[None]:
     compiler for it."""
     name = CHIPS[kind].kind if kind in CHIPS else kind
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice(name, 132, "gpu"))
-    with patch.object(gpus, "compiles_for_gpus", lambda: True), use_abstract_mesh(mesh):
+    with patch.object(gpus, "has_gpu_compiler", lambda: True), use_abstract_mesh(mesh):
         yield
 
 
@@ -35,8 +35,8 @@ def served_as(name: str) -> Iterator[None]:
     kernels are the GPU's. Programs are traced with its kernels, and lowered without them."""
     chip = CHIPS[name].gpu
     with ExitStack() as patches:
-        patches.enter_context(patch.object(gpus, "compiles_for_gpus", lambda: True))
-        patches.enter_context(patch.object(dtype, "gpu_of", lambda _: chip))
+        patches.enter_context(patch.object(gpus, "has_gpu_compiler", lambda: True))
+        patches.enter_context(patch.object(dtype, "gpu_from_device", lambda _: chip))
         for module in (gpus, attention, expert_tiles, kernel_cases):
-            patches.enter_context(patch.object(module, "gpu", lambda: chip))
+            patches.enter_context(patch.object(module, "target_gpu", lambda: chip))
         yield

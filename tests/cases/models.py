@@ -32,10 +32,10 @@ LATENT = Latent(4, rank=16, nope_size=12, rope_size=8, value_size=10, query_rank
 EXPERTS = Experts(8, 2, 24, groups=4, active_groups=2, shared=24, correction=True, scoring="sigmoid")
 PLAIN = NormKind(gain=False)
 CHUNKED = GroupedQuery(
-    6, 2, 8, Rope(kind="proportional", share=0.5), scale=1.0, window=24, chunked=True, qk_norm=PLAIN,
-    norm_turned=True, value_norm=PLAIN,
+    6, 2, 8, Rope(kind="proportional", partial_rotary_factor=0.5), scale=1.0, window=24, chunked=True,
+    qk_norm=PLAIN, norm_after_rope=True, value_norm=PLAIN,
 )  # fmt: skip
-GROWING = Rope(original_max_position=40, query_growth=0.3, growth_from=1)
+GROWING = Rope(original_max_position=40, query_growth=0.3, growth_offset=1)
 WHOLE = GroupedQuery(6, 1, 16, GROWING, rotary_size=0, keys_as_values=True)
 RANDOM = {
     "tiny": TINY,
@@ -52,7 +52,7 @@ RANDOM = {
     "latent": replace(
         TINY,
         layers=(
-            LayerKind(replace(LATENT, indexer=Indexer(3, 12, keys=20)), Dense(96)),
+            LayerKind(replace(LATENT, indexer=Indexer(3, 12, top_k=20)), Dense(96)),
             LayerKind(LATENT, EXPERTS),
         ),
     ),
@@ -62,7 +62,7 @@ RANDOM = {
             LayerKind(
                 GroupedQuery(
                     6, 2, 8, Rope(original_max_position=64, query_growth=0.3), qk_norm=NormKind(),
-                    qk_norm_over="all heads", norm_turned=True,
+                    qk_norm_over="all heads", norm_after_rope=True,
                 ),
                 Dense(96, "relu2", gated=False),
             ),
@@ -88,9 +88,10 @@ RANDOM = {
             LayerKind(CHUNKED, Experts(4, 2, 24, scoring="sigmoid", normalised=False, weighs_inputs=True)),
             LayerKind(WHOLE, Dense(96)),
             LayerKind(
-                replace(CHUNKED, borrows=2), Experts(4, 2, 24, shared=32, scales=True, norms=NormKind())
+                replace(CHUNKED, kv_layers_back=2),
+                Experts(4, 2, 24, shared=32, scales=True, norms=NormKind()),
             ),
-            LayerKind(replace(WHOLE, borrows=2), Dense(48)),
+            LayerKind(replace(WHOLE, kv_layers_back=2), Dense(48)),
         ),
         post_norms=True, layer_scales=True, layer_input=LayerInput(12, 300),
     ),

@@ -9,7 +9,7 @@ from cases.embeddings import WIDTH, padded
 
 from duetto import RequestOutput
 from duetto.model.attention import causal
-from duetto.model.transformer import Observe, Recorder, forward
+from duetto.model.transformer import ObserveOptions, Recorder, forward
 
 LAYERS = (0, 1, 3)
 OPTIONS = {"hidden_state_layers": LAYERS, "enable_return_routed_experts": True, "decode_steps": 1}
@@ -30,7 +30,7 @@ def observed_plainly(params, config, text: list[int]) -> tuple[np.ndarray, np.nd
 
 @partial(jax.jit, static_argnames="config")
 def values(params, config, tokens, length):
-    recorder = Recorder(Observe(experts=True, layers=LAYERS))
+    recorder = Recorder(ObserveOptions(experts=True, layers=LAYERS))
     places = jnp.arange(WIDTH, dtype=jnp.int32)[None]
     forward(params, config, tokens, places, causal, None, length, recorder)
-    return recorder.observed()
+    return recorder.collect()

@@ -16,14 +16,14 @@ from cases.programs import StoredJit
 from cases.sampling import admit_jit, load_jit
 
 from duetto import SamplingParams
-from duetto.kvcache.quantised import SCHEMES, QuantisedPool, read_back
+from duetto.kvcache.quantised import SCHEMES, QuantisedPool, round_to_pool
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
-from duetto.model.transformer import Decoder, forward, unembed
-from duetto.sampling.custom import LogitsProcessor, processors_of
-from duetto.sampling.params import fold_seed, knobs_row
+from duetto.model.transformer import Decoder, compute_logits, forward
+from duetto.sampling.custom_processors import LogitsProcessor, trace_processors
+from duetto.sampling.params import fold_seed, request_knobs
 from duetto.sampling.sample import sample
-from duetto.sampling.state import commit, dense_bias, empty_state, needs_history
+from duetto.sampling.state import dense_bias, empty_sampling_state, needs_history, record_tokens
 from duetto.serve.host.blob_store import BlobStore
 from duetto.serve.runtime.compiled import executable_cache
 
@@ -54,8 +54,8 @@ def continue_plainly(
     A right guess saves passes; no guess changes a token."""
     own = traced(tuple(processors), model.config.vocab_size, width_of(prompt, params))
     asked = (prompt, params, *own)
-    key = executable_cache.combined([weights_hash(model)], sources(), *asked, here())
-    blobs = BlobStore(KEPT, executable_cache.PROGRAMS, 1 << 32) if key and KEPT.is_dir() else None
+    key = executable_cache.combine_keys([weights_hash(model)], sources(), *asked, here())
+    blobs = BlobStore(KEPT, executable_cache.PROGRAM_FORMAT, 1 << 32) if key and KEPT.is_dir() else None
     if key and blobs:
         with suppress(OSError):  # most often there is none
             if content := blobs.read(key):
@@ -66,12 +66,12 @@ def continue_plainly(
     return tokens
 
 
-traced = cache(processors_of)  # a trace and a probe take two programs for each
+traced = cache(trace_processors)  # a trace and a probe take two programs for each
 
 
 def here() -> str:
     """What decides the oracle's tokens besides; not how many devices a processor shows."""
-    found = repr(executable_cache.environment(jax.devices()[0])[1:])
+    found = repr(executable_cache.describe_environment(jax.devices()[0])[1:])
     return re.sub(r"--xla_force_host_platform_device_count=\d+ ?", "", found)
 
 
@@ -79,7 +79,7 @@ def here() -> str:
 def sources() -> str:
     """A hash of the code that the oracle's tokens follow from."""
     folders = [ROOT / name for name in ("model", "sampling", "kvcache")]
-    return executable_cache.sources_hash([*folders, Path(__file__).parent])
+    return executable_cache.hash_sources([*folders, Path(__file__).parent])
 
 
 HASHES: dict[int, tuple[Decoder, str]] = {}
@@ -111,9 +111,9 @@ def computed(
     V, wanted, width = model.config.vocab_size, params.max_tokens or 16, width_of(prompt, params)
     given = {"seed": fold_seed(params.seed or 0), "stop_ids": (), "prompt_len": len(prompt)}
     state = admit_jit(
-        empty_state(1, V, processors=own, S=width if own else 0),
+        empty_sampling_state(1, V, processors=own, S=width if own else 0),
         np.int32(0),
-        knobs_row(params, **given, processors=own),
+        request_knobs(params, **given, processors=own),
     )
     if needs_history(params, own):
         padded = np.resize(np.array(prompt, np.int32), width)
@@ -133,7 +133,9 @@ def all_tokens(params, config, tokens, begin, end, state, kv_cache_dtype):
 
     The whole text goes forward again behind each token that was not guessed, and behind every token if a
     length changes frequencies (`Rope.boundary`)."""
-    is_dated = any(kind.mixer.rope.boundary for kind in config.layers if getattr(kind.mixer, "rope", None))
+    is_dated = any(
+        kind.mixer.rope.longrope_boundary for kind in config.layers if getattr(kind.mixer, "rope", None)
+    )
 
     def is_left(carry):
         return carry[0] < end
@@ -160,7 +162,7 @@ def all_tokens(params, config, tokens, begin, end, state, kv_cache_dtype):
 def causal_as_kept(kv_cache_dtype, state, layer, q, k, v, reading):
     """The attention without a cache, over keys and values as one in eight bits would give them back."""
     pool = QuantisedPool(None, None, SCHEMES[kv_cache_dtype].name)
-    k, v = (None if x is None else read_back(pool, x) for x in (k, v))
+    k, v = (None if x is None else round_to_pool(pool, x) for x in (k, v))
     return causal(state, layer, q, k, v, reading)
 
 
@@ -178,7 +180,7 @@ def whole(params, config, tokens, length, kv_cache_dtype):
 
 def drawn(params, config, hidden, position, state):
     """The token at a position, and the state behind it."""
-    logits = unembed(params, config, hidden[jnp.arange(1), position - 1])
+    logits = compute_logits(params, config, hidden[jnp.arange(1), position - 1])
     zero, yes = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
     token = sample(logits, position, zero, yes, state).token
-    return token, commit(state, zero, token, yes)
+    return token, record_tokens(state, zero, token, yes)

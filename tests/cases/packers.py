@@ -11,20 +11,19 @@ import numpy as np
 from cases.families.golden import hub_config
 
 from duetto.checkpoints.families import FAMILIES
-from duetto.checkpoints.layout import groups
+from duetto.checkpoints.layout import parameter_groups
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 Parts = dict[str, np.ndarray]
-Packer = Callable[
-    [str, np.ndarray], tuple[Parts, np.ndarray]
-]  # name, weight -> stored parts, the numbers they stand for
+# name, weight -> stored parts, the numbers they stand for
+Packer = Callable[[str, np.ndarray], tuple[Parts, np.ndarray]]
 
 
 def fp8(values: np.ndarray) -> np.ndarray:
     return values.astype(ml_dtypes.float8_e4m3fn)
 
 
-def fp8_blocks(m: int, n: int) -> Packer:
+def fp8_blocks(m: int, n: int, suffix: str = "_scale_inv") -> Packer:
     """As DeepSeek-V3's: a scale for each block of m rows and n columns, the last ones cut."""
 
     def pack(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
@@ -36,7 +35,7 @@ def fp8_blocks(m: int, n: int) -> Packer:
                 scales[i, j] = np.abs(w[block]).max() / 448
                 codes[block] = fp8(w[block] / scales[i, j]).astype(np.float32)
                 exact[block] = codes[block] * scales[i, j]
-        return {name: fp8(codes), name + "_scale_inv": scales}, exact
+        return {name: fp8(codes), name + suffix: scales}, exact
 
     return pack
 
@@ -121,6 +120,14 @@ def gptq(group: int, bits: int = 4, symmetric: bool = True, ordered: bool = Fals
         return {stem + key: np.ascontiguousarray(value) for key, value in parts.items()}, exact
 
     return pack
+
+
+def module_wise(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
+    """As GPTQModel's `dynamic`: bits and groups of some modules, and others that stay floats."""
+    if "o_proj" in name:
+        return {name: w}, w
+    group, bits = (8, 8) if "down_proj" in name else (48, 2) if "up_proj" in name else (16, 4)
+    return gptq(group, bits, symmetric=False, ordered=True)(name, w)
 
 
 CODES = {"float8_e4m3fn": "F8_E4M3", "int32": "I32", "uint8": "U8", "float32": "F32", "float16": "F16"}
@@ -214,6 +221,22 @@ LLAMA_CASES: dict[str, tuple[dict[str, Any], Packer]] = {
 }
 
 
+LLAMA_CASES |= {
+    "gptq format v2": (GPTQ | {"group_size": 16, "format": "gptq_v2"}, gptq(16, symmetric=False, less=0)),
+    "gptq module-wise": (
+        GPTQ | {"group_size": 16, "dynamic": {"-:.*o_proj": {}, "+:.*down_proj": {"bits": 8}}}, module_wise
+    ),
+    "compressed blocks": (
+        {
+            "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": {
+                "targets": ["Linear"], "weights": {"strategy": "block", "block_structure": [32, 48]},
+            }},
+        },
+        fp8_blocks(32, 48, "_scale"),
+    ),
+}  # fmt: skip
+
+
 def experts(name: str) -> bool:
     return name.endswith(("gate_up_proj", "down_proj"))
 
@@ -222,5 +245,9 @@ def random_folder(case: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], 
     """A family's case with some sizes of its own, random."""
     config = hub_config(case) | dict(sizes)
     family, rng = FAMILIES[config["model_type"]], np.random.default_rng(1)
-    shapes = {name: group.shape for group in groups(family, family.config(config)) for name in group.names}
+    shapes = {
+        name: group.shape
+        for group in parameter_groups(family, family.parse_config(config))
+        for name in group.names
+    }
     return config, {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}

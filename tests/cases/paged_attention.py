@@ -13,8 +13,8 @@ from cases.programs import StoredJit
 
 from duetto.kvcache.kernels import attention as kernels
 from duetto.kvcache.kernels.tiles import LayerPages
-from duetto.kvcache.pages import Batch, read_keys, running_softmax
-from duetto.kvcache.quantised import decoded, empty_pool, encoded, kept_as
+from duetto.kvcache.pages import Batch, attend_key_blocks, read_kv_block
+from duetto.kvcache.quantised import choose_cache_format, dequantise_heads, empty_pool, quantise_heads
 from duetto.model.attention import AttentionParams
 
 
@@ -70,7 +70,9 @@ def kept_in(case: Case, pool: np.ndarray) -> Any:
     pool = pool.astype(case.dtype)
     if case.kept == "auto":
         return pool
-    encode = jax.jit(lambda x: encoded(empty_pool((1, 1, 1, case.H), kept_as(case.kept, case.dtype)), x))
+    encode = jax.jit(
+        lambda x: quantise_heads(empty_pool((1, 1, 1, case.H), choose_cache_format(case.kept, case.dtype)), x)
+    )
     return jax.tree.map(np.asarray, encode(pool))
 
 
@@ -81,14 +83,16 @@ def first_numbers(rank: int, rows: jax.Array, _: jax.Array) -> tuple[jax.Array, 
 def plainly(q: jax.Array, pages: LayerPages, reading: AttentionParams) -> jax.Array:
     B, T = q.shape[:2]
     batch = Batch(jnp.zeros((B, T), jnp.int32), pages.start, pages.count, (pages.table,), jnp.arange(B))
-    return running_softmax(q, batch, partial(read_keys, pages[:2], pages.table, reading, q.dtype), reading)
+    return attend_key_blocks(
+        q, batch, partial(read_kv_block, pages[:2], pages.table, reading, q.dtype), reading
+    )
 
 
 def compiled(
     attend: Callable[..., jax.Array], q: Any, pages: LayerPages, reading: AttentionParams
 ) -> np.ndarray:
     """What a function attends to, as one program."""
-    constants = attend, replace(reading, sinks=None), kernels.PROCESSORS
+    constants = attend, replace(reading, sinks=None), kernels.MULTIPROCESSORS
     return np.asarray(attended(*constants, q, pages, reading.sinks))
 
 
@@ -137,7 +141,7 @@ def with_own_path(case: Case, pages: LayerPages, root: np.ndarray, dtype: Any) -
         at = np.minimum(root[:, None] + np.arange(5), case.M * case.W - 1)
         page = np.take_along_axis(pages.table, at // case.W, axis=1)
         read = jax.tree.map(lambda x: x[:, page, at % case.W], pool)
-        return np.asarray(jax.jit(decoded, static_argnums=1)(read, dtype)).transpose(1, 2, 0, 3)
+        return np.asarray(jax.jit(dequantise_heads, static_argnums=1)(read, dtype)).transpose(1, 2, 0, 3)
 
     ends = zip(root, case.start, strict=True)
     hidden = [(row, at) for row, (first, last) in enumerate(ends) for at in range(first, last + 1)]
@@ -152,7 +156,7 @@ def with_own_path(case: Case, pages: LayerPages, root: np.ndarray, dtype: Any) -
 
     own = newest(pages.k), newest(pages.v), root
     k, v = jax.tree.map(spoilt, pages[:2])
-    return pages._replace(k=k, v=v, own=own)
+    return pages._replace(k=k, v=v, tail=own)
 
 
 def on_device(case: Case) -> tuple[jax.Array, LayerPages, AttentionParams]:

@@ -18,10 +18,10 @@ ADDRESS = re.compile(r" at 0x\w+")  # in the names of functions among static arg
 
 @cache
 def sources(file: Path) -> str:
-    """The hash of a test's file, of the cases, and of what checks annotations while a program is traced."""
+    """The hash of a test's file, of the cases, and of what decides checks and options of compilers."""
     tests = Path(__file__).parents[1]
     checks = tests / "annotations.py", tests / "suite" / "quick.py"
-    return executable_cache.sources_hash([file, tests / "cases", *checks])
+    return executable_cache.hash_sources([file, tests / "cases", *checks])
 
 
 class StoredJit:
@@ -52,8 +52,8 @@ class StoredJit:
         if "LogitsProcessor(" in told:  # from a stored tree it would come back without its function
             return self._jitted.lower(**given).compile()
         device = jax.devices()[0]
-        key = executable_cache.combined(
-            [self._sources], self._name, told, executable_cache.environment(device)
+        key = executable_cache.combine_keys(
+            [self._sources], self._name, told, executable_cache.describe_environment(device)
         )
-        found = executable_cache.load(key, device)
-        return found or executable_cache.compile(key, self._jitted.lower(**given))
+        found = executable_cache.load_program(key, device)
+        return found or executable_cache.compile_and_store(key, self._jitted.lower(**given))

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 from duetto import RequestOutput, SamplingParams
-from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 
-SMALLEST = str(DEMO.with_name("demo-draft"))  # of the models that ship: with the tokenizer of the other
+# of the models that ship: with the tokenizer of the other
+SMALLEST = str(DEMO_FOLDER.with_name("demo-draft"))
 
 SIZES = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
 # Of a command that finds the programs of an engine of these sizes, whatever the processor is.

@@ -6,19 +6,21 @@ from dataclasses import dataclass
 import numpy as np
 from cases.programs import StoredJit
 
-from duetto.sampling.params import SamplingParams, knobs_row
+from duetto.sampling.params import SamplingParams, request_knobs
 from duetto.sampling.sample import Sampled, sample
 from duetto.sampling.state import (
     SamplingState,
-    admit,
-    commit,
     dense_bias,
-    empty_state,
+    empty_sampling_state,
     load_history,
+    load_knobs,
     needs_history,
+    record_tokens,
 )
 
-admit_jit, load_jit, commit_jit, sample_jit = (StoredJit(f) for f in (admit, load_history, commit, sample))
+admit_jit, load_jit, commit_jit, sample_jit = (
+    StoredJit(f) for f in (load_knobs, load_history, record_tokens, sample)
+)
 STOP_IDS = (1, 3)
 PADDED = 32  # tokens of a history, as the device sees it
 
@@ -46,7 +48,7 @@ def enter(
     load_history: Callable = load_jit,
 ) -> SamplingState:
     p, n = request.params, len(request.prompt)
-    knobs = knobs_row(p, seed=seed, stop_ids=STOP_IDS, prompt_len=n, bad_words=request.bad_words)
+    knobs = request_knobs(p, seed=seed, stop_ids=STOP_IDS, prompt_len=n, bad_words=request.bad_words)
     state = admit(state, np.int32(slot), knobs)
     if not needs_history(p):
         return state
@@ -58,7 +60,7 @@ def enter(
 
 def draw(logits: np.ndarray, request: Request, draws: int, seed: int = 0) -> Sampled:
     """The tokens of one request at `draws` positions, from the same logits at each."""
-    state = enter(empty_state(1, len(logits)), 0, request, seed)
+    state = enter(empty_sampling_state(1, len(logits)), 0, request, seed)
     position = np.arange(draws, dtype=np.int32) + request.position
     rows = np.broadcast_to(logits.astype(np.float32), (draws, len(logits)))
     return sample_jit(rows, position, np.zeros(draws, np.int32), np.ones(draws, bool), state)

@@ -10,7 +10,7 @@ import numpy as np
 
 from duetto import LLM, SamplingParams
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.main import app
+from duetto.serve.server.http.main import make_server_app
 from duetto.serve.server.service.service import Service
 
 FIELDS = (
@@ -35,7 +35,7 @@ def body(prompt: list[int], params: SamplingParams) -> dict[str, Any]:
 
 async def answers(llm: LLM, bodies: list[dict[str, Any]]) -> list[str]:
     service = Service(llm, ServerOptions(), {})
-    transport = httpx.ASGITransport(app(service, [], None))
+    transport = httpx.ASGITransport(make_server_app(service, [], None))
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=None) as client:
             found = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))

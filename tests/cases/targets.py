@@ -7,9 +7,9 @@ import pytest
 
 from duetto.model.config import ModelConfig
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan, compile_and_read
+from duetto.serve.planner.engine_plan import EnginePlan, compile_stages
 from duetto.serve.planner.roofline.presets import PRESETS
-from duetto.serve.planner.roofline.targets import MissingCompiler, Target, find_target, here
+from duetto.serve.planner.roofline.targets import MissingCompiler, Target, find_target, local_target
 from duetto.serve.runtime.compiled.compile import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 
@@ -25,19 +25,19 @@ SMALL = ModelConfig.uniform(512, 256, 768, 2, 8, 4, 32, tied_embeddings=True)
 def small_job(context: int) -> EnginePlan:
     """A plan for this machine whose programs are quickly compiled."""
     sizes = Sizes(max_model_len=256, max_num_seqs=8, pages=(32,), page_size=64)
-    return EnginePlan("small", SMALL, "float32", EngineOptions(), here(), sizes, context)
+    return EnginePlan("small", SMALL, "float32", EngineOptions(), local_target(), sizes, context)
 
 
 def found_target(name: str) -> Target:
     try:
-        return here() if name == "cpu" else find_target(name)
+        return local_target() if name == "cpu" else find_target(name)
     except MissingCompiler as error:
         pytest.skip(str(error))
 
 
 def compile_for(plan: EnginePlan, shape: Shape, arguments: StepArguments) -> jax.stages.Compiled:
     """Compile one program ahead of time for the plan's target."""
-    return compile_and_read(plan, shape, arguments)[0][0]
+    return compile_stages(plan, shape, arguments)[0][0]
 
 
 def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> EnginePlan:

@@ -12,7 +12,7 @@ from cases.programs import StoredJit
 from duetto.model.attention import causal
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig, NormKind
 from duetto.model.layers import einsum
-from duetto.model.transformer import Decoder, decoder_spec, forward, unembed
+from duetto.model.transformer import Decoder, compute_logits, decoder_spec, forward
 from duetto.model.tree import Spec, is_spec
 from duetto.model.weights.lowrank import LowRank
 from duetto.model.weights.quant import Quantised
@@ -83,7 +83,7 @@ def dense(tree: Any) -> Any:
         if isinstance(x, LowRank):
             inputs, outputs = (f"{letters}" for letters in ("ijk"[: x.a.ndim - 1], "xyz"[: x.b.ndim - 1]))
             return jnp.einsum(f"{inputs}r,r{outputs}->{inputs}{outputs}", x.a, x.b, precision="highest")
-        return x.widened(jnp.float32) if isinstance(x, Quantised) else x
+        return x.dequantise(jnp.float32) if isinstance(x, Quantised) else x
 
     return jax.tree.map(array, tree, is_leaf=is_record)
 
@@ -91,4 +91,4 @@ def dense(tree: Any) -> Any:
 @partial(StoredJit, static_argnames=["config"])
 def logits(params: Decoder, config: ModelConfig, tokens: jax.Array) -> jax.Array:
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], tokens.shape)
-    return unembed(params, config, forward(params, config, tokens, places, causal)[0])
+    return compute_logits(params, config, forward(params, config, tokens, places, causal)[0])

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from cases.folders import CONFIG, decoder
 
-from duetto.checkpoints.huggingface import save
+from duetto.checkpoints.huggingface import save_hf
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A small checkpoint as save() writes it."""
-    save(tmp_path, CONFIG, decoder(CONFIG))
+    save_hf(tmp_path, CONFIG, decoder(CONFIG))
     return tmp_path

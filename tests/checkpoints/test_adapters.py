@@ -12,20 +12,20 @@ from cases.families.mixtures import LATENT
 from cases.families.recurrent import DELTA, QWEN_EXPERTS
 from cases.models import TINY
 
-from duetto.checkpoints.adapters.adapter import Reader
+from duetto.checkpoints.adapters.adapter import AdapterReader
 from duetto.checkpoints.families import FAMILIES
-from duetto.checkpoints.huggingface import load, read_model
-from duetto.checkpoints.tensors import CheckpointError, contents
+from duetto.checkpoints.huggingface import load_hf, read_family_config
+from duetto.checkpoints.tensors import CheckpointError, list_tensors
 from duetto.model.attention import causal
 from duetto.model.config import Experts, LayerKind
-from duetto.model.transformer import forward, unembed
+from duetto.model.transformer import compute_logits, forward
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def tensors_in(folder):
-    found = contents(folder / "adapter_model.safetensors")
-    return {name: t.rows(0, t.shape[0]).astype(np.float32) for name, t in found.items()}
+    found = list_tensors(folder / "adapter_model.safetensors")
+    return {name: t.read_rows(0, t.shape[0]).astype(np.float32) for name, t in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def tensors_in(folder):
         ({"lora_alpha": 8, "r": 2, "rank_pattern": {r"layers\.\d+\.self_attn\.q_proj": 4}}, 2.0),
     ],
 )
-def test_terms_lie_as_our_weights_and_b_has_the_scale(tmp_path, fields, scale):
+def test_adapter_terms_have_weight_axes_and_b_is_scaled(tmp_path, fields, scale):
     folder = write(
         tmp_path / "a",
         TINY,
@@ -54,6 +54,35 @@ def test_terms_lie_as_our_weights_and_b_has_the_scale(tmp_path, fields, scale):
     one = Q.replace("layers.0", "layers.1").replace("q_proj", "o_proj")
     np.testing.assert_array_equal(a.reshape(-1, 4), stored[f"{one}.lora_A.weight"].T)
     assert sorted(adapter.terms) == [f"layers.{i}.attention.{x}" for i in range(2) for x in "oq"]
+
+
+TRAINED = {  # names of the layers in the model that was trained
+    "the text model": "model.layers", "nested": "model.language_model.layers",
+    "nested, on the hub": "language_model.model.layers", "without a head": "layers",
+    "nested, without a head": "language_model.layers",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", TRAINED.values(), ids=TRAINED)
+def test_patterns_match_names_of_the_model_that_was_trained(tmp_path, layers):
+    source = write(tmp_path / "source", TINY, 4, 0, ("q_proj",))
+    stored = {name.replace("model.layers", layers): x for name, x in tensors_in(source).items()}
+    patterns = {
+        "rank_pattern": {re.escape(f"{layers}.") + r"\d+\.self_attn\.q_proj": 4},
+        "alpha_pattern": {f"{layers}.1.self_attn.q_proj": 2, "elsewhere.layers.0.self_attn.q_proj": 6},
+    }
+    adapter = read(written(tmp_path / "a", stored, {"r": 2, "lora_alpha": 8, **patterns}), TINY)
+    for i, scale in enumerate((2.0, 0.5)):
+        _, b = adapter.terms[f"layers.{i}.attention.q"]
+        expected = stored[f"base_model.model.{layers}.{i}.self_attn.q_proj.lora_B.weight"].T
+        np.testing.assert_allclose(b.reshape(4, -1), scale * expected, rtol=1e-6)
+
+
+def test_a_refusal_names_a_module_as_the_adapter_does(tmp_path):
+    stored = {f"base_model.model.vision_tower.q_proj.lora_{x}.weight": np.zeros((2, 2), "f4") for x in "AB"}
+    folder = written(tmp_path / "a", stored, {"r": 2, "lora_alpha": 4})
+    with pytest.raises(CheckpointError, match="module 'vision_tower.q_proj' cannot have an adapter here"):
+        read(folder, TINY)
 
 
 def test_a_name_follows_from_the_content_alone(tmp_path):
@@ -80,7 +109,7 @@ def test_a_name_follows_from_the_content_alone(tmp_path):
         ({"r": 3}, "lora_A.weight' has shape (2, 48) in F32, expected (3, 48)"),
     ],
 )
-def test_what_a_configuration_asks_for_and_is_not_here(tmp_path, fields, said):
+def test_unsupported_adapter_configurations_are_refused_by_field(tmp_path, fields, said):
     folder = write(tmp_path / "a", TINY, 2, 0, ATTENTION, **fields)
     with pytest.raises(CheckpointError, match=re.escape(said)):
         read(folder, TINY)
@@ -113,13 +142,13 @@ def changed(folder, change):
         ),
     ],
 )
-def test_tensors_that_do_not_fit(tmp_path, change, said):
+def test_adapter_tensors_that_do_not_fit_are_refused(tmp_path, change, said):
     folder = changed(write(tmp_path / "a", TINY, 2, 0, ATTENTION), change)
     with pytest.raises(CheckpointError, match=re.escape(said)):
         read(folder, TINY)
 
 
-def test_a_rank_above_the_limit_and_a_folder_that_is_none(tmp_path):
+def test_ranks_above_the_limit_and_incomplete_folders_are_refused(tmp_path):
     folder = write(tmp_path / "a", TINY, 9, 0, ATTENTION)
     with pytest.raises(CheckpointError, match="rank 9, max_lora_rank allows 8"):
         read(folder, TINY, most=8)
@@ -131,7 +160,7 @@ def test_a_rank_above_the_limit_and_a_folder_that_is_none(tmp_path):
             read(tmp_path / name, TINY)
 
 
-def test_experts_have_modules_of_their_own(tmp_path):
+def test_adapters_may_have_modules_of_single_experts(tmp_path):
     """Of any rank each; those without one have zeros."""
     kind = LayerKind(TINY.layers[0].mixer, Experts(4, 2, 24))
     config, rng = replace(TINY, layers=(kind,)), np.random.default_rng(0)
@@ -144,7 +173,7 @@ def test_experts_have_modules_of_their_own(tmp_path):
     patterns = {rf"experts\.{e}\.{name}": rank for (name, e), rank in ranks.items()}
     folder = written(tmp_path / "a", tensors, {"r": 2, "lora_alpha": 6, "rank_pattern": patterns})
     family = FAMILIES["qwen3_moe"]
-    adapter = Reader(family, config, np.float32, 8, routed=True).read(folder, "a")
+    adapter = AdapterReader(family, config, np.float32, 8, adapts_routed=True).read(folder, "a")
     assert adapter.rank == 3 and sorted(adapter.terms) == [
         f"layers.0.ffn.experts.{x}" for x in ("down", "gate")
     ]
@@ -156,7 +185,7 @@ def test_experts_have_modules_of_their_own(tmp_path):
         used = {number for other, number in ranks if other == name}
         assert all(a[i].any() == b[i].any() == (i in used) for i in range(4))
     with pytest.raises(CheckpointError, match=r"mlp.experts.\d.\w+' cannot have an adapter here"):
-        Reader(family, config, np.float32, 8).read(folder, "a")
+        AdapterReader(family, config, np.float32, 8).read(folder, "a")
 
 
 # ------------------------------------------------------------ PEFT itself
@@ -192,7 +221,7 @@ SIZES = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 
 @pytest.mark.extras
 @pytest.mark.parametrize("family", MODELS)
-def test_logits_equal_pefts_own(family, tmp_path):
+def test_logits_equal_those_of_peft(family, tmp_path):
     """Of an adapter that PEFT has written, with ranks and scales of its own in some modules."""
     torch, peft, transformers = (pytest.importorskip(name) for name in ("torch", "peft", "transformers"))
     more, targets = MODELS[family]
@@ -211,9 +240,9 @@ def test_logits_equal_pefts_own(family, tmp_path):
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         wanted = model(ids).logits.numpy()[0]
-    config, params = load(tmp_path / "model", jnp.float32)
-    reader = Reader(read_model(tmp_path / "model")[0], config, np.float32, 8)
+    config, params = load_hf(tmp_path / "model", jnp.float32)
+    reader = AdapterReader(read_family_config(tmp_path / "model")[0], config, np.float32, 8)
     params = merged(params, reader.read(tmp_path / "adapter", "a"))
     places = jnp.arange(17, dtype=jnp.int32)[None]
     hidden, _ = forward(params, config, jnp.asarray(ids.numpy(), jnp.int32), places, causal)
-    np.testing.assert_allclose(unembed(params, config, hidden)[0], wanted, atol=1e-3)
+    np.testing.assert_allclose(compute_logits(params, config, hidden)[0], wanted, atol=1e-3)

@@ -26,12 +26,12 @@ from cases.folders import (
 from safetensors.numpy import load_file
 
 from duetto.checkpoints.families import FAMILIES
-from duetto.checkpoints.huggingface import load, read_config, save
-from duetto.checkpoints.layout import groups
+from duetto.checkpoints.huggingface import load_hf, read_config, save_hf
+from duetto.checkpoints.layout import parameter_groups
 from duetto.model.layers import Norm
 from duetto.model.rope import Rope
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import paths
+from duetto.model.tree import leaves_by_path
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -48,14 +48,14 @@ from duetto.model.tree import paths
 )
 def test_what_is_saved_loads_bit_for_bit(tmp_path, config, dtype):
     params = decoder(config, dtype)
-    save(tmp_path, config, params)
-    found, loaded = load(tmp_path)
+    save_hf(tmp_path, config, params)
+    found, loaded = load_hf(tmp_path)
     assert found == config == read_config(tmp_path)
     assert_equal(loaded, params)
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_axes_are_split_and_turned_as_torch_linear_layers_store_them(folder):
+def test_stored_weights_have_the_axes_of_torch_linear_layers(folder):
     w, tensors = decoder(CONFIG).layers[1], load_file(folder / "model.safetensors")
     D, F, N, H = (SIZES[name] for name in ("hidden_size", "ffn_size", "num_heads", "head_size"))
     layer = "model.layers.1."
@@ -63,14 +63,18 @@ def test_axes_are_split_and_turned_as_torch_linear_layers_store_them(folder):
     np.testing.assert_array_equal(tensors[Q].reshape(N, H, D)[2, 5], np.asarray(w.attention.q)[:, 2, 5])
     o = tensors[layer + "self_attn.o_proj.weight"]
     np.testing.assert_array_equal(o.reshape(D, N, H)[:, 3, 1], np.asarray(w.attention.o)[3, 1])
-    np.testing.assert_array_equal(tensors[layer + "mlp.gate_proj.weight"], np.asarray(paths(w)["ffn.gate"]).T)
+    np.testing.assert_array_equal(
+        tensors[layer + "mlp.gate_proj.weight"], np.asarray(leaves_by_path(w)["ffn.gate"]).T
+    )
     assert tensors[layer + "mlp.down_proj.weight"].shape == (D, F)
 
 
-def test_every_name_of_a_family_is_used_and_every_parameter_has_one():
+def test_every_stored_name_is_used_and_every_parameter_has_one():
     everything = config_with(attention_bias=True, mlp_bias=True)
-    found = groups(FAMILIES["llama"], everything)
-    assert [p.path for group in found for p in group.parameters] == list(paths(decoder_spec(everything)))
+    found = parameter_groups(FAMILIES["llama"], everything)
+    assert [p.path for group in found for p in group.parameters] == list(
+        leaves_by_path(decoder_spec(everything))
+    )
     assert {p.stored for group in found for p in group.parameters} == set(FAMILIES["llama"].names.values())
     names = [name for group in found for name in group.names]
     assert len(set(names)) == len(names)
@@ -78,12 +82,12 @@ def test_every_name_of_a_family_is_used_and_every_parameter_has_one():
 
 def test_shards_load_like_one_file(folder):
     shard(folder)
-    assert_equal(load(folder)[1], decoder(CONFIG))
+    assert_equal(load_hf(folder)[1], decoder(CONFIG))
 
 
-def test_the_single_file_is_taken_where_an_index_lies_beside_it(folder):
+def test_a_single_file_is_preferred_to_an_index(folder):
     write_index(folder, {"old": "old.safetensors"})
-    assert_equal(load(folder)[1], decoder(CONFIG))
+    assert_equal(load_hf(folder)[1], decoder(CONFIG))
 
 
 @pytest.mark.filterwarnings("default")
@@ -91,32 +95,32 @@ def test_the_single_file_is_taken_where_an_index_lies_beside_it(folder):
 def test_transformers_reads_what_save_writes(tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     from duetto.model.attention import causal
-    from duetto.model.transformer import forward, unembed
+    from duetto.model.transformer import compute_logits, forward
 
     config = config_with(rope=Rope(1e4, "llama3", 8.0, 1.0, 4.0, 16), attention_bias=True, mlp_bias=True)
     params = decoder(config)
-    save(tmp_path, config, params)
+    save_hf(tmp_path, config, params)
     model, report = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     tokens = np.arange(30)[None] % CONFIG.vocab_size
     with torch.no_grad():
         expected = model(torch.tensor(tokens)).logits.numpy()
     hidden, _ = forward(params, config, jnp.asarray(tokens), jnp.arange(30)[None], causal)
-    np.testing.assert_allclose(np.asarray(unembed(params, config, hidden)), expected, atol=2e-4)
+    np.testing.assert_allclose(np.asarray(compute_logits(params, config, hidden)), expected, atol=2e-4)
 
 
 def test_save_refuses_what_is_not_the_configuration_and_leaves_nothing(tmp_path):
     params = decoder(CONFIG)
     with pytest.raises(ValueError, match=r"head has shape \(40, 12\), the configuration says None"):
-        save(tmp_path, config_with(tied_embeddings=True), params)
+        save_hf(tmp_path, config_with(tied_embeddings=True), params)
     with pytest.raises(ValueError, match=r"layers\.0\.ffn\.gate has shape \(12, 20\).*\(12, 24\)"):
-        save(tmp_path, config_with(ffn_size=24), params)
+        save_hf(tmp_path, config_with(ffn_size=24), params)
     with pytest.raises(ValueError, match="dtypes bfloat16, float32"):
-        save(tmp_path, CONFIG, replace(params, norm=Norm(params.norm.gain.astype(jnp.bfloat16))))
+        save_hf(tmp_path, CONFIG, replace(params, norm=Norm(params.norm.gain.astype(jnp.bfloat16))))
     with pytest.raises(ValueError, match=r"'model\.norm\.weight' holds NaN or infinity as float32"):
-        save(tmp_path, CONFIG, replace(params, norm=Norm(params.norm.gain.at[3].set(jnp.nan))))
+        save_hf(tmp_path, CONFIG, replace(params, norm=Norm(params.norm.gain.at[3].set(jnp.nan))))
     with pytest.raises(ValueError, match="cannot express"):
-        save(tmp_path, config_with(rope=Rope(factor=2.0)), params)
+        save_hf(tmp_path, config_with(rope=Rope(factor=2.0)), params)
     assert not list(tmp_path.iterdir())
 
 
@@ -131,29 +135,29 @@ def test_save_refuses_what_is_not_the_configuration_and_leaves_nothing(tmp_path)
 )
 def test_auto_is_the_dtype_that_the_configuration_names(folder, fields, expected):
     change_config(folder, **fields)
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(load(folder)[1])} == {expected}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(load_hf(folder)[1])} == {expected}
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", np.dtype(ml_dtypes.bfloat16)])
 def test_a_dtype_casts(folder, dtype):
     expected = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), decoder(CONFIG))
-    assert_equal(load(folder, dtype)[1], expected)
-    save(folder, CONFIG, decoder(CONFIG), dtype)
-    assert_equal(load(folder)[1], expected)
+    assert_equal(load_hf(folder, dtype)[1], expected)
+    save_hf(folder, CONFIG, decoder(CONFIG), dtype)
+    assert_equal(load_hf(folder)[1], expected)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "fast", jnp.int32])
 def test_an_unknown_dtype_is_refused(folder, dtype):
     with pytest.raises(ValueError, match="expected 'auto' or one of float32, float16, bfloat16"):
-        load(folder, dtype)
+        load_hf(folder, dtype)
 
 
 def test_a_parameter_owns_its_memory(folder):
-    _, kept = load(folder, place=lambda array, _: array)
+    _, kept = load_hf(folder, place=lambda array, _: array)
     assert all(type(leaf) is np.ndarray and leaf.flags.writeable for leaf in jax.tree.leaves(kept))
     for leaf in jax.tree.leaves(kept):
         leaf[...] = 0
-    _, params = load(folder)
+    _, params = load_hf(folder)
     assert_equal(params, decoder(CONFIG))
     add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     expected = jax.tree.map(lambda x: np.asarray(x) + 1, decoder(CONFIG))
@@ -165,7 +169,7 @@ import re, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from duetto.checkpoints.huggingface import load
-from duetto.model.tree import nbytes
+from duetto.model.tree import tree_bytes
 
 def resident(field):
     return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
@@ -173,7 +177,7 @@ def resident(field):
 jax.block_until_ready(jnp.ones(3) + 1)
 before = resident("VmRSS")
 config, params = load(sys.argv[1], sys.argv[2])
-print((resident("VmHWM") - before) / nbytes(params))
+print((resident("VmHWM") - before) / tree_bytes(params))
 """
 
 
@@ -183,7 +187,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"vocab_size": 48000, "hidden_size": 1024, "ffn_size": 2560, "num_heads": 16, "head_size": 64}
     config, folder = config_with(**sizes, tied_embeddings=True), tmp_path_factory.mktemp("large")
     half = lambda s: jax.device_put(np.full(s.shape, 0.5, ml_dtypes.bfloat16))
-    save(folder, config, jax.tree.map(half, decoder_spec(config)))
+    save_hf(folder, config, jax.tree.map(half, decoder_spec(config)))
     return folder
 
 

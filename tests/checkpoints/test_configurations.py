@@ -124,7 +124,7 @@ def test_both_styles_of_configuration_are_read(folder, fields, changes):
     ],
     ids=lambda x: x[:30] if isinstance(x, str) else None,
 )
-def test_a_configuration_that_is_not_supported_is_refused_by_field_and_value(folder, fields, words):
+def test_unsupported_configurations_are_refused_by_field_and_value(folder, fields, words):
     change_config(folder, **fields)
     message = refusal(folder)
     assert words in message and "config.json" in message
@@ -168,7 +168,7 @@ def test_pickled_weights_are_refused_with_the_reason(folder, name):
     assert name in message and "reading them can run any code" in message
 
 
-def test_a_dtype_that_is_none_is_refused_on_every_device(folder):
+def test_unsupported_dtypes_are_refused_with_every_dtype_option(folder):
     change_config(folder, torch_dtype="int8")
     for dtype in ("auto", "float32", "bfloat16"):
         assert "config.json: dtype is 'int8', expected one of float32" in refusal(folder, dtype=dtype)

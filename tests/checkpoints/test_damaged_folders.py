@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from duetto.checkpoints import tensors
-from duetto.checkpoints.tensors import CheckpointError, contents
-from duetto.serve.engine.startup.folder import DEMO, checked_defaults, load_folder
+from duetto.checkpoints.tensors import CheckpointError, list_tensors
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER, load_folder, read_generation_defaults
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 DEPTH = 100_000
@@ -18,7 +18,7 @@ NESTED = {"array": "[" * DEPTH + "]" * DEPTH, "object": '{"content":' * DEPTH + 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return shutil.copytree(DEMO, tmp_path_factory.mktemp("model") / "demo")
+    return shutil.copytree(DEMO_FOLDER, tmp_path_factory.mktemp("model") / "demo")
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_tokenizer_that_is_nested_too_deeply(model, changed, name, field, kind
 def test_a_configuration_that_is_nested_too_deeply(model, changed, name, field, kind):
     file = changed(name, nested(model, name, field, kind))
     with pytest.raises(CheckpointError, match=str(file)) as error:
-        checked_defaults(model)
+        read_generation_defaults(model)
     assert len(str(error.value)) < 500
 
 
@@ -105,7 +105,7 @@ def never(*args, **kwargs):
     raise AssertionError("the header was parsed")
 
 
-def test_a_header_of_too_many_tensors_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+def test_headers_of_too_many_tensors_are_refused_unparsed(tmp_path, monkeypatch):
     file = safetensors(tmp_path / "a.safetensors", tensors.MAX_TENSORS + 1)
     monkeypatch.setattr(tensors.json, "loads", never)
     monkeypatch.setattr("safetensors.safe_open", never)
@@ -113,16 +113,16 @@ def test_a_header_of_too_many_tensors_is_refused_before_it_is_parsed(tmp_path, m
         f"{file}: holds {tensors.MAX_TENSORS + 1} tensors, expected at most {tensors.MAX_TENSORS} in one file"
     )
     with pytest.raises(CheckpointError, match=expected):
-        contents(file)
+        list_tensors(file)
 
 
-def test_a_header_that_is_too_long_is_refused_before_it_is_read(tmp_path, monkeypatch):
-    file = safetensors(tmp_path / "a.safetensors", 1, padding=tensors.MAX_HEADER)
+def test_headers_that_are_too_long_are_refused_unread(tmp_path, monkeypatch):
+    file = safetensors(tmp_path / "a.safetensors", 1, padding=tensors.MAX_HEADER_BYTES)
     monkeypatch.setattr("safetensors.safe_open", never)
     with pytest.raises(
-        CheckpointError, match=f"the header has [0-9]+ bytes, expected at most {tensors.MAX_HEADER}"
+        CheckpointError, match=f"the header has [0-9]+ bytes, expected at most {tensors.MAX_HEADER_BYTES}"
     ):
-        contents(file)
+        list_tensors(file)
 
 
 @pytest.mark.parametrize("size", [0, 1 << 40, 2**64 - 1])
@@ -130,8 +130,8 @@ def test_a_header_whose_length_is_wrong(tmp_path, size):
     file = tmp_path / "a.safetensors"
     file.write_bytes(size.to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match="cut off, or not a safetensors file"):
-        contents(file)
+        list_tensors(file)
 
 
 def test_a_header_within_the_limits_is_read(tmp_path):
-    assert len(contents(safetensors(tmp_path / "a.safetensors", 1000))) == 1000
+    assert len(list_tensors(safetensors(tmp_path / "a.safetensors", 1000))) == 1000

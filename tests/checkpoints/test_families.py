@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +15,22 @@ import pytest
 from cases.families.golden import CASES, LENGTH, case_folder, expected_outputs, hub_config, prompts
 from cases.programs import StoredJit
 from safetensors.numpy import load_file, save_file
+from suite.marks import full, full_if
 
 from duetto.checkpoints.families import FAMILIES
-from duetto.checkpoints.huggingface import load, read_config, save
-from duetto.checkpoints.layout import groups
+from duetto.checkpoints.huggingface import load_hf, read_config, save_hf
+from duetto.checkpoints.layout import parameter_groups
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.attention import causal
-from duetto.model.transformer import decoder_spec, forward, unembed
-from duetto.model.tree import abstract, paths
+from duetto.model.transformer import compute_logits, decoder_spec, forward
+from duetto.model.tree import leaves_by_path, shapes_from_specs
 
 ROOT = Path(__file__).resolve().parents[2]
+# Cases of a family whose layers are those of another family.
+VARIANTS = (
+    "untied", "tied", "plain", "biases", "interval", "full", "listed", "sparse", "halves", "alone", "dense",
+    "lite",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
@@ -37,7 +45,7 @@ def logits(params, config, tokens, length):
     """After each token of a padded row, of which `length` are a sequence."""
     positions = jnp.arange(LENGTH, dtype=jnp.int32)[None]
     hidden, _ = forward(params, config, tokens[None], positions, causal, lengths=length[None])
-    return unembed(params, config, hidden)[0]
+    return compute_logits(params, config, hidden)[0]
 
 
 def outputs(params, config, ids: list[int]) -> np.ndarray:
@@ -46,9 +54,10 @@ def outputs(params, config, ids: list[int]) -> np.ndarray:
     return np.asarray(logits(params, config, tokens, jnp.int32(len(ids))))[len(ids) - 1]
 
 
+@full_if(lambda case: case.partition(" ")[2] in VARIANTS)
 def test_outputs_are_those_of_transformers(case):
     folder, golden = case
-    config, params = load(folder)
+    config, params = load_hf(folder)
     for prompt, expected, greedy in zip(prompts(), golden["logits"], golden["greedy"], strict=True):
         np.testing.assert_allclose(outputs(params, config, prompt), expected, atol=5e-4, rtol=0)
         ids = list(prompt)
@@ -63,12 +72,30 @@ def test_both_styles_of_configuration_say_the_same(case, tmp_path):
     assert read_config(tmp_path) == read_config(folder)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_was_saved_without_its_head_loads(case, tmp_path):
+    """As AutoModel.save_pretrained writes it: all names lack their first part."""
+    folder, _ = case
+    (config, params), source = load_hf(folder), load_file(folder / "model.safetensors")
+    family = FAMILIES[json.loads((folder / "config.json").read_text())["model_type"]]
+    kept = {n.removeprefix(family.prefix): x for n, x in source.items() if n.startswith(family.prefix)}
+    save_file(kept, tmp_path / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    found_config, found = load_hf(tmp_path)
+    expected = {path: x for path, x in leaves_by_path(params).items() if path not in ("head", "head_bias")}
+    assert found_config == replace(config, has_head=len(expected) == len(leaves_by_path(params)))
+    assert leaves_by_path(found).keys() == expected.keys()
+    for path, leaf in leaves_by_path(found).items():
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[path]), err_msg=path)
+    save_hf(tmp_path / "again", found_config, found, like=tmp_path)
+    assert len(load_file(tmp_path / "again" / "model.safetensors")) == len(kept)
+
+
+@pytest.mark.parametrize("dtype", ["float32", full("bfloat16")])
 def test_what_was_loaded_is_written_back_bit_for_bit(case, tmp_path, dtype):
     folder, _ = case
     source = load_file(folder / "model.safetensors")
-    config, params = load(folder, dtype)
-    save(tmp_path, config, params, like=folder)
+    config, params = load_hf(folder, dtype)
+    save_hf(tmp_path, config, params, like=folder)
     written = load_file(tmp_path / "model.safetensors")
     assert written.keys() == source.keys()
     for name, array in source.items():
@@ -76,7 +103,7 @@ def test_what_was_loaded_is_written_back_bit_for_bit(case, tmp_path, dtype):
         own = np.float32 if dtype == "float32" or kept else ml_dtypes.bfloat16
         assert written[name].dtype == own
         assert written[name].tobytes() == array.astype(own).tobytes(), name
-    assert load(tmp_path)[0] == config
+    assert load_hf(tmp_path)[0] == config
 
 
 def test_every_family_has_a_case_and_every_name_is_used():
@@ -84,9 +111,9 @@ def test_every_family_has_a_case_and_every_name_is_used():
     for name in CASES:
         raw = hub_config(name)
         family = FAMILIES[raw["model_type"]]
-        found = groups(family, family.config(raw))
+        found = parameter_groups(family, family.parse_config(raw))
         used[raw["model_type"]] |= {p.stored for group in found for p in group.parameters}
-        spec = paths(decoder_spec(family.config(raw)))
+        spec = leaves_by_path(decoder_spec(family.parse_config(raw)))
         assert sorted(p.path for group in found for p in group.parameters) == sorted(spec)
     for kind, family in FAMILIES.items():
         assert used[kind] == set(family.names.values()), kind
@@ -99,13 +126,13 @@ def make(tmp_path: Path, name: str) -> dict[str, np.ndarray]:
 
 def test_layers_that_predict_several_tokens_ahead_are_left_out(tmp_path):
     tensors = make(tmp_path, "deepseek_v3")
-    _, expected = load(tmp_path)
+    _, expected = load_hf(tmp_path)
     ahead = {n.replace("layers.2", "layers.3"): x for n, x in tensors.items() if "layers.2" in n}
     save_file(
         {**tensors, **ahead, "model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)},
         tmp_path / "model.safetensors",
     )
-    _, found = load(tmp_path)
+    _, found = load_hf(tmp_path)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     save_file(
@@ -113,33 +140,33 @@ def test_layers_that_predict_several_tokens_ahead_are_left_out(tmp_path):
         tmp_path / "model.safetensors",
     )
     with pytest.raises(CheckpointError, match=r"layers\.2\.eh_proj\.weight' is not a parameter"):
-        load(tmp_path)
+        load_hf(tmp_path)
 
 
-def test_the_blocks_of_ernie_that_predict_several_tokens_ahead_are_left_out(tmp_path):
+def test_multi_token_prediction_blocks_of_ernie_are_ignored(tmp_path):
     tensors = make(tmp_path, "ernie4_5_moe")
     ahead = {"model.mtp_linear_proj.0.weight": np.zeros((30, 60), np.float32)}
     save_file(tensors | ahead, tmp_path / "model.safetensors")
-    assert load(tmp_path)[0].num_layers == 5
+    assert load_hf(tmp_path)[0].num_layers == 5
 
 
 def test_the_names_of_older_gpt2_files_lack_their_first_part(tmp_path):
     tensors = make(tmp_path, "gpt2")
-    _, expected = load(tmp_path)
+    _, expected = load_hf(tmp_path)
     old = {name.removeprefix("transformer."): x for name, x in tensors.items()}
     save_file(old | {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)}, tmp_path / "model.safetensors")
-    _, found = load(tmp_path)
+    _, found = load_hf(tmp_path)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 def test_masks_and_frequencies_in_older_gpt_neox_files_change_nothing(tmp_path):
     tensors = make(tmp_path, "gpt_neox")
-    _, expected = load(tmp_path)
+    _, expected = load_hf(tmp_path)
     for name in ("bias", "masked_bias", "rotary_emb.inv_freq"):
         tensors[f"gpt_neox.layers.1.attention.{name}"] = np.ones((1, 1), np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
-    _, found = load(tmp_path)
+    _, found = load_hf(tmp_path)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
@@ -166,29 +193,33 @@ def test_joined_and_stacked_tensors_of_another_shape_are_refused(tmp_path, name,
     tensors = make(tmp_path, name)
     save_file(tensors | {tensor: np.zeros(shape, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{re.escape(tensor)}.*{re.escape(words)}"):
-        load(tmp_path)
+        load_hf(tmp_path)
     del tensors[tensor]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{re.escape(tensor)}' is missing, expected one of shape"):
-        load(tmp_path)
+        load_hf(tmp_path)
 
 
 def test_a_family_is_written_only_with_its_own_fields(tmp_path):
     make(tmp_path, "gpt2")
-    config, params = load(tmp_path)
+    config, params = load_hf(tmp_path)
     with pytest.raises(ValueError, match="only models shaped like Llama"):
-        save(tmp_path / "out", config, params)
+        save_hf(tmp_path / "out", config, params)
     with pytest.raises(ValueError, match="like describes another model"):
-        save(tmp_path / "out", config, params, like=hub_config("gpt2") | {"n_layer": 2})
+        save_hf(tmp_path / "out", config, params, like=hub_config("gpt2") | {"n_layer": 2})
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16_stays_bfloat16(name, tmp_path):
     """No part of any family promotes its activations, or mixes dtypes (tests forbid it)."""
     (tmp_path / "config.json").write_text(json.dumps(hub_config(name)))
     config = read_config(tmp_path)
-    params, ids = abstract(decoder_spec(config), jnp.dtype(jnp.bfloat16)), np.zeros((1, 40), np.int32)
+    params, ids = (
+        shapes_from_specs(decoder_spec(config), jnp.dtype(jnp.bfloat16)),
+        np.zeros((1, 40), np.int32),
+    )
     hidden = jax.eval_shape(lambda w, ids: forward(w, config, ids, ids, causal)[0], params, ids)
     assert hidden.dtype == jnp.bfloat16
 
@@ -206,7 +237,7 @@ def test_transformers_computes_the_same_of_what_save_writes(case, tmp_path):
     for package in ("torch", "transformers"):
         pytest.importorskip(package)
     folder, golden = case
-    save(tmp_path, *load(folder), like=folder)
+    save_hf(tmp_path, *load_hf(folder), like=folder)
     found, greedy = expected_outputs(tmp_path)
     np.testing.assert_allclose(found, golden["logits"], atol=2e-4, rtol=0)
     assert greedy == golden["greedy"]

@@ -67,14 +67,14 @@ def test_null_and_absence_differ_where_transformers_says_so():
     assert ffn("gpt2", n_inner=None) == Dense(120, "gelu_tanh", gated=False, bias=True)
 
 
-def test_parts_of_heads_that_are_turned():
-    assert attention("glm", partial_rotary_factor="absent").turned == 6
+def test_partial_rotary_sizes_are_read():
+    assert attention("glm", partial_rotary_factor="absent").rotary_dims == 6
     assert (
         attention("glm", rope_parameters={"partial_rotary_factor": 1}, rope_scaling=None).rotary_size is None
     )
-    assert attention("glm4_moe", partial_rotary_factor="absent").turned == 6
-    assert attention("minimax_m2", rotary_dim="absent").turned == 12
-    assert attention("minimax_m2", partial_rotary_factor=0.5).turned == 6
+    assert attention("glm4_moe", partial_rotary_factor="absent").rotary_dims == 6
+    assert attention("minimax_m2", rotary_dim="absent").rotary_dims == 12
+    assert attention("minimax_m2", partial_rotary_factor=0.5).rotary_dims == 6
 
 
 def test_the_gelu_of_gemma_is_its_tanh_form():
@@ -111,13 +111,14 @@ def test_layers_without_a_rope():
     assert has_rope("cohere2", **full) == [False] * 2
 
 
-def test_the_part_of_a_head_that_is_turned_is_rounded_down():
-    assert attention("phi", partial_rotary_factor="absent", head_dim=12).turned == 6
-    assert attention("phi", partial_rotary_factor=0.4, head_dim=16).turned == 6
-    assert attention("stablelm", partial_rotary_factor="absent", num_attention_heads=4).turned == 2
+def test_rotary_sizes_are_rounded_down_to_even_numbers():
+    assert attention("phi", partial_rotary_factor="absent", head_dim=12).rotary_dims == 6
+    assert attention("phi", partial_rotary_factor=0.4, head_dim=16).rotary_dims == 6
+    assert attention("stablelm", partial_rotary_factor="absent", num_attention_heads=4).rotary_dims == 2
     assert attention("gpt_neox", rotary_pct=1.0).rotary_size is None
     assert (
-        attention("nemotron", rope_parameters={"partial_rotary_factor": 0.5}, rope_scaling=None).turned == 6
+        attention("nemotron", rope_parameters={"partial_rotary_factor": 0.5}, rope_scaling=None).rotary_dims
+        == 6
     )
 
 
@@ -326,7 +327,7 @@ def test_what_is_not_supported_is_refused_by_field_and_value(kind, fields, words
     assert "\n" not in str(e.value)
 
 
-def test_of_models_that_read_images_the_text_s_is_read(tmp_path):
+def test_text_configurations_of_image_models_are_read(tmp_path):
     """Fields beside `text_config` count where it lacks them."""
     inner = hub_config("gemma3_text") | {"tie_word_embeddings": None}
     outer = {"model_type": "gemma3", "text_config": inner, "vision_config": {"hidden_size": 7}}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from duetto.checkpoints.families import FAMILIES
-from duetto.checkpoints.huggingface import check_config
+from duetto.checkpoints.huggingface import check_quantization
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [
@@ -46,7 +46,7 @@ class Recording(dict):
 
 def fields_read(raw: dict[str, Any]) -> set[str]:
     recording = Recording(raw)
-    FAMILIES[raw["model_type"]].config(recording)
+    FAMILIES[raw["model_type"]].parse_config(recording)
     return recording.read
 
 
@@ -74,7 +74,7 @@ def test_an_odd_value_is_refused_or_read_never_a_traceback(raw):
     for field in fields_read(raw) | set(raw) | {"quantization_config", "rope_scaling", "rope_theta"}:
         for value in ODD:
             try:
-                check_config({**raw, field: value})
-                FAMILIES[raw["model_type"]].config({**raw, field: value})
+                check_quantization({**raw, field: value})
+                FAMILIES[raw["model_type"]].parse_config({**raw, field: value})
             except ValueError as refusal:
                 assert "\n" not in str(refusal)

@@ -15,10 +15,10 @@ from cases.folders import decoder
 from cases.models import TINY
 from safetensors.numpy import load_file, save_file
 
-from duetto.checkpoints.huggingface import load, read_config, save
+from duetto.checkpoints.huggingface import load_hf, read_config, save_hf
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.engine.startup.folder import load_folder
-from duetto.serve.engine.startup.origin import NONE, Origin
+from duetto.serve.engine.startup.model_folder import load_folder
+from duetto.serve.engine.startup.model_source import NO_TOKENIZER, ModelSource
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 Tensors = dict[str, np.ndarray]
@@ -27,7 +27,7 @@ Tensors = dict[str, np.ndarray]
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    save(folder, TINY, decoder(TINY), jnp.float32)
+    save_hf(folder, TINY, decoder(TINY), jnp.float32)
     return folder
 
 
@@ -39,7 +39,7 @@ def tensors(whole: Path, tmp_path: Path) -> Tensors:
 
 
 def same(folder: Path, whole: Path) -> bool:
-    pairs = zip(jax.tree.leaves(load(folder)), jax.tree.leaves(load(whole)), strict=True)
+    pairs = zip(jax.tree.leaves(load_hf(folder)), jax.tree.leaves(load_hf(whole)), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
@@ -50,7 +50,7 @@ def halves(tensors: Tensors) -> tuple[Tensors, Tensors]:
 
 def refusal(path: Path) -> str:
     with pytest.raises(CheckpointError) as error:
-        load(path)
+        load_hf(path)
     assert "\n" not in str(error.value) and str(path) in str(error.value)
     return str(error.value)
 
@@ -74,7 +74,7 @@ def test_several_files_without_an_index_load(tensors: Tensors, whole: Path, tmp_
     assert "is missing" in refusal(tmp_path)
 
 
-def test_an_index_of_another_name_counts(tensors: Tensors, whole: Path, tmp_path: Path):
+def test_an_index_of_another_name_is_used(tensors: Tensors, whole: Path, tmp_path: Path):
     first, second = halves(tensors)
     save_file(first, tmp_path / "a.safetensors")
     save_file(second, tmp_path / "b.safetensors")
@@ -98,11 +98,12 @@ NESTED = {  # names of a text model's tensor, as the hub's folders and as transf
     "transformers": lambda name: (
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
     ),
+    "base model": lambda name: name.replace("model.", "language_model.", 1),
 }
 
 
 @pytest.mark.parametrize("style", NESTED)
-def test_the_text_s_model_of_a_folder_that_reads_images_loads(
+def test_the_text_model_of_an_image_model_loads(
     tensors: Tensors, whole: Path, tmp_path: Path, capsys, style: str
 ):
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -151,7 +152,7 @@ def test_a_copy_in_a_publishers_format_is_not_mixed_in(tensors: Tensors, whole: 
     ids=str,
 )
 @pytest.mark.parametrize("described", [False, True], ids=["alone", "beside config.json"])
-def test_a_folder_is_named_for_what_it_is(whole: Path, tmp_path: Path, names, said: str, described: bool):
+def test_errors_name_the_kind_of_a_folder(whole: Path, tmp_path: Path, names, said: str, described: bool):
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
@@ -162,7 +163,7 @@ def test_a_folder_is_named_for_what_it_is(whole: Path, tmp_path: Path, names, sa
     assert said in refusal(tmp_path)
 
 
-def test_a_path_is_named_for_what_it_is(whole: Path, tmp_path: Path):
+def test_errors_name_the_kind_of_a_path(whole: Path, tmp_path: Path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert "model.gguf: a GGUF file" in refusal(tmp_path / "model.gguf")
     assert "model.safetensors: a file, expected the folder that it lies in" in refusal(
@@ -192,20 +193,20 @@ UNKNOWN = "a tiktoken vocabulary of an unknown tokenizer_class (known: TikTokenT
         ("tokenization_kimi.py", "the model's own code"),
     ],
 )
-def test_a_tokenizer_of_another_kind_is_said_at_load_and_named_later(
+def test_unsupported_tokenizers_are_reported_at_load_and_in_errors(
     tmp_path: Path, capsys, name: str, what: str
 ):
     (tmp_path / name).write_text("")
-    words, lacking = Origin(tmp_path, tmp_path).words()
+    words, lacking = ModelSource(tmp_path, tmp_path).load_tokenizer()
     (line,) = capsys.readouterr().err.splitlines()
     assert words is None and line.startswith(f"duetto: {tmp_path / name} is {what}, which is not read")
-    assert lacking.startswith(f"{NONE} ({tmp_path / name} is {what}")
+    assert lacking.startswith(f"{NO_TOKENIZER} ({tmp_path / name} is {what}")
     with pytest.raises(ValueError, match=f"has no tokenizer.json.*{re.escape(what)}"):
-        Origin(tmp_path, tmp_path, own=False).words()
+        ModelSource(tmp_path, tmp_path, is_tokenizer_of_model=False).load_tokenizer()
 
 
-def test_a_folder_of_ids_only_is_silent(tmp_path: Path, capsys):
-    assert Origin(tmp_path, tmp_path).words() == (None, NONE)
+def test_a_folder_without_a_tokenizer_prints_no_warning(tmp_path: Path, capsys):
+    assert ModelSource(tmp_path, tmp_path).load_tokenizer() == (None, NO_TOKENIZER)
     assert capsys.readouterr().err == ""
 
 

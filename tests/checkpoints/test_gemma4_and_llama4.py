@@ -5,10 +5,10 @@ from cases.families.reading import attention, config_of, ffn, mixers, windows
 from duetto.model.config import Dense, Experts
 
 
-def test_layers_of_gemma4_read_the_keys_of_earlier_ones_and_have_heads_of_two_sizes():
+def test_gemma4_layers_share_keys_and_have_heads_of_two_sizes():
     config = config_of("gemma4_text")
-    assert [mixer.borrows for mixer in mixers(config)] == [0, 0, 0, 2, 2, 4, 4]
-    assert [layer.ffn.inner for layer in config.layers] == [44] * 3 + [88] * 4
+    assert [mixer.kv_layers_back for mixer in mixers(config)] == [0, 0, 0, 2, 2, 4, 4]
+    assert [layer.ffn.inner_size for layer in config.layers] == [44] * 3 + [88] * 4
     plain = config_of("gemma4_text", num_kv_shared_layers="absent", layer_types="absent", num_hidden_layers=8)
     assert windows(plain) == [5, 5, 5, 5, 5, None, 5, None]
     stated = {"per_layer_config": {"1": {"head_dim": 14}}, "layer_types": None, "num_kv_shared_layers": 0}
@@ -25,11 +25,11 @@ def test_layers_of_gemma4_read_the_keys_of_earlier_ones_and_have_heads_of_two_si
 def test_layers_of_llama4():
     config = config_of("llama4_text", no_rope_layers=[], no_rope_layer_interval="absent")
     assert windows(config) == [6, 6, 6, None, 6]
-    assert [mixer.turned for mixer in mixers(config)] == [8, 8, 8, 0, 8]
+    assert [mixer.rotary_dims for mixer in mixers(config)] == [8, 8, 8, 0, 8]
     assert [mixer.qk_norm is None for mixer in mixers(config)] == [False, False, False, True, False]
     assert [isinstance(layer.ffn, Experts) for layer in config.layers] == [False, True, False, True, False]
     assert windows(config_of("llama4_text", attention_chunk_size="absent"))[0] == 8192
     assert config_of("llama4_text", attn_temperature_tuning=4) == config_of("llama4_text")
     assert attention("llama4_text", no_rope_layers=[0] * 5, attn_temperature_tuning=False).rope is None
     assert ffn("llama4_text", moe_layers=[1]) == Dense(23)
-    assert not any(mixer.chunked for mixer in mixers(config.within(6)))
+    assert not any(mixer.chunked for mixer in mixers(config.drop_unreached_limits(6)))

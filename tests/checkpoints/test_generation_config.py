@@ -6,9 +6,9 @@ import re
 import pytest
 from cases.folders import change_config
 
-from duetto.checkpoints.generation import GenerationDefaults, generation_defaults
+from duetto.checkpoints.generation import GenerationDefaults, read_generation_config
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.engine.startup.folder import load_folder
+from duetto.serve.engine.startup.model_folder import load_folder
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_generation_defaults(folder, config, generation, expected):
     change_config(folder, **config)
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
-    assert generation_defaults(folder) == expected
+    assert read_generation_config(folder) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_generation_defaults(folder, config, generation, expected):
 def test_generation_defaults_of_wrong_types_are_refused(folder, generation, words):
     (folder / "generation_config.json").write_text(json.dumps(generation))
     with pytest.raises(CheckpointError, match=re.escape("generation_config.json: " + words)):
-        generation_defaults(folder)
+        read_generation_config(folder)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_generation_defaults_beyond_the_sampler_are_refused(folder, generation, 
     assert "\n" not in str(e.value) and str(folder) in str(e.value)
 
 
-def test_an_end_token_of_the_wrong_type_is_refused_with_its_file(folder):
+def test_wrong_end_tokens_are_refused_with_their_file(folder):
     change_config(folder, eos_token_id=2.5)
     with pytest.raises(CheckpointError, match=r"/config\.json: eos_token_id is 2\.5"):
-        generation_defaults(folder)
+        read_generation_config(folder)

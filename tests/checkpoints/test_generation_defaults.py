@@ -11,9 +11,9 @@ from tokenizers import models
 from duetto import SamplingParams
 from duetto.checkpoints.generation import GenerationDefaults
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.engine.startup.dtype import dtype_name
-from duetto.serve.engine.startup.folder import checked_defaults
-from duetto.serve.engine.startup.origin import Origin, ending, stored_form
+from duetto.serve.engine.startup.dtype import normalise_dtype_name
+from duetto.serve.engine.startup.model_folder import read_generation_defaults
+from duetto.serve.engine.startup.model_source import ModelSource, remaining_quantization, with_end_tokens
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ def words(at: Path, **config) -> Tokenizer:
     ids=str,
 )
 def test_the_authors_parameters_are_those_that_vllm_takes(tmp_path: Path, stated: dict, expected: dict):
-    found = checked_defaults(folder(tmp_path, stated))
+    found = read_generation_defaults(folder(tmp_path, stated))
     assert SamplingParams.from_dict(found.sampling) == SamplingParams(**expected)
 
 
@@ -65,30 +65,38 @@ def test_the_authors_parameters_are_those_that_vllm_takes(tmp_path: Path, stated
     ],
     ids=str,
 )
-def test_a_wrong_value_is_refused_by_the_name_in_the_file(tmp_path: Path, stated: dict, said: str):
+def test_wrong_values_are_refused_by_the_name_in_the_file(tmp_path: Path, stated: dict, said: str):
     with pytest.raises(CheckpointError, match="generation_config.json") as error:
-        checked_defaults(folder(tmp_path, stated))
+        read_generation_defaults(folder(tmp_path, stated))
     assert said in str(error.value)
 
 
 def test_end_tokens_are_those_of_all_three_files(tmp_path: Path):
     at = folder(tmp_path, {"eos_token_id": [7, 5]}, eos_token_id=2)
-    assert checked_defaults(at).eos_token_ids == (7, 5, 2)
-    assert ending(checked_defaults(at), words(at, eos_token="<end>")).eos_token_ids == (1, 7, 5, 2)
-    assert ending(checked_defaults(at), words(at)).eos_token_ids == (7, 5, 2)
-    assert ending(checked_defaults(at), None).eos_token_ids == (7, 5, 2)
+    assert read_generation_defaults(at).eos_token_ids == (7, 5, 2)
+    assert with_end_tokens(read_generation_defaults(at), words(at, eos_token="<end>")).eos_token_ids == (
+        1,
+        7,
+        5,
+        2,
+    )
+    assert with_end_tokens(read_generation_defaults(at), words(at)).eos_token_ids == (7, 5, 2)
+    assert with_end_tokens(read_generation_defaults(at), None).eos_token_ids == (7, 5, 2)
 
 
 def test_a_turns_end_that_only_the_tokenizer_names_counts(tmp_path: Path):
     at = folder(tmp_path)
-    assert ending(checked_defaults(at), words(at, eos_token="<end>")).eos_token_ids == (1,)
-    assert ending(checked_defaults(at), words(at, eos_token="unheard of")).eos_token_ids == ()
+    assert with_end_tokens(read_generation_defaults(at), words(at, eos_token="<end>")).eos_token_ids == (1,)
+    # an unknown one is added, with the next id
+    assert with_end_tokens(read_generation_defaults(at), words(at, eos_token="unheard of")).eos_token_ids == (
+        3,
+    )
 
 
-def test_more_end_tokens_than_the_sampler_has_places_are_refused_at_load(tmp_path: Path):
+def test_too_many_end_tokens_are_refused_at_load(tmp_path: Path):
     many = GenerationDefaults(tuple(range(2, 66)))
     with pytest.raises(ValueError, match="eos_token_id has 65 ids with the tokenizer's, expected at most 64"):
-        ending(many, words(tmp_path, eos_token="<end>"))
+        with_end_tokens(many, words(tmp_path, eos_token="<end>"))
 
 
 class TorchLike:
@@ -100,15 +108,16 @@ class TorchLike:
 
 def test_dtypes_have_several_names():
     found = [
-        dtype_name(dtype) for dtype in ("auto", "half", "float", "float16", "torch.float32", TorchLike())
+        normalise_dtype_name(dtype)
+        for dtype in ("auto", "half", "float", "float16", "torch.float32", TorchLike())
     ]
     assert found == ["auto", "float16", "float32", "float16", "float32", "bfloat16"]
-    assert {dtype_name(d) for d in (jnp.bfloat16, jnp.dtype("bfloat16"), jnp.zeros(1, "bfloat16").dtype)} == {
-        "bfloat16"
-    }
+    assert {
+        normalise_dtype_name(d) for d in (jnp.bfloat16, jnp.dtype("bfloat16"), jnp.zeros(1, "bfloat16").dtype)
+    } == {"bfloat16"}
     for wrong in ("int8", "double", "torch.float64", float, jnp.int8, None, 3, object()):
         with pytest.raises(ValueError, match=r"dtype .* is not allowed: \"auto\", \"float32\""):
-            dtype_name(wrong)
+            normalise_dtype_name(wrong)
 
 
 STORED = {"quantization_config": {"quant_method": "awq", "bits": 4}}
@@ -133,12 +142,12 @@ STORED = {"quantization_config": {"quant_method": "awq", "bits": 4}}
 )
 def test_a_checkpoint_may_be_asked_for_as_it_is_stored(tmp_path: Path, config: dict, asked, left):
     at = folder(tmp_path, **config)
-    assert stored_form(at, asked) == left
-    assert Origin(at, at).settled(EngineOptions(quantization=asked)).quantization == left
+    assert remaining_quantization(at, asked) == left
+    assert ModelSource(at, at).resolve_options(EngineOptions(quantization=asked)).quantization == left
 
 
 @pytest.mark.parametrize(("config", "found"), [(STORED, "'awq'"), ({}, "not quantised")], ids=str)
 def test_what_is_stored_in_another_way_is_refused(tmp_path: Path, config: dict, found: str):
     said = rf"config.json: quant_method is {found}, expected 'gptq' for quantization='gptq'"
     with pytest.raises(CheckpointError, match=said):
-        stored_form(folder(tmp_path, **config), "gptq")
+        remaining_quantization(folder(tmp_path, **config), "gptq")

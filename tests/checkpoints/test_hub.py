@@ -18,11 +18,11 @@ from huggingface_hub import constants
 from suite.fixtures import ROOT
 
 from duetto import LLM, SamplingParams
-from duetto.checkpoints.hub import resolve
-from duetto.checkpoints.huggingface import save
+from duetto.checkpoints.hub import resolve_model
+from duetto.checkpoints.huggingface import save_hf
 from duetto.checkpoints.tensors import CheckpointError
-from duetto.serve.cli.buckets import lengths_of
-from duetto.serve.engine.startup.origin import Origin
+from duetto.serve.cli.buckets import read_request_lengths
+from duetto.serve.engine.startup.model_source import ModelSource
 from duetto.serve.options.engine import EngineOptions
 
 WORDS = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"}
@@ -37,7 +37,7 @@ USELESS = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """A tiny model with the demo's tokenizer, and much that is not needed."""
     folder = tmp_path_factory.mktemp("tiny")
-    save(folder, TINY, decoder(TINY), jnp.float32)
+    save_hf(folder, TINY, decoder(TINY), jnp.float32)
     found = {f.name: f.read_bytes() for f in folder.iterdir()}
     demo = ROOT / "checkpoints" / "demo"
     found |= {name: (demo / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
@@ -69,64 +69,64 @@ def hub(files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def refusal(model: str, **options) -> str:
     with pytest.raises(CheckpointError) as error:
-        resolve(model, **options)
+        resolve_model(model, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_only_what_is_needed_is_fetched_and_nothing_twice(hub: Hub, files):
-    folder = resolve("org/tiny")
+    folder = resolve_model("org/tiny")
     assert {str(f.relative_to(folder)) for f in folder.rglob("*")} == NEEDED == hub.fetched()
     assert all((folder / name).read_bytes() == files[name] for name in NEEDED)
     hub.asked.clear()
-    assert resolve("org/tiny") == folder
+    assert resolve_model("org/tiny") == folder
     assert [path for _, path, _ in hub.asked] == ["api/models/org/tiny"]
 
 
 def test_a_tokenizer_alone_comes_without_weights(hub: Hub):
-    folder = resolve("org/tiny", weights=False)
+    folder = resolve_model("org/tiny", weights=False)
     assert hub.fetched() == NEEDED - {"model.safetensors"}
-    assert resolve("org/tiny") == folder and (folder / "model.safetensors").exists()
+    assert resolve_model("org/tiny") == folder and (folder / "model.safetensors").exists()
 
 
-def test_revisions_and_places(hub: Hub, tmp_path: Path):
-    here = resolve("org/tiny", "v1", download_dir=tmp_path / "here")
+def test_revisions_and_download_folders_are_used(hub: Hub, tmp_path: Path):
+    here = resolve_model("org/tiny", "v1", download_dir=tmp_path / "here")
     assert here.is_relative_to(tmp_path / "here") and b"5" in (here / "generation_config.json").read_bytes()
     commit = hub.repositories["org/tiny"].commit("v1")
-    assert here.name == commit and resolve("org/tiny", commit).name == commit
+    assert here.name == commit and resolve_model("org/tiny", commit).name == commit
     assert "it has no revision 'v9'" in refusal("org/tiny", revision="v9")
 
 
 def test_the_token_is_sent_and_its_lack_is_explained(hub: Hub):
     said = refusal("org/private")
     assert f"there is none at {hub.url}, or it is private: then give hf_token" in said
-    assert resolve("org/private", token="secret").is_dir()
+    assert resolve_model("org/private", token="secret").is_dir()
     assert {token for _, path, token in hub.asked if "org/private/resolve" in path} == {"secret"}
     assert f"it is gated: accept its terms at {hub.url}/org/gated" in refusal("org/gated")
 
 
 def test_without_the_hub_the_cache_is_used_and_said(hub: Hub, monkeypatch, capsys):
-    folder = resolve("org/tiny")
+    folder = resolve_model("org/tiny")
     capsys.readouterr()
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    assert resolve("org/tiny") == folder
+    assert resolve_model("org/tiny") == folder
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("duetto: org/tiny: http://127.0.0.1:9 does not answer") and str(folder) in line
     said = refusal("org/other")
     assert "org/other: no such folder, nor is there a folder org" in said
     assert "does not answer" in said and "the cache has no snapshot" in said
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert resolve("org/tiny") == folder
+    assert resolve_model("org/tiny") == folder
     assert "org/tiny: HF_HUB_OFFLINE is set; the snapshot in the cache is used" in capsys.readouterr().err
 
 
 def test_half_a_snapshot_is_completed_and_offline_refused(hub: Hub, monkeypatch):
-    folder = resolve("org/tiny")
+    folder = resolve_model("org/tiny")
     (folder / "model.safetensors").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         assert "the cache has no snapshot" in refusal("org/tiny")
-    assert (resolve("org/tiny") / "model.safetensors").exists()
+    assert (resolve_model("org/tiny") / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
@@ -143,26 +143,26 @@ def test_what_is_no_checkpoint_is_said_before_anything_is_fetched(hub: Hub, mode
     assert hub.fetched() == set()
 
 
-def test_a_path_is_a_path(hub: Hub, tmp_path: Path):
+def test_existing_paths_are_not_looked_up_on_the_hub(hub: Hub, tmp_path: Path):
     (tmp_path / "org" / "tiny").mkdir(parents=True)
     for path in ("org/tiny", Path("org/other"), "./org/other", "/org/other", "a/b/c", "org/", "C:\\x"):
-        assert resolve(path) == Path(path)
-    assert resolve("~/model") == Path.home() / "model"
+        assert resolve_model(path) == Path(path)
+    assert resolve_model("~/model") == Path.home() / "model"
     assert hub.asked == []
     assert "did you mean org/tiny?" in refusal("org/tiiny")
 
 
 def test_a_model_a_draft_and_a_tokenizer_by_their_ids(hub: Hub, tmp_path: Path):
     where = {"download_dir": tmp_path / "here", "token": "secret"}
-    origin = Origin.of("org/tiny", "org/private", revision="v1", **where)
-    assert origin.model.is_relative_to(tmp_path / "here") and origin.tokenizer.is_relative_to(
+    origin = ModelSource.resolve_names("org/tiny", "org/private", revision="v1", **where)
+    assert origin.model_folder.is_relative_to(tmp_path / "here") and origin.tokenizer_folder.is_relative_to(
         tmp_path / "here"
     )
-    assert not (origin.tokenizer / "model.safetensors").exists()
-    same = Origin.of("org/tiny", tokenizer_revision="v1", **where)
-    assert same.tokenizer == origin.model and same.own
+    assert not (origin.tokenizer_folder / "model.safetensors").exists()
+    same = ModelSource.resolve_names("org/tiny", tokenizer_revision="v1", **where)
+    assert same.tokenizer_folder == origin.model_folder and same.is_tokenizer_of_model
     chosen = EngineOptions(speculative_config={"model": "org/private", "num_speculative_tokens": 2})
-    draft = origin.settled(chosen, **where).speculation.model
+    draft = origin.resolve_options(chosen, **where).speculation.model
     assert Path(draft).is_relative_to(tmp_path / "here") and (Path(draft) / "model.safetensors").exists()
 
 
@@ -182,7 +182,7 @@ def test_an_id_is_served_and_its_texts_end(hub: Hub, tmp_path: Path):
     assert {token for _, _, token in hub.asked} == {"x"}
 
 
-def test_a_command_takes_an_id_and_the_next_one_needs_no_network(hub: Hub, tmp_path: Path):
+def test_a_command_downloads_by_id_and_the_next_runs_offline(hub: Hub, tmp_path: Path):
     command = [
         sys.executable,
         "-m",
@@ -211,4 +211,4 @@ def test_a_command_takes_an_id_and_the_next_one_needs_no_network(hub: Hub, tmp_p
 
 def test_buckets_are_chosen_with_the_tokenizer_of_an_id(hub: Hub, tmp_path: Path):
     (tmp_path / "in.jsonl").write_text('{"prompt": "import os"}\n')
-    assert lengths_of(str(tmp_path / "in.jsonl"), resolve("org/tiny", weights=False))
+    assert read_request_lengths(str(tmp_path / "in.jsonl"), resolve_model("org/tiny", weights=False))

@@ -29,23 +29,23 @@ from cases.packers import (
     write,
 )
 
-from duetto.checkpoints.huggingface import load, read_specs
+from duetto.checkpoints.huggingface import load_hf, read_hf_specs
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.attention import causal
-from duetto.model.transformer import Decoder, forward, unembed
-from duetto.model.tree import abstract
+from duetto.model.transformer import Decoder, compute_logits, forward
+from duetto.model.tree import shapes_from_specs
 from duetto.model.weights.compress import dequantize_params
 
 
 def equal_models(quantised: Path, exact: Path) -> Decoder:
     """Read as floats, and kept as codes, the model has the same numbers; gives the codes."""
-    config, expected = load(exact, jnp.float32)
+    config, expected = load_hf(exact, jnp.float32)
     for form in ("dequantize", None):
-        found_config, found = load(quantised, jnp.float32, quantization=form)
+        found_config, found = load_hf(quantised, jnp.float32, quantization=form)
         assert config == found_config
         jax.tree.map(np.testing.assert_array_equal, dequantize_params(found, jnp.float32), expected)
-    specs = read_specs(quantised, jnp.float32)
-    assert forms(found) == forms(abstract(specs, jnp.dtype(jnp.float32)))
+    specs = read_hf_specs(quantised, jnp.float32)
+    assert forms(found) == forms(shapes_from_specs(specs, jnp.dtype(jnp.float32)))
     return found
 
 
@@ -59,9 +59,26 @@ def test_a_small_llama_is_read_to_the_bit(case: str, tmp_path: Path):
     equal_models(*quantise(llama_folder(), tmp_path / "made", method, pack, projection))
 
 
+SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "o_proj.input_scale")
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq", "fp8 tensor", "compressed"])
+def test_scales_of_activations_and_of_the_cache_change_nothing(case: str, tmp_path: Path):
+    method, pack = LLAMA_CASES[case]
+    config, tensors = llama_folder()
+    beside = {f"model.layers.1.self_attn.{name}": np.full(1, 3, np.float32) for name in SCALES}
+    made = quantise((config, tensors | beside), tmp_path / "made", method, pack, projected)
+    _, plain = quantise((config, tensors), tmp_path / "plain", method, pack, projection)
+    equal_models(made[0], plain)
+
+
+def projected(name: str) -> bool:
+    return projection(name) and name.endswith(".weight")
+
+
 @pytest.mark.parametrize("case", ["awq", "gptq ordered", "fp8 blocks"])
 def test_pieces_of_any_size_are_the_same(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("duetto.checkpoints.tensors.PIECE", 700)
+    monkeypatch.setattr("duetto.checkpoints.tensors.PIECE_BYTES", 700)
     method, pack = LLAMA_CASES[case]
     equal_models(*quantise(llama_folder(), tmp_path / "made", method, pack, projection))
 
@@ -94,14 +111,14 @@ TINY_CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], Packer, Callabl
 def test_tiny_models_are_read_to_the_bit(
     case: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("duetto.checkpoints.tensors.PIECE", piece)
+    monkeypatch.setattr("duetto.checkpoints.tensors.PIECE_BYTES", piece)
     family, sizes, method, pack, chosen = TINY_CASES[case]
     equal_models(*quantise(random_folder(family, sizes), tmp_path / "made", method, pack, chosen))
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 999])
 def test_mxfp4_is_read_to_the_bit(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("duetto.checkpoints.tensors.PIECE", piece)
+    monkeypatch.setattr("duetto.checkpoints.tensors.PIECE_BYTES", piece)
     folder = tmp_path / "made"
     wide = random_folder("gpt_oss", {"hidden_size": 64, "intermediate_size": 64})  # blocks of 32 divide both
     equal_models(*quantise(wide, folder, {"quant_method": "mxfp4"}, mxfp4, experts))
@@ -134,7 +151,7 @@ def test_transformers_widens_fp8_alike(block: tuple[int, int]):
     np.testing.assert_array_equal(found.numpy(), exact)
 
 
-def test_what_is_quantised_says_the_same_text(tmp_path: Path):
+def test_quantised_checkpoints_generate_the_same_text(tmp_path: Path):
     """Eight bits hardly move the logits of the whole model; another order of the bits would."""
     source = llama_folder()
     made, _ = quantise(source, tmp_path / "made", *LLAMA_CASES["gptq 8 bits"], projection)
@@ -143,8 +160,8 @@ def test_what_is_quantised_says_the_same_text(tmp_path: Path):
     places = np.broadcast_to(np.arange(12, dtype=np.int32)[None], tokens.shape)
 
     def logits(folder: Path) -> np.ndarray:
-        config, params = load(folder, jnp.float32)
-        run = jax.jit(lambda p: unembed(p, config, forward(p, config, tokens, places, causal)[0]))
+        config, params = load_hf(folder, jnp.float32)
+        run = jax.jit(lambda p: compute_logits(p, config, forward(p, config, tokens, places, causal)[0]))
         return np.asarray(run(params))
 
     expected, found = logits(whole), logits(made)
@@ -208,6 +225,22 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "version": ("awq", with_field(version="gemv"), "version is 'gemv', which is not supported"),
     "no zero point": ("awq", with_field(zero_point=False), "zero_point is False, which is not supported"),
     "format": ("gptq", with_field(checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
+    "format by its other name": ("gptq", with_field(format="marlin"), "format is 'marlin'"),
+    "marlin": ("gptq", with_field(is_marlin_format=True), "is_marlin_format is True"),
+    "gemv": ("awq", with_field(checkpoint_format="gemv"), "checkpoint_format is 'gemv'"),
+    "bits of a module": (
+        "gptq ordered", replace_part("g_idx", lambda g: np.repeat(g, 32)), "expected 32-bit integers of",
+    ),
+    "blocks of two sizes": (
+        "compressed", with_field(config_groups={
+            n: {"weights": {"block_structure": [32, m]}} for n, m in (("a", 32), ("b", 64))
+        }),
+        r"block_structure is \(32, 32\) and \(32, 64\), expected one of all groups",
+    ),
+    "a block that is none": (
+        "compressed", with_field(config_groups={"a": {"weights": {"block_structure": "32x32"}}}),
+        "block_structure is '32x32', expected two positive integers",
+    ),
     "block": (
         "fp8 blocks", with_field(weight_block_size=[128]), r"weight_block_size is \[128\], expected two",
     ),
@@ -227,5 +260,5 @@ def test_what_does_not_fit_is_refused_in_one_sentence(case: str, tmp_path: Path)
     config["quantization_config"] = dict(method)
     change(config, stored)
     with pytest.raises(CheckpointError, match=message) as refused:
-        load(write(tmp_path / "made", config, stored))
+        load_hf(write(tmp_path / "made", config, stored))
     assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from duetto.cpu_kernels import build
-from duetto.cpu_kernels.library import library
+from duetto.cpu_kernels.library import load_library
 
 HERE = Path(__file__).parent
 TILES = ["-include", str(HERE / "tiles.h")]  # of an AMX that is emulated
@@ -19,10 +19,19 @@ def program(folder: Path, isas: Sequence[str], flags: Sequence[str]) -> Path:
     """The program that checks the kernels of some instruction sets."""
     kernels: dict[str, list[str]] = {}
     for isa in isas:
-        kernels |= build.kernels(folder, [*flags, *TILES] if isa == "avx512_amx" else flags, [isa])
+        kernels |= build.kernel_compiler_arguments(
+            folder, [*flags, *TILES] if isa == "avx512_amx" else flags, [isa]
+        )
     made, each = folder / "check", " ".join(f"X({isa})" for isa in isas)
-    own = [f"-DFOR_EACH_ISA(X)={each}", str(HERE / "check.cc"), "-I", str(build.HERE), "-o", str(made)]
-    build.run([*build.FLAGS, *flags, "-pthread", *build.compiled(kernels), *own])
+    own = [
+        f"-DFOR_EACH_ISA(X)={each}",
+        str(HERE / "check.cc"),
+        "-I",
+        str(build.SOURCE_FOLDER),
+        "-o",
+        str(made),
+    ]
+    build.run_compiler([*build.COMPILER_FLAGS, *flags, "-pthread", *build.compile_objects(kernels), *own])
     return made
 
 
@@ -35,10 +44,11 @@ def check(command: Sequence[str | Path], isas: Sequence[str]) -> None:
     assert done.returncode == 0 and done.stdout.split() == list(isas), done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
 def test_kernels_under_sanitizers(sanitizers: str, tmp_path: Path):
-    isas = tuple(reversed(library().isas))
-    if not isas or shutil.which(build.compiler()[0]) is None:
+    isas = tuple(reversed(load_library().isas))
+    if not isas or shutil.which(build.compiler_command()[0]) is None:
         pytest.skip("no compiler of C++, or no kernels for this machine")
     if sanitizers == "thread":  # which threads share does not depend on the instruction set
         isas = isas[-1:]

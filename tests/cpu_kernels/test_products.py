@@ -12,16 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.programs import StoredJit
+from suite.marks import full
 
 from duetto.cpu_kernels import build
 from duetto.cpu_kernels.build import ISAS
-from duetto.cpu_kernels.library import is_right, library, register, target
+from duetto.cpu_kernels.library import ffi_target_name, has_correct_products, load_library, register_handlers
 from duetto.model.layers import einsums
-from duetto.model.weights.cpu.panels import Packed, narrowed, pack_codes, pack_matrix, to_panels
-from duetto.model.weights.quant import Quantised, Scheme, quantised
+from duetto.model.weights.cpu.panels import Packed, maybe_encode_bf12, pack_codes, pack_matrix, to_panels
+from duetto.model.weights.quant import Quantised, Scheme, quantise_weight
 
 # No multiple of a panel, of a pair, of a tile or of a block of inputs; one number; and those of a model.
-SIZES = (1, 1), (7, 5), (33, 63), (640, 40), (1025, 100), (576, 576)
+SIZES = full((1, 1)), full((7, 5)), (33, 63), full((640, 40)), full((1025, 100)), full((576, 576))
 OTHERS = [0, 1, 3, 5, 7]  # rows without what is not finite
 ROWS = 1, 2, 3, 6, 7, 8, 13, 32, 100, 250, 512
 
@@ -29,30 +30,36 @@ ROWS = 1, 2, 3, 6, 7, 8, 13, 32, 100, 250, 512
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """A library whose products are those of avx512_amx on a processor without tiles; no other kernels."""
-    if "avx512_bf16" not in library().isas or shutil.which(build.compiler()[0]) is None:
+    if "avx512_bf16" not in load_library().isas or shutil.which(build.compiler_command()[0]) is None:
         pytest.skip("no compiler of C++, or no processor of what is beside the tiles")
     folder, isa = tmp_path_factory.mktemp("emulated"), "avx512_amx"
     tiles = ["-include", str(Path(__file__).parent / "tiles.h")]
-    handler = ["-isystem", str(build.headers()), str(build.HERE / "handlers" / "products_ffi.cc")]
+    handler = [
+        "-isystem",
+        str(build.jaxlib_headers()),
+        str(build.SOURCE_FOLDER / "handlers" / "products_ffi.cc"),
+    ]
     objects = {
-        f"{folder}/products.o": build.kernels(folder, tiles, [isa])[f"{folder}/products.cc-{isa}.o"],
+        f"{folder}/products.o": build.kernel_compiler_arguments(folder, tiles, [isa])[
+            f"{folder}/products.cc-{isa}.o"
+        ],
         f"{folder}/handler.o": [f"-DFOR_EACH_ISA(X)=X({isa})", *handler],
     }
-    path = folder / build.LIBRARY
-    build.run(["-shared", "-s", "-pthread", *build.compiled(objects), "-o", str(path)])
+    path = folder / build.LIBRARY_NAME
+    build.run_compiler(["-shared", "-s", "-pthread", *build.compile_objects(objects), "-o", str(path)])
     found = ctypes.CDLL(str(path))
-    register(found, isa, path, ["product"])
+    register_handlers(found, isa, path, ["product"])
     return found
 
 
-@pytest.fixture(params=[*ISAS, "emulated"])
+@pytest.fixture(params=[*ISAS, full("emulated")])
 def kernel(request: pytest.FixtureRequest) -> str:
     """The name of an instruction set's products for XLA."""
     if request.param == "emulated":
-        return target("product", "avx512_amx", Path(request.getfixturevalue("emulated")._name))
-    if request.param not in library().isas:
-        pytest.skip(library().refusal or f"this processor has no {request.param}")
-    return target("product", request.param)
+        return ffi_target_name("product", "avx512_amx", Path(request.getfixturevalue("emulated")._name))
+    if request.param not in load_library().isas:
+        pytest.skip(load_library().refusal or f"this processor has no {request.param}")
+    return ffi_target_name("product", request.param)
 
 
 # Arrays are numpy's: jax would compile a program for each number of rows that is cut from them.
@@ -77,7 +84,7 @@ def products(x: jax.Array, weights: list[Any]) -> list[Any]:
 
 @cache
 def codes(inputs: int, outputs: int, scheme: Scheme) -> Quantised:
-    found = jax.jit(quantised, static_argnums=(1, 2))(
+    found = jax.jit(quantise_weight, static_argnums=(1, 2))(
         numbers(inputs, outputs, dtype=jnp.float32, seed=1), (-2,), scheme
     )
     assert found is not None
@@ -87,7 +94,7 @@ def codes(inputs: int, outputs: int, scheme: Scheme) -> Quantised:
 @partial(jax.jit, static_argnums=1)
 def widened(w: Quantised, dtype: Any) -> jax.Array:
     """What the codes stand for, those of int8 without their scales."""
-    return (w.codes() if w.scheme == "int8" else w.widened(dtype)).astype(dtype)
+    return (w.signed_codes() if w.scheme == "int8" else w.dequantise(dtype)).astype(dtype)
 
 
 def wide(x: jax.Array) -> np.ndarray:
@@ -96,7 +103,7 @@ def wide(x: jax.Array) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_product_is_right_and_a_row_has_the_same_bits_beside_any_others(kernel, size, dtype):
+def test_products_are_right_and_row_bits_follow_from_the_row(kernel, size, dtype):
     inputs, outputs = size
     x, matrix = numbers(ROWS[-1], inputs, dtype=dtype), numbers(outputs, inputs, dtype=dtype, seed=1)
     w = weight(matrix, kernel)
@@ -110,7 +117,7 @@ def test_a_product_is_right_and_a_row_has_the_same_bits_beside_any_others(kernel
     np.testing.assert_array_equal(rounded, whole.astype(jnp.bfloat16))
 
 
-def test_products_of_several_weights_in_one_call_are_those_of_each(kernel):
+def test_a_call_of_several_weights_equals_single_products(kernel):
     inputs = 64
     x = numbers(ROWS[-1], inputs, dtype=jnp.bfloat16)
     arrays = [weight(numbers(n, inputs, dtype=jnp.bfloat16, seed=n), kernel) for n in (640, 40, 1)]
@@ -131,23 +138,23 @@ def test_weights_of_other_kinds_are_multiplied_apart(kernel):
 
 
 @pytest.mark.parametrize("outliers", [0, 1, 40, 1900])
-@pytest.mark.parametrize("size", [(33, 63), (1025, 100), (576, 576)], ids=str)
-def test_weights_in_12_bits_have_the_products_of_those_in_16(size, outliers):
+@pytest.mark.parametrize("size", [(33, 63), full((1025, 100)), full((576, 576))], ids=str)
+def test_weights_in_12_bits_have_the_products_of_16(size, outliers):
     """Zeros of both signs and denormals among them. With many outliers they have 16 bits."""
-    if "avx512_bf16" not in library().isas:
+    if "avx512_bf16" not in load_library().isas:
         pytest.skip("no kernels of weights in 12 bits")
-    made, (inputs, outputs) = target("product", "avx512_bf16"), size
+    made, (inputs, outputs) = ffi_target_name("product", "avx512_bf16"), size
     x, matrix = (numbers(n, inputs, dtype=jnp.bfloat16, seed=n) for n in (ROWS[-1], outputs))
     places = np.random.default_rng(2).permutation(matrix.size)[: 3 + outliers]
     matrix.flat[places] *= jnp.bfloat16(2.0**-40)
     matrix.flat[places[:3]] = 0.0, -0.0, 1e-39
     panels = to_panels(matrix)
-    narrow = Packed(narrowed(panels, made), None, (inputs,), (outputs,), made)
+    narrow = Packed(maybe_encode_bf12(panels, made), None, (inputs,), (outputs,), made)
     plain, body = replace(narrow, array=panels), np.asarray(narrow.array).reshape(-1)[: panels.size]
     assert (body.tobytes() == np.asarray(panels).tobytes()) == (outliers > panels.size / 512)
     for rows in ROWS:
         np.testing.assert_array_equal(product(x[:rows], narrow), product(x[:rows], plain))
-    assert np.asarray(narrow.whole).tobytes() == np.asarray(plain.whole).tobytes()
+    assert np.asarray(narrow.original).tobytes() == np.asarray(plain.original).tobytes()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -229,9 +236,9 @@ def test_scales_of_a_tensor_and_of_long_groups(kernel, dtype):
     np.testing.assert_array_equal(product(x, pack_codes(long, 1, made)), product(x, plain))
 
 
-def test_tiles_that_compute_otherwise_are_found(emulated):
-    assert is_right(emulated, "avx512_amx")
+def test_instruction_sets_with_wrong_products_are_detected(emulated):
+    assert has_correct_products(emulated, "avx512_amx")
     flaw = ctypes.c_int.in_dll(emulated, "tiles_are_wrong")
     flaw.value = 1
-    assert not is_right(emulated, "avx512_amx")
+    assert not has_correct_products(emulated, "avx512_amx")
     flaw.value = 0

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from cases.paged_attention import random
 
-from duetto.cpu_kernels.library import library
-from duetto.kvcache.branches import branches, branching
-from duetto.kvcache.kernels.cpu_turn import has_turn, turn_and_write
-from duetto.kvcache.paged import Paged
+from duetto.cpu_kernels.library import load_library
+from duetto.kvcache.kernels.cpu_rope import cpu_rope_and_write, has_cpu_rope
+from duetto.kvcache.paged_attention import PagedAttend
 from duetto.kvcache.pages import Batch, KVCache
-from duetto.kvcache.quantised import empty_pool, kept_as
+from duetto.kvcache.quantised import choose_cache_format, empty_pool
+from duetto.kvcache.tree_attention import initial_branches, make_branch_attend
 from duetto.model.attention import AttentionParams, NewHeads
 from duetto.model.config import NormKind
-from duetto.model.rope import Rope, Rotation, rotation
+from duetto.model.rope import Rope, RotaryFactors, rotary_factors
 
-pytestmark = pytest.mark.skipif(not library().isas, reason=library().refusal)
-parametrized = pytest.mark.parametrize("isa", library().isas)
+pytestmark = pytest.mark.skipif(not load_library().isas, reason=load_library().refusal)
+parametrized = pytest.mark.parametrize("isa", load_library().isas)
 N, K, P, W = 6, 2, 5, 16
 SIZES = (64, 64), (16, 16), (80, 32), (48, 24), (256, 256)  # of a head, and of what is turned of it
 
@@ -36,13 +36,13 @@ def given(rows: int, T: int, H: int, turned: int, dtype: Any) -> tuple[NewHeads,
     """Rows of T tokens at places of their own; every third token is not written."""
     q, k, v = (random(seed, (rows, T, n, H), dtype) for seed, n in enumerate((N, K, K)))
     at = np.arange(rows * T, dtype=np.int32).reshape(rows, T)
-    cos, sin = jax.jit(lambda at: rotation(at, Rope(), turned)[:2])(37 * at)
+    cos, sin = jax.jit(lambda at: rotary_factors(at, Rope(), turned)[:2])(37 * at)
     pools = tuple(bits(random(seed, (K, P, W, H), dtype)) for seed in (3, 4))
     page = np.where(at % 3 == 2, P + at, at % P).astype(np.int32)
-    return NewHeads(q, k, v, Rotation(cos, sin)), (pools[0], pools[1]), (page, at // P)
+    return NewHeads(q, k, v, RotaryFactors(cos, sin)), (pools[0], pools[1]), (page, at // P)
 
 
-def expected(x: np.ndarray, rotary: Rotation) -> np.ndarray:
+def expected(x: np.ndarray, rotary: RotaryFactors) -> np.ndarray:
     """Heads that are turned by NumPy, which rounds each sum and each product."""
     cos, sin = (np.asarray(part) for part in rotary[:2])
     pairs = cos.shape[-1]
@@ -52,14 +52,14 @@ def expected(x: np.ndarray, rotary: Rotation) -> np.ndarray:
 
 
 def made(new: NewHeads, pools: Any, place: Any, isa: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    q, (keys, values) = jax.jit(partial(turn_and_write, isa=isa))(new, pools, place)
+    q, (keys, values) = jax.jit(partial(cpu_rope_and_write, isa=isa))(new, pools, place)
     return np.asarray(q), np.asarray(keys), np.asarray(values)
 
 
 @parametrized
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("H, turned", SIZES)
-def test_heads_are_turned_and_written(H: int, turned: int, dtype: Any, isa: str):
+def test_rotary_embedding_is_applied_and_heads_are_written(H: int, turned: int, dtype: Any, isa: str):
     new, pools, place = given(3, 4, H, turned, dtype)
     q, keys, values = made(new, pools, place, isa)
     np.testing.assert_array_equal(q, expected(np.asarray(new.q), new.rotary))
@@ -92,7 +92,7 @@ def test_a_row_has_the_same_bits_beside_any_others(dtype: Any, isa: str):
 @parametrized
 @pytest.mark.parametrize("norm", [None, NormKind()], ids=["plain", "normed"])
 def test_a_step_with_donated_pools_writes_them_in_place(norm: NormKind | None, isa: str):
-    """`Paged` has the bits of the reference's writes, but for how the turn is rounded."""
+    """`PagedAttend` has the bits of the reference's writes, but for how the turn is rounded."""
     new, pools, _ = given(3, 1, 64, 64, jnp.float32)
     gains = tuple(random(seed, (64,), np.float32) for seed in (7, 8)) if norm else (None, None)
     new = NewHeads(new.q, new.k, new.v, new.rotary, gains, norm)
@@ -105,9 +105,9 @@ def test_a_step_with_donated_pools_writes_them_in_place(norm: NormKind | None, i
         return KVCache(*((jnp.array(pool),) for pool in pools), isa=isa)
 
     def step(cache: KVCache, new: NewHeads) -> Any:
-        attend = Paged(batch, (None,))
-        assert attend.turns(cache, 0, new.q, norm) == (cache.isa is not None)
-        return attend.turned(cache, 0, new, reading)
+        attend = PagedAttend(batch, (None,))
+        assert attend.can_fuse_rope(cache, 0, new.q, norm) == (cache.isa is not None)
+        return attend.attend_with_rope(cache, 0, new, reading)
 
     program = jax.jit(step, donate_argnums=0).lower(cache(isa), new).compile()
     memory = program.memory_analysis()
@@ -127,7 +127,7 @@ def test_nodes_of_a_tree_have_the_bits_of_decode(dtype: Any, isa: str):
     """Nodes in a chain, whose keys are not written, beside steps of one token each."""
     n, start, (new, pools, _) = 3, 14, given(3, 1, 64, 64, dtype)
     at = jnp.arange(start, start + n, dtype=jnp.int32)
-    turn = Rotation(*jax.jit(lambda at: rotation(at, Rope(), 64)[:2])(at[:, None]))
+    turn = RotaryFactors(*jax.jit(lambda at: rotary_factors(at, Rope(), 64)[:2])(at[:, None]))
     new, table, one = replace(new, rotary=turn), jnp.array([[3, 1]], jnp.int32), jnp.ones(1, jnp.int32)
     reading = AttentionParams(0.125)
 
@@ -139,15 +139,17 @@ def test_nodes_of_a_tree_have_the_bits_of_decode(dtype: Any, isa: str):
         found = []
         for i in range(n):
             own = jax.tree.map(lambda x, i=i: x[i : i + 1], new)
-            cache, out = Paged(batch(at[i : i + 1], 1), (None,)).turned(cache, 0, own, reading)
+            cache, out = PagedAttend(batch(at[i : i + 1], 1), (None,)).attend_with_rope(
+                cache, 0, own, reading
+            )
             found.append(out)
         return found
 
     def verified(cache: KVCache, new: NewHeads) -> Any:
         path = np.minimum(np.arange(n)[None], np.arange(n)[:, None]).astype(np.int32)
-        attend: Any = branching(batch(at, n), (None,), path, np.arange(n, dtype=np.int32))
-        assert attend.turns(branches(cache), 0, new.q, None)
-        return attend.turned(branches(cache), 0, new, reading)[1]
+        attend: Any = make_branch_attend(batch(at, n), (None,), path, np.arange(n, dtype=np.int32))
+        assert attend.can_fuse_rope(initial_branches(cache), 0, new.q, None)
+        return attend.attend_with_rope(initial_branches(cache), 0, new, reading)[1]
 
     cache = KVCache(*((jnp.array(pool),) for pool in pools), isa=isa)
     wanted = jnp.concatenate(jax.jit(decoded)(cache, new))
@@ -157,8 +159,8 @@ def test_nodes_of_a_tree_have_the_bits_of_decode(dtype: Any, isa: str):
 
 def test_what_the_kernel_does_not_take():
     q, pool = np.zeros((1, 1, 4, 64), np.float32), np.zeros((2, P, W, 64), np.float32)
-    assert has_turn(q, (pool, pool))
-    codes = empty_pool(pool.shape, kept_as("int8", jnp.float32))
-    assert not has_turn(q, (codes, codes))
-    assert not has_turn(q.astype(np.float16), (pool, pool))
-    assert not has_turn(q[..., :40], (pool[..., :40], pool[..., :40]))
+    assert has_cpu_rope(q, (pool, pool))
+    codes = empty_pool(pool.shape, choose_cache_format("int8", jnp.float32))
+    assert not has_cpu_rope(q, (codes, codes))
+    assert not has_cpu_rope(q.astype(np.float16), (pool, pool))
+    assert not has_cpu_rope(q[..., :40], (pool[..., :40], pool[..., :40]))

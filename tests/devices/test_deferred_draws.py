@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from cases.invariance import bits
 from cases.text.letters import letters
+from suite.marks import full
 from tokenizers import AddedToken
 
 from duetto import LLM, SamplingParams
 from duetto.model.sharding import Layout
 from duetto.sampling.structured import StructuredOutputsParams
-from duetto.serve.engine.startup.mesh import spread
+from duetto.serve.engine.startup.mesh import shard_params
 
 END = 256  # behind the bytes
 OPTIONS = {
@@ -30,18 +31,18 @@ PROMPTS = [np.random.default_rng(i).integers(3, 250, n).tolist() for i, n in enu
 
 @pytest.mark.usefixtures("early", "few_shapes")
 @pytest.mark.parametrize(
-    "layout, options", [(Layout(tensor=2), {}), (Layout(data=2), {"data_parallel_size": 2})]
+    "layout, options", [full(Layout(tensor=2), {}), (Layout(data=2), {"data_parallel_size": 2})]
 )
 def test_draws_that_wait_for_grammars_change_no_bit(one_layer, layout, options):
     """While their programs come, and once they are there."""
-    params = spread(one_layer.config, one_layer.params, layout)
+    params = shard_params(one_layer.config, one_layer.params, layout)
     own = {"eos_token_ids": [END], "tokenizer": letters(None, AddedToken("<end>", special=True))}
 
     def serve(**more: Any) -> LLM:
         return LLM.from_params(one_layer.config, params, **OPTIONS | own | options | more)
 
     def answered(llm: LLM) -> list[Any]:
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         return [bits(out) for out in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
     with serve(background_compilation=False) as llm:
@@ -53,4 +54,4 @@ def test_draws_that_wait_for_grammars_change_no_bit(one_layer, layout, options):
             assert time.monotonic() < end
             assert answered(llm) == wanted
         assert answered(llm) == wanted
-        assert llm.engine.classes.may_defer and llm.report()["compilations"] == 0
+        assert llm.engine.classes.can_defer_sampling and llm.report()["compilations"] == 0

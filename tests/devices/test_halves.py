@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 from suite.fixtures import with_few_shapes
 
 from duetto import LLM, SamplingParams
-from duetto.kvcache.stages import attending, devices, feeding
-from duetto.serve.engine.startup.folder import DEMO, load_folder
+from duetto.kvcache.stages import ffn_params_by_layer, params_without_ffn, tree_devices
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER, load_folder
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.runtime.compiled.futures import arrived
-from duetto.serve.runtime.pipeline.relay import PipelinedStep
-from duetto.serve.runtime.pipeline.route import ATTENTION, FFN
+from duetto.serve.runtime.compiled.futures import wait_result
+from duetto.serve.runtime.pipeline.pipelined_step import PipelinedStep
+from duetto.serve.runtime.pipeline.route import ATTENTION_HALF, FFN_HALF
 
 APART = {"experimental_ffn_devices": 1, "max_prefill_tokens": 64, "page_size": 16}
 SMALL = {"max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 4}  # requests give way
@@ -69,8 +69,9 @@ def test_bits_are_those_of_one_device(model):
         assert any(name.startswith("verify") for name in report["steps"])
 
 
+@pytest.mark.full
 @MIXED
-def test_requests_give_way_and_come_back(expected, llm):
+def test_preempted_requests_are_resumed(expected, llm):
     assert generated(llm) == expected
     report = llm.report()
     assert report["preemptions"] > 0 and report["compilations"] == 0
@@ -78,29 +79,36 @@ def test_requests_give_way_and_come_back(expected, llm):
 
 
 @MIXED
-def test_each_part_has_its_own(llm):
+def test_each_part_holds_its_own_weights_and_cache(llm):
     first, second = jax.devices()
-    slots = llm.engine._state.slots
-    held = attending(llm.params), llm.engine.cache, arrived(slots), arrived(slots.front)
-    assert devices(held) == {first}
-    assert devices(feeding(llm.params)) == {second}
+    slots = llm.engine._arguments.slots
+    held = (
+        params_without_ffn(llm.params),
+        llm.engine.cache,
+        wait_result(slots),
+        wait_result(slots.first_stage_slots),
+    )
+    assert tree_devices(held) == {first}
+    assert tree_devices(ffn_params_by_layer(llm.params)) == {second}
     assert llm.get_world_size() == 2
-    _, params, _ = load_folder(DEMO, "float32", options=EngineOptions(**APART))
-    assert devices(attending(params)) == {first} and devices(feeding(params)) == {second}
+    _, params, _ = load_folder(DEMO_FOLDER, "float32", options=EngineOptions(**APART))
+    assert tree_devices(params_without_ffn(params)) == {first} and tree_devices(
+        ffn_params_by_layer(params)
+    ) == {second}
 
 
 @MIXED
-def test_one_part_attends_while_the_other_feeds(llm, model, oracle, monkeypatch):
+def test_attention_and_feed_forward_parts_run_concurrently(llm, model, oracle, monkeypatch):
     """From where all requests decode, every half waits until the other part has begun one of its own: parts
     that take turns would wait for ever."""
     long, meet = replace(GREEDY, max_tokens=40), threading.Barrier(2, timeout=600)
-    run, ran, met = PipelinedStep._run, {ATTENTION: 0, FFN: 0}, range(0)
+    run, ran, met = PipelinedStep._run, {ATTENTION_HALF: 0, FFN_HALF: 0}, range(0)
 
     def meeting(step: PipelinedStep, i: int, *given: Any) -> Any:
         part = step.route[i].half
-        if not step.route[i].last:
+        if not step.route[i].is_last:
             ran[part] += 1
-            if ran[part] - (part == ATTENTION) in met:  # it is a half ahead
+            if ran[part] - (part == ATTENTION_HALF) in met:  # it is a half ahead
                 meet.wait()
         return run(step, i, *given)
 
@@ -113,20 +121,20 @@ def test_one_part_attends_while_the_other_feeds(llm, model, oracle, monkeypatch)
         llm.step()
     programs: Any = llm.engine.programs
     programs.stages.drain()
-    assert ran[ATTENTION] == ran[FFN]
-    met = range(ran[FFN] + 4, ran[FFN] + 24)
+    assert ran[ATTENTION_HALF] == ran[FFN_HALF]
+    met = range(ran[FFN_HALF] + 4, ran[FFN_HALF] + 24)
     found = [list(out.outputs[0].token_ids) for out in llm.wait_for_completion(use_tqdm=False)]
     assert found == [oracle(model)(prompt, long) for prompt in texts]
-    assert ran[FFN] > met.stop
+    assert ran[FFN_HALF] > met.stop
 
 
 @MIXED
-@pytest.mark.parametrize("part", [FFN, ATTENTION])
-def test_a_step_that_fails_costs_nothing(llm, expected, part):
+@pytest.mark.parametrize("part", [FFN_HALF, ATTENTION_HALF])
+def test_requests_survive_a_failed_step(llm, expected, part):
     programs, calls = llm.engine.programs.steps, iter(range(1000))
     shape = max(s for s in programs if s.phase == "decode")
     step = programs[shape]
-    last = max(i for i, stage in enumerate(step.route) if stage.half == part and not stage.last)
+    last = max(i for i, stage in enumerate(step.route) if stage.half == part and not stage.is_last)
 
     def fails(*given: Any) -> Any:
         if next(calls) == 3:
@@ -139,7 +147,7 @@ def test_a_step_that_fails_costs_nothing(llm, expected, part):
 
 
 @MIXED
-def test_weights_are_replaced_and_put_aside(llm, expected):
+def test_weights_are_replaced_and_offloaded_in_sleep(llm, expected):
     own = llm.params
     llm.update_params(jax.tree.map(lambda x: 2 * x, own))
     assert generated(llm) != expected
@@ -147,7 +155,7 @@ def test_weights_are_replaced_and_put_aside(llm, expected):
     llm.sleep(level=1)
     llm.wake_up()
     assert generated(llm) == expected
-    assert devices(feeding(llm.params)) == {jax.devices()[1]}
+    assert tree_devices(ffn_params_by_layer(llm.params)) == {jax.devices()[1]}
 
 
 @MIXED

@@ -15,25 +15,26 @@ from cases.models import EXPERTS, TINY
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from suite import quick
 from suite.fixtures import Model, random_model
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
-from duetto.kvcache.quantised import kept_as
+from duetto.kvcache.quantised import choose_cache_format
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
-from duetto.model.experts import MoE, experts_spec, mix_experts
-from duetto.model.pair import PairConfig
-from duetto.model.sharding import Layout, axes_of, device_bytes, rules_for, shardings
-from duetto.model.tree import is_spec, nbytes
-from duetto.model.weights import prepared as prepared_forms
-from duetto.model.weights.compress import compress, projections
-from duetto.model.weights.prepared import LaneRows, prepared
-from duetto.sampling.params import knobs_row
+from duetto.model.draft_pair import PairConfig
+from duetto.model.experts import MoE, experts_spec, run_moe
+from duetto.model.sharding import Layout, device_bytes, make_axis_rules, make_shardings, sharded_axes
+from duetto.model.tree import is_spec, tree_bytes
+from duetto.model.weights import device_forms as prepared_forms
+from duetto.model.weights.compress import compress, projection_plan
+from duetto.model.weights.device_forms import PaddedEmbedding, convert_to_device_forms
+from duetto.sampling.params import request_knobs
 from duetto.sampling.sample import sample
 from duetto.sampling.search import argmax
-from duetto.sampling.state import admit, empty_state
-from duetto.serve.engine.startup.mesh import layout_rules, places, put
-from duetto.serve.kv.offload.realm import realm
-from duetto.serve.runtime.compiled.sizing import rooms
+from duetto.sampling.state import empty_sampling_state, load_knobs
+from duetto.serve.engine.startup.mesh import layout_axis_rules, param_shardings, place_params
+from duetto.serve.kv.offload.realm import hash_page_realm
+from duetto.serve.runtime.compiled.sizing import stage_budgets
 
 SMALL = {  # a cache of one request's length for two that run: the first two preempt each other
     "max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 2, "max_prefill_tokens": 64,
@@ -41,7 +42,7 @@ SMALL = {  # a cache of one request's length for two that run: the first two pre
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 110, 3))]
-TWO, TWO_WITH_EXPERTS = Layout(2), Layout(2, experts=True)
+TWO, TWO_WITH_EXPERTS = Layout(2), Layout(2, expert_parallel=True)
 
 
 def mesh_of(**axes: int) -> Mesh:
@@ -62,6 +63,7 @@ def sharing(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=tuple(layers), vocab_size=301)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, layout, own",
     [
@@ -73,7 +75,7 @@ def sharing(config: ModelConfig) -> ModelConfig:
 def test_served_tokens_are_those_of_one_device(name: str, layout: Layout, own: dict[str, int], oracle):
     model = drawn(sharing(TINY)) if name == "one key head" else random_model(name)
     expected = [oracle(model)(prompt, GREEDY) for prompt in PROMPTS]
-    asked = {"tensor_parallel_size": layout.tensor, "enable_expert_parallel": layout.experts}
+    asked = {"tensor_parallel_size": layout.tensor, "enable_expert_parallel": layout.expert_parallel}
     with LLM.from_params(model.config, model.params, **SMALL | asked) as llm:
         mesh: Any = llm.params.embed.sharding
         assert dict(mesh.mesh.shape) == own and llm.get_world_size() == 2
@@ -82,10 +84,10 @@ def test_served_tokens_are_those_of_one_device(name: str, layout: Layout, own: d
             if isinstance(layer.ffn, MoE):
                 up = layer.ffn.experts.up
                 assert up.sharding.shard_shape(up.shape)[0] * 2 == up.shape[0]
-                assert device_bytes(layer.ffn.experts) * 2 == nbytes(layer.ffn.experts)
+                assert device_bytes(layer.ffn.experts) * 2 == tree_bytes(layer.ffn.experts)
         if name == "windows":  # pages are named after the mesh too
-            others = put(places(model.config, TWO), model.params), model.params, llm.params
-            assert len({realm(llm.engine.programs, p, llm.options) for p in others}) == 3
+            others = place_params(param_shardings(model.config, TWO), model.params), model.params, llm.params
+            assert len({hash_page_realm(llm.engine.programs, p, llm.options) for p in others}) == 3
 
 
 TPU_LAYOUTS = {  # and key heads in their pools, of rows of 128 numbers: of 4 and 2 heads of 64
@@ -111,15 +113,15 @@ def test_rows_fill_the_lanes_of_several_tpus(
     with LLM.from_params(config, model.params, **SMALL | asked) as llm:
         assert generated(llm) == expected
         params, programs, options = llm.engine.params, llm.engine.programs, llm.options
-        assert isinstance(params.embed, LaneRows)
+        assert isinstance(params.embed, PaddedEmbedding)
         mixture: Any = params.layers[0].ffn
-        assert (axes_of(mixture.experts.up, 0) == ("tensor",)) == (options.tensor_parallel_size > 1)
-        cache, sizes = programs.like.cache, programs.sizes
+        assert (sharded_axes(mixture.experts.up, 0) == ("tensor",)) == (options.tensor_parallel_size > 1)
+        cache, sizes = programs.abstract_arguments.cache, programs.sizes
         assert [(pool.shape[0], pool.shape[-1]) for pool in cache.k] == [(n, 128) for n in heads]
-        [room] = rooms(PairConfig(config), options, params, None)
-        kept = kept_as(options.kv_cache_dtype, jnp.dtype("float32"))
+        [room] = stage_budgets(PairConfig(config), options, params, None)
+        kept = choose_cache_format(options.kv_cache_dtype, jnp.dtype("float32"))
         page = sum(room.page_bytes(config.layers, options.page_size, kept).values())
-        assert nbytes(cache) == sizes.shards * sizes.pages[0] * page
+        assert tree_bytes(cache) == sizes.shards * sizes.pages[0] * page
 
 
 @pytest.mark.parametrize(
@@ -132,31 +134,32 @@ def test_rows_fill_the_lanes_of_several_tpus(
         (1, 4, 64, 1, False),
     ],
 )
-def test_tpus_split_the_list_of_experts_where_they_would_copy_parts(
+def test_tpus_split_whole_experts_where_parts_would_be_copied(
     lanes: int, count: int, size: int, data: int, whole: bool
 ):
     mesh = mesh_of(tensor=2) if data == 1 else mesh_of(data=2, tensor=1)
     layers = (LayerKind(GroupedQuery(4, 2, 8), Experts(count, 2, size)),)
-    rules = layout_rules(Layout(2 // data, data=data), layers, mesh, lanes)
+    rules = layout_axis_rules(Layout(2 // data, data=data), layers, mesh, lanes)
     assert ("expert_ffn" not in rules) == whole
 
 
+@pytest.mark.full
 def test_a_folder_is_loaded_as_the_options_say(tiny, oracle, tmp_path):
-    huggingface.save(tmp_path, tiny.config, tiny.params)
+    huggingface.save_hf(tmp_path, tiny.config, tiny.params)
     with LLM(tmp_path, tensor_parallel_size=2, **SMALL) as llm:
-        assert device_bytes(llm.params.embed) * 2 == nbytes(llm.params.embed)
+        assert device_bytes(llm.params.embed) * 2 == tree_bytes(llm.params.embed)
         assert generated(llm, PROMPTS[:1]) == [oracle(tiny)(PROMPTS[0], GREEDY)]
 
 
 def test_what_devices_cannot_do_is_refused_with_what_they_can(tiny, tmp_path):
-    huggingface.save(tmp_path, tiny.config, tiny.params)
+    huggingface.save_hf(tmp_path, tiny.config, tiny.params)
     with pytest.raises(ValueError, match="tensor_parallel_size 4 is not allowed: 6 heads .* so; 1, 2, 6 can"):
         LLM(tmp_path, tensor_parallel_size=4)
     with pytest.raises(ValueError, match="tensor_parallel_size 6 is not allowed: devices here are 2"):
         LLM(tmp_path, tensor_parallel_size=6)
     with pytest.raises(ValueError, match="tensor_parallel_size 3 is not allowed: the mesh has 2 devices"):
         LLM(tmp_path, tensor_parallel_size=3, mesh=mesh_of(tensor=2))
-    split = put(places(tiny.config, TWO), tiny.params)
+    split = place_params(param_shardings(tiny.config, TWO), tiny.params)
     with pytest.raises(ValueError, match="not allowed: the parameters lie on 2 devices"):
         LLM.from_params(tiny.config, split, tensor_parallel_size=3, **SMALL)
     wide = replace(EXPERTS, size=96)
@@ -174,7 +177,7 @@ SHARED = replace(EXPERTS, size=128)
 BIASED = Experts(4, 2, 64, "clamped_silu", clamp=2.0, bias=True, router_bias=True)
 
 
-@pytest.mark.parametrize("how", [None, "int8", "int4"])
+@pytest.mark.parametrize("how", [None, full("int8"), full("int4")])
 @pytest.mark.parametrize("c", [SHARED, BIASED], ids=["shared", "biased"])
 @pytest.mark.parametrize("experts", [True, False], ids=["whole", "parts"])
 def test_experts_stay_where_they_are(c: Experts, how: Any, experts: bool):
@@ -183,12 +186,16 @@ def test_experts_stay_where_they_are(c: Experts, how: Any, experts: bool):
     specs = jax.tree.map(lambda s: replace(s, scale=0.3), experts_spec(c, D, 4), is_leaf=is_spec)
     w: Any = weights.drawn(specs)
     if how:
-        w = replace(w, experts=compress({"layers": {"ffn": w.experts}}, projections(how))["layers"]["ffn"])
-    placed = prepared(put(shardings(experts_spec(c, D, 4), mesh, rules_for(mesh, experts)), w), False)
+        w = replace(
+            w, experts=compress({"layers": {"ffn": w.experts}}, projection_plan(how))["layers"]["ffn"]
+        )
+    placed = convert_to_device_forms(
+        place_params(make_shardings(experts_spec(c, D, 4), mesh, make_axis_rules(mesh, experts)), w), False
+    )
     x = jax.device_put(np.random.default_rng(1).standard_normal((16, 1, D), np.float32))
-    expected = np.asarray(jax.jit(partial(mix_experts, c=c))(w, x=x))
+    expected = np.asarray(jax.jit(partial(run_moe, c=c))(w, x=x))
     everywhere = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
-    program = jax.jit(partial(mix_experts, c=c)).lower(placed, x=everywhere).compile()
+    program = jax.jit(partial(run_moe, c=c)).lower(placed, x=everywhere).compile()
     found = np.asarray(jax.block_until_ready(program(placed, x=everywhere)))
     np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
     assert moved(program) == {"all-reduce": 1}
@@ -216,11 +223,11 @@ def test_the_likeliest_token_is_found_in_parts(V: int):
 def test_draws_from_logits_in_parts_are_those_of_one_device():
     """All logits go between the devices once for the draw and once for the scores, never for an argmax."""
     B, V = 4, 300
-    state = empty_state(B, V)
+    state = empty_sampling_state(B, V)
     for slot, (temperature, top_p) in enumerate(((0.0, 1.0), (1.0, 0.9), (0.7, 0.5), (1.3, 1.0))):
         params = SamplingParams(temperature=temperature, top_p=top_p, top_k=40, logprobs=2)
-        row = knobs_row(params, seed=slot, stop_ids=(), prompt_len=3)
-        state = admit(state, jnp.int32(slot), row)
+        row = request_knobs(params, seed=slot, stop_ids=(), prompt_len=3)
+        state = load_knobs(state, jnp.int32(slot), row)
     x = np.asarray(jax.random.normal(jax.random.key(0), (B, V)), np.float32) * 4
     slots, live = jnp.arange(B, dtype=jnp.int32), jnp.ones(B, bool)
     expected = jax.jit(sample)(jnp.asarray(x), slots + 3, slots, live, state)

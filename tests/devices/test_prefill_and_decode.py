@@ -36,23 +36,23 @@ def test_an_engine_on_each_device_gives_the_bits_of_one(begin, wanted):
     with begin(kv_role="both", prefill_devices=1, decode_devices=1) as llm:
         first, second = jax.devices()
         assert llm.params.embed.sharding.device_set == {second}
-        peer = llm.engine.tiers.mover.peer
-        theirs = peer.source.session.engine.params
+        peer = llm.engine.page_finder.mover.remote_kv
+        theirs = peer.service.session.engine.params
         assert theirs.embed.sharding.device_set == {first}
         found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert exact(found) == wanted and [o.num_cached_tokens for o in found] == [48, 64, 0]
 
 
 @pytest.mark.parametrize("reproducible", [True, False])
-def test_pages_of_another_layout_are_handed_over_only_without_the_contract(begin, wanted, reproducible):
+def test_pages_of_another_layout_need_reproducible_off(begin, wanted, reproducible):
     """Heads that lay on two devices lie on one."""
     place, options = f"127.0.0.1:{free_port()}", {"reproducible": reproducible}
     with (
         begin(kv_role="prefill", kv_address=place, tensor_parallel_size=2, **options),
         begin(kv_role="decode", kv_address=place, **options) as llm,
     ):
-        source = llm.engine.tiers.mover.peer.tiers[place].source
-        soon(lambda: reproducible or source.is_here)
+        source = llm.engine.page_finder.mover.remote_kv.tiers[place].service
+        soon(lambda: reproducible or source.is_connected)
         found = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]  # one after the other
         assert [tokens for tokens, _ in exact(found)] == [tokens for tokens, _ in wanted]
         cached = [o.num_cached_tokens for o in found]

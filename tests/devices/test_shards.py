@@ -12,13 +12,14 @@ from cases.adapters import merged, read, write
 from cases.invariance import PARAMS, bits, prompts
 from jax.sharding import Mesh
 from suite.fixtures import random_model
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
 from duetto.lora.request import LoRARequest
 from duetto.model.experts import MoE
 from duetto.model.sharding import Layout, device_bytes
-from duetto.model.tree import nbytes
-from duetto.serve.engine.startup.mesh import places, put
+from duetto.model.tree import tree_bytes
+from duetto.serve.engine.startup.mesh import param_shardings, place_params
 
 SMALL = {  # two seats a shard, and a cache of one request's length for them: they preempt each other
     "max_model_len": 160, "max_batched_token_mem": 320, "max_num_seqs": 4, "max_prefill_tokens": 64,
@@ -39,7 +40,7 @@ def generated(llm: LLM, texts=PROMPTS, params: Any = GREEDY) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("greedy_only")
-@pytest.mark.parametrize("name, options", [("tiny", {}), ("latent", EXPERTS), ("windows", EXPERTS)])
+@pytest.mark.parametrize("name, options", [("tiny", {}), full("latent", EXPERTS), full("windows", EXPERTS)])
 def test_served_tokens_are_those_of_one_device(name: str, options: dict[str, Any], oracle):
     """Also of requests that give way, come back, and find their prompts; alone too, beside an empty shard."""
     model, params = random_model(name), replace(GREEDY, max_tokens=32)
@@ -50,15 +51,16 @@ def test_served_tokens_are_those_of_one_device(name: str, options: dict[str, Any
         report = llm.report()
         assert report["preemptions"] > 0 or name == "windows"
         assert report["compilations"] == 0 and report["cached_tokens"] > 0
-        assert device_bytes(llm.engine.cache) * 2 == nbytes(llm.engine.cache)
-        assert device_bytes(llm.params.embed) == nbytes(llm.params.embed)
+        assert device_bytes(llm.engine.cache) * 2 == tree_bytes(llm.engine.cache)
+        assert device_bytes(llm.params.embed) == tree_bytes(llm.params.embed)
         for layer in llm.params.layers:
-            assert device_bytes(layer.attention) == nbytes(layer.attention)
+            assert device_bytes(layer.attention) == tree_bytes(layer.attention)
             if isinstance(layer.ffn, MoE):
-                assert device_bytes(layer.ffn.experts) * 2 == nbytes(layer.ffn.experts)
+                assert device_bytes(layer.ffn.experts) * 2 == tree_bytes(layer.ffn.experts)
         assert llm.get_world_size() == 2
 
 
+@pytest.mark.full
 def test_nothing_goes_between_shards_but_tokens_of_experts():
     """Of a model of experts each layer gathers rows and choices, and sends back sums; of others nothing."""
     for name, options, expected in (
@@ -72,7 +74,7 @@ def test_nothing_goes_between_shards_but_tokens_of_experts():
                 assert Counter(found) == expected, shape
 
 
-@pytest.mark.parametrize("name, options", [("tiny", {}), ("latent", EXPERTS)])
+@pytest.mark.parametrize("name, options", [("tiny", {}), full("latent", EXPERTS)])
 def test_bits_depend_on_the_request_alone(name: str, options: dict[str, Any], oracle):
     """Neither on the shard nor on what others do: draws, penalties and scores too."""
     model = random_model(name)
@@ -82,9 +84,9 @@ def test_bits_depend_on_the_request_alone(name: str, options: dict[str, Any], or
         assert generated(llm, texts, PARAMS) == expected
         alone = []
         for text, params in zip(texts, PARAMS, strict=True):
-            llm.engine.tables.forget()
+            llm.engine.tables.reset_prefix_cache()
             alone += [bits(out) for out in llm.generate(text, params, use_tqdm=False)]
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         for cached in (False, True):
             outputs = llm.generate(texts, PARAMS, use_tqdm=False)
             assert [bits(out) for out in outputs] == alone
@@ -108,12 +110,13 @@ def test_adapters_are_in_every_shard(tiny, oracle, tmp_path):
         together = llm.generate(PROMPTS, scored, use_tqdm=False, lora_request=wanted)
         assert [list(out.outputs[0].token_ids) for out in together] == expected
         for prompt, own, found in zip(PROMPTS, wanted, together, strict=True):
-            llm.engine.tables.forget()
+            llm.engine.tables.reset_prefix_cache()
             (alone,) = llm.generate(prompt, scored, use_tqdm=False, lora_request=own)
             assert bits(alone) == bits(found)
         assert llm.report()["compilations"] == 0
 
 
+@pytest.mark.full
 def test_a_shard_is_empty_while_another_is_full(tiny, oracle):
     """Requests go where their prompt is, as long as that makes no step wider; others elsewhere."""
     begin = PROMPTS[-1][:96]
@@ -122,13 +125,14 @@ def test_a_shard_is_empty_while_another_is_full(tiny, oracle):
     with serve(tiny, **SMALL | {"max_batched_token_mem": 640}) as llm:
         tables: Any = llm.engine.tables
         first, second = tables.shards
-        assert generated(llm, texts[:1]) == expected[:1] and first.pools[0].named()
+        assert generated(llm, texts[:1]) == expected[:1] and first.pools[0].list_cached_pages()
         outputs = llm.generate(texts[:2], GREEDY, use_tqdm=False)
         assert [list(out.outputs[0].token_ids) for out in outputs] == expected[:2]
-        assert all(out.num_cached_tokens >= 96 for out in outputs) and not second.pools[0].named()
-        assert generated(llm, texts) == expected and second.pools[0].named()
+        assert all(out.num_cached_tokens >= 96 for out in outputs) and not second.pools[0].list_cached_pages()
+        assert generated(llm, texts) == expected and second.pools[0].list_cached_pages()
 
 
+@pytest.mark.full
 def test_samples_of_one_prompt_are_those_of_one_device(tiny):
     params = SamplingParams(
         temperature=0.9, top_p=0.9, n=5, seed=3, max_tokens=8, logprobs=1, prompt_logprobs=1
@@ -143,8 +147,9 @@ def test_samples_of_one_prompt_are_those_of_one_device(tiny):
         assert answers(llm) == answers(one)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("steady_steps")
-def test_guesses_change_no_token(tiny, oracle):
+def test_draft_tokens_change_no_token(tiny, oracle):
     again, params = [prompt[:20] * 3 for prompt in PROMPTS], replace(GREEDY, max_tokens=32)
     expected = [oracle(tiny)(prompt, params) for prompt in again]
     options = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
@@ -153,6 +158,7 @@ def test_guesses_change_no_token(tiny, oracle):
         assert any(name.startswith("verify") for name in llm.report()["steps"])
 
 
+@pytest.mark.full
 def test_several_steps_in_one_dispatch_end_together(oracle):
     """Shards exchange what experts make in each of them: all take as many."""
     model = random_model("latent")
@@ -164,7 +170,7 @@ def test_several_steps_in_one_dispatch_end_together(oracle):
 
 
 @pytest.mark.usefixtures("greedy_only")
-def test_requests_are_aborted_and_weights_put_aside(tiny, oracle):
+def test_requests_are_aborted_and_weights_offloaded_in_sleep(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     with serve(tiny, **SMALL) as llm:
         for i, prompt in enumerate(PROMPTS * 2):
@@ -179,7 +185,7 @@ def test_requests_are_aborted_and_weights_put_aside(tiny, oracle):
         assert {name: found[name] for name in "13579"} == {str(i): expected[i % 5] for i in (1, 3, 5, 7, 9)}
         llm.update_params(jax.tree.map(lambda x: 2 * x, llm.params))
         assert generated(llm) != expected
-        llm.update_params(put(places(tiny.config, Layout(data=2)), tiny.params))
+        llm.update_params(place_params(param_shardings(tiny.config, Layout(data=2)), tiny.params))
         llm.sleep(level=1)
         llm.wake_up()
         assert generated(llm) == expected
@@ -202,15 +208,15 @@ def test_what_shards_cannot_do_is_refused(tiny, options, words):
 
 
 @pytest.mark.usefixtures("greedy_only")
-def test_a_mesh_of_ones_own_says_how_rows_are_split(tiny, oracle):
+def test_a_users_mesh_determines_how_rows_are_split(tiny, oracle):
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    own = put(places(tiny.config, Layout(data=2), mesh), tiny.params)
+    own = place_params(param_shardings(tiny.config, Layout(data=2), mesh), tiny.params)
     with serve(tiny, own, **SMALL) as llm:
         assert generated(llm, PROMPTS[:1]) == [oracle(tiny)(PROMPTS[0], GREEDY)]
         with pytest.raises(ValueError, match="save_cache is not allowed with data_parallel_size 2"):
             llm.save_cache("nowhere")
-    split = put(places(tiny.config, Layout(2)), tiny.params)
+    split = place_params(param_shardings(tiny.config, Layout(2)), tiny.params)
     with pytest.raises(ValueError, match="the parameters lie on a mesh without an axis data of that size"):
         serve(tiny, split, **SMALL)
     with pytest.raises(ValueError, match=r"data_parallel_size 3 is not allowed: the mesh has axes"):
-        places(tiny.config, Layout(data=3), mesh)
+        param_shardings(tiny.config, Layout(data=3), mesh)

@@ -14,22 +14,23 @@ from cases.invariance import PARAMS, bits, prompts
 from fakes.greedy import greedy_programs
 from jax.sharding import Mesh
 from suite.fixtures import ROOT, with_few_shapes
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
-from duetto.checkpoints.huggingface import load
-from duetto.kvcache.stages import devices, stages
+from duetto.checkpoints.huggingface import load_hf
+from duetto.kvcache.stages import pipeline_stages, tree_devices
 from duetto.lora.request import LoRARequest
 from duetto.model.sharding import Layout
-from duetto.model.weights.adapted import stacks_of
-from duetto.serve.engine.startup.folder import DEMO
-from duetto.serve.engine.startup.mesh import places, put, spread
+from duetto.model.weights.lora import lora_stacks
+from duetto.serve.engine.startup.mesh import param_shardings, place_params, shard_params
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import abstract_arguments, main_shapes, plan_job
-from duetto.serve.planner.render import render
-from duetto.serve.planner.roofline.targets import GPUS, here
-from duetto.serve.planner.stage_plans import StagePlan, stage_plans
-from duetto.serve.runtime.pipeline.relay import PipelinedStep
-from duetto.serve.runtime.pipeline.split import split
+from duetto.serve.planner.engine_plan import abstract_arguments, main_shapes, plan_engine
+from duetto.serve.planner.render import render_plan
+from duetto.serve.planner.roofline.targets import GPUS, local_target
+from duetto.serve.planner.stage_plans import StagePlan, plan_stages
+from duetto.serve.runtime.pipeline.pipelined_step import PipelinedStep
+from duetto.serve.runtime.pipeline.split import split_layers
 
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -39,7 +40,7 @@ PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 
 def staged(model) -> Any:
     """A model's parameters on two devices."""
     assert jax.device_count() == 2
-    return spread(model.config, model.params, Layout(stages=2))
+    return shard_params(model.config, model.params, Layout(stages=2))
 
 
 def cut(params: Any, layers: int) -> Any:
@@ -60,13 +61,15 @@ def generated(llm: LLM, texts=PROMPTS, params: Any = GREEDY) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "model", ["parallel", "latent", "recurrent", "longrope", "windows, int8 cache"], indirect=True
+    "model",
+    [full("parallel"), full("latent"), "recurrent", full("longrope"), full("windows, int8 cache")],
+    indirect=True,
 )
 def test_tokens_are_those_of_the_oracle(model, oracle):
     plain, texts = oracle(model), prompts(model.config.vocab_size)
     expected = [plain(text, params) for text, params in zip(texts, PARAMS, strict=True)]
     with serve(model) as llm:
-        assert len(stages(llm.params)) == 2
+        assert len(pipeline_stages(llm.params)) == 2
         assert generated(llm, texts, PARAMS) == expected
         report = llm.report()
         assert report["compilations"] == 0
@@ -78,16 +81,16 @@ def test_bits_depend_on_the_request_alone(tiny):
     with serve(tiny) as llm:
         alone = []
         for text, params in zip(texts, PARAMS, strict=True):
-            llm.engine.tables.forget()
+            llm.engine.tables.reset_prefix_cache()
             alone += [bits(out) for out in llm.generate(text, params, use_tqdm=False)]
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         for cached in (False, True):
             outputs = llm.generate(texts, PARAMS, use_tqdm=False)
             assert [bits(out) for out in outputs] == alone
             assert any(out.num_cached_tokens for out in outputs) == cached
 
 
-def test_adapters_lie_with_their_layers(tiny, oracle, tmp_path):
+def test_adapters_are_on_the_devices_of_their_layers(tiny, oracle, tmp_path):
     """More adapters than places come and go while steps are in flight: rows have the tokens of merged weights
     on one device, and those without an adapter the model's. Guesses of the host change none."""
     folders = {name: write(tmp_path / name, tiny.config, 2 + i, i) for i, name in enumerate("abc")}
@@ -107,14 +110,15 @@ def test_adapters_lie_with_their_layers(tiny, oracle, tmp_path):
                 wanted = [asked.get(name) for name in whose]
                 outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=wanted)
                 assert [list(out.outputs[0].token_ids) for out in outputs] == expected
-            assert llm.report()["compilations"] == 0 and llm.engine.scheduler.places.loads > 2
-            params: Any = llm.engine._state.params
-            for path, stack in stacks_of(params).items():
+            assert llm.report()["compilations"] == 0 and llm.engine.scheduler.lora_slots.loads > 2
+            params: Any = llm.engine._arguments.params
+            for path, stack in lora_stacks(params).items():
                 layer = params.layers[int(path.split(".")[1])]
-                assert devices(stack) == devices(layer.any_norm)
+                assert tree_devices(stack) == tree_devices(layer.any_norm)
 
 
-def test_any_cut_will_do(tiny, oracle):
+@pytest.mark.full
+def test_any_split_into_stages_gives_the_same_tokens(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     for layers in range(1, tiny.config.num_layers):
         for micro_batches in (1, 3):
@@ -123,7 +127,7 @@ def test_any_cut_will_do(tiny, oracle):
 
 
 @pytest.mark.usefixtures("few_shapes", "greedy_only")
-def test_requests_give_way_and_come_back(tiny, oracle):
+def test_preempted_requests_are_resumed(tiny, oracle):
     small = {"max_model_len": 160, "max_batched_token_mem": 160, "max_num_seqs": 4}
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     with serve(tiny, **small) as llm:
@@ -162,8 +166,9 @@ def test_stages_compute_for_different_requests_at_the_same_time(tiny, oracle):
         assert calls[1] > meetings.stop
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("steady_steps")
-def test_guesses_change_no_token(tiny, oracle):
+def test_draft_tokens_change_no_token(tiny, oracle):
     again = [prompt[:20] * 3 for prompt in PROMPTS]
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in again]
     with serve(tiny, speculative_config={"method": "ngram", "num_speculative_tokens": 3}) as llm:
@@ -219,11 +224,15 @@ def breaks(llm: LLM, step: int) -> None:
 
 @pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize("stages", [1, 2])
-def test_the_cache_of_a_step_that_failed_is_gone_before_there_is_another(tiny, oracle, stages, monkeypatch):
+def test_a_failed_steps_cache_is_freed_before_the_next(tiny, oracle, stages, monkeypatch):
     """Two may not fit."""
     with serve(tiny, tiny.params if stages == 1 else None) as llm:
         programs: Any = llm.engine.programs
-        shapes, make, left = {x.shape for x in jax.tree.leaves(programs.like.cache)}, programs.fresh_cache, []
+        shapes, make, left = (
+            {x.shape for x in jax.tree.leaves(programs.abstract_arguments.cache)},
+            programs.fresh_cache,
+            [],
+        )
 
         def counted() -> Any:
             left.append(sum(x.shape in shapes for x in jax.live_arrays()))
@@ -235,13 +244,13 @@ def test_the_cache_of_a_step_that_failed_is_gone_before_there_is_another(tiny, o
         assert left == [0]
 
 
-def test_a_step_that_fails_while_an_engine_goes_to_sleep_costs_nothing(tiny, oracle):
+def test_a_step_that_fails_during_sleep_loses_no_request(tiny, oracle):
     with serve(tiny) as llm:
         breaks(llm, step=0)
         for prompt in PROMPTS:
             llm.add_request({"prompt_token_ids": prompt}, GREEDY)
         shape = max(s for s in llm.engine.programs.steps if s.phase == "decode")
-        while not any(ran.shape == shape for flight in llm.engine.flights._steps for ran in flight):
+        while not any(ran.shape == shape for flight in llm.engine.in_flight_steps._steps for ran in flight):
             llm.step()
         llm.sleep(mode="keep")
         llm.wake_up()
@@ -251,7 +260,7 @@ def test_a_step_that_fails_while_an_engine_goes_to_sleep_costs_nothing(tiny, ora
         assert list(found.values()) == [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
 
 
-def test_weights_are_replaced_and_put_aside(tiny, oracle):
+def test_weights_are_replaced_and_offloaded_in_sleep(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     with serve(tiny) as llm:
         other = jax.tree.map(lambda x: 2 * x, llm.params)
@@ -293,6 +302,7 @@ def test_parameters_that_are_no_stages_are_refused(tiny):
         serve(tiny, tiny.params, micro_batches=2)
 
 
+@pytest.mark.full
 def test_the_shipped_model_is_cut_by_an_option():
     """Its embedding is its head too: the last stage has a copy."""
     texts = ["One day, a", "def add(a, b):", "the"]
@@ -305,12 +315,13 @@ def test_the_shipped_model_is_cut_by_an_option():
         assert two.params.head is not None and one.params.head is None
 
 
-def test_a_tied_model_is_updated_with_trees_that_have_no_head():
+@pytest.mark.full
+def test_tied_models_take_parameter_updates_without_a_head():
     """Nobody's checkpoint has the copy."""
-    config, params = load(DEMO, jnp.float32)
+    config, params = load_hf(DEMO_FOLDER, jnp.float32)
     assert params.head is None
-    where = places(config, Layout(stages=2))
-    tied = put(replace(where, head=None), params)
+    where = param_shardings(config, Layout(stages=2))
+    tied = place_params(replace(where, head=None), params)
     with LLM.from_params(config, tied, **OPTIONS) as llm:
         expected = generated(llm)
         llm.update_params(jax.tree.map(lambda x: -x, tied))
@@ -321,7 +332,7 @@ def test_a_tied_model_is_updated_with_trees_that_have_no_head():
         assert generated(llm) == expected
 
 
-def test_stages_that_cannot_be_are_refused(tiny):
+def test_invalid_stages_are_refused(tiny):
     with pytest.raises(
         ValueError, match="pipeline_parallel_size 3 is not allowed: 3 stages of 1 devices are 3"
     ):
@@ -337,7 +348,7 @@ def test_stages_that_cannot_be_are_refused(tiny):
             llm.save_cache("nowhere")
         assert "duetto plan" in llm.report(explained=True)["explained"]
     with pytest.raises(ValueError, match="pipeline_parallel_size 3 is not allowed for 2 layers: 1 to 2"):
-        split(tiny.config, 3)
+        split_layers(tiny.config, 3)
 
 
 @pytest.mark.parametrize(
@@ -354,21 +365,21 @@ def test_what_stages_cannot_do_is_refused_before_weights_are_read(monkeypatch, o
     def read(*given: Any, **others: Any) -> Any:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("duetto.serve.engine.startup.folder.read_folder", read)
+    monkeypatch.setattr("duetto.serve.engine.startup.model_folder.read_model", read)
     with pytest.raises(ValueError, match=words):
         LLM(**{"pipeline_parallel_size": 2} | options)
 
 
-def test_a_plans_loops_over_keys_count_as_often_as_they_run():
+def test_plans_count_loops_over_keys_once_per_run():
     """And what a quantised weight is widened to counts where nothing was compiled."""
-    target = replace(here(), devices=tuple(jax.devices()))
+    target = replace(local_target(), devices=tuple(jax.devices()))
     options = EngineOptions(pipeline_parallel_size=2, max_num_seqs=8, max_prefill_tokens=64)
     draft = str(ROOT / "checkpoints" / "demo-draft")  # of two layers
 
     def planned(compiled: bool, context: int, **asked: Any) -> list[StagePlan]:
-        plan = plan_job(draft, None, "float32", replace(options, **asked), target, context)
+        plan = plan_engine(draft, None, "float32", replace(options, **asked), target, context)
         shapes = main_shapes(plan.shapes)[1:] if compiled else []
-        return stage_plans(plan, abstract_arguments(plan), shapes)
+        return plan_stages(plan, abstract_arguments(plan), shapes)
 
     touched = []
     for context in (64, 900):
@@ -383,11 +394,11 @@ def test_a_plans_loops_over_keys_count_as_often_as_they_run():
 def test_a_plan_has_a_column_for_each_stage(option):
     is_apart = option == "experimental_ffn_devices"
     count = 1 if is_apart else 2
-    target = replace(here(), devices=tuple(jax.devices())[:2], peaks=GPUS["h200"])
-    plan = plan_job(None, None, "float32", EngineOptions(max_num_seqs=8, **{option: count}), target, 64)
+    target = replace(local_target(), devices=tuple(jax.devices())[:2], peaks=GPUS["h200"])
+    plan = plan_engine(None, None, "float32", EngineOptions(max_num_seqs=8, **{option: count}), target, 64)
     arguments = abstract_arguments(plan)
-    found = stage_plans(plan, arguments, [])
-    text = render(plan, arguments, found)
+    found = plan_stages(plan, arguments, [])
+    text = render_plan(plan, arguments, found)
     heads = {line.split()[0]: line.split()[1:] for line in reversed(text.splitlines()) if line.strip()}
     assert heads["stage"] == [stage.name for stage in found] and heads["devices"] == ["1", "1"]
     sizes = [f"{stage.memory.weights / 2**20:.1f}" for stage in found]

@@ -11,12 +11,13 @@ from cases.weights import random
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from suite.fixtures import Model
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
 from duetto.model.layers import einsum
 from duetto.model.sharding import Layout
-from duetto.model.weights.compress import encode
-from duetto.serve.engine.startup.mesh import places, put, spread
+from duetto.model.weights.compress import encode_weight
+from duetto.serve.engine.startup.mesh import param_shardings, place_params, shard_params
 from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.equal_bits import classes
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("own_programs")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(executable_cache, "program_folder", lambda: tmp_path)
     return tmp_path
 
 
@@ -49,20 +50,20 @@ def fails(*args: Any, **kwargs: Any) -> None:
     "layout, options",
     [
         (PAIR, {}),
-        (Layout(data=2), {"data_parallel_size": 2}),
+        full(Layout(data=2), {"data_parallel_size": 2}),
         (Layout(stages=2), {}),
-        (Layout(ffn=1), {"experimental_ffn_devices": 1}),
+        full(Layout(ffn=1), {"experimental_ffn_devices": 1}),
     ],
     ids=["tensor", "data", "stages", "halves"],
 )
 @pytest.mark.usefixtures("few_shapes")
 def test_a_second_start_neither_lowers_nor_probes(tiny, oracle, folder, layout, options, monkeypatch):
-    params = spread(tiny.config, tiny.params, layout)
+    params = shard_params(tiny.config, tiny.params, layout)
     tokens, _ = served(tiny, params, options)
     assert tokens == oracle(tiny)([5, 6, 7], GREEDY)
-    monkeypatch.setattr(programs, "lower", fails)
+    monkeypatch.setattr(programs, "lower_step", fails)
     monkeypatch.setattr(StageLowering, "lower", fails)
-    monkeypatch.setattr(classes, "find_classes", fails)
+    monkeypatch.setattr(classes, "probe_classes", fails)
     assert served(tiny, params, options)[0] == tokens
 
 
@@ -72,9 +73,9 @@ def test_devices_in_another_order_have_programs_of_their_own(one_layer, folder):
     alone, _ = served(one_layer, one_layer.params, {})
     for are_stored in (False, True):
         for own in (devices, devices[::-1]):
-            where = places(one_layer.config, PAIR, Mesh(own, ("tensor",)))
-            tokens, found = served(one_layer, put(where, one_layer.params), {})
-            assert tokens == alone and found.loaded == are_stored
+            where = param_shardings(one_layer.config, PAIR, Mesh(own, ("tensor",)))
+            tokens, found = served(one_layer, place_params(where, one_layer.params), {})
+            assert tokens == alone and found.are_all_stored == are_stored
             for step in found.steps.values():
                 assert list(step.runtime_executable().local_devices()) == list(own)
 
@@ -82,8 +83,8 @@ def test_devices_in_another_order_have_programs_of_their_own(one_layer, folder):
 def test_a_program_that_cannot_be_kept_is_compiled(folder):
     """Weights in 8 bits divide their products by functions, which no file can hold."""
     mesh = Mesh(np.array(jax.devices()), ("tensor",))
-    x, w = random(3, 64), encode(random(64, 32, seed=1), (0,), "int8")
+    x, w = random(3, 64), encode_weight(random(64, 32, seed=1), (0,), "int8")
     split = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P(None, "tensor"))), w)
-    program = executable_cache.compile("key", jax.jit(partial(einsum, "td,df->tf")).lower(x, split))
+    program = executable_cache.compile_and_store("key", jax.jit(partial(einsum, "td,df->tf")).lower(x, split))
     np.testing.assert_allclose(program(x, split), einsum("td,df->tf", x, w), atol=1e-5)
     assert not list(folder.iterdir())

@@ -5,7 +5,9 @@ import pytest
 from cases.invariance import PARAMS, prompts
 
 from duetto import LLM
-from duetto.kvcache.stages import stages
+from duetto.kvcache.stages import pipeline_stages
+
+pytestmark = pytest.mark.full
 
 DEVICES = 3
 OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
@@ -19,7 +21,7 @@ def test_tokens_are_those_of_the_oracle(model, oracle):
     for micro_batches in (1, 3):
         own = {"pipeline_parallel_size": 3, "micro_batches": micro_batches}
         with LLM.from_params(model.config, model.params, **OPTIONS, **own) as llm:
-            assert [len(span) for span in stages(llm.params)] == [1, 1, 1]
+            assert [len(span) for span in pipeline_stages(llm.params)] == [1, 1, 1]
             outputs = llm.generate(texts, PARAMS, use_tqdm=False)
             assert [list(out.outputs[0].token_ids) for out in outputs] == expected
             assert len(llm.report()["stages"]["busy_seconds"]) == 3

@@ -11,29 +11,30 @@ import pytest
 from cases.adapters import merged, read, write
 from fakes.tiers import always_fetching
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
 from duetto.kvcache.pages import page_bytes
-from duetto.kvcache.placement import cache_shardings, parts
+from duetto.kvcache.shardings import cache_shardings, min_pool_parts
 from duetto.lora.request import LoRARequest
 from duetto.model.attention import causal
 from duetto.model.config import Latent, ModelConfig
-from duetto.model.pair import PairConfig
-from duetto.model.sharding import device_bytes, fitted, shardings
-from duetto.model.transformer import decoder_spec, forward, unembed
-from duetto.model.tree import is_spec, nbytes, paths
-from duetto.model.weights.adapted import stacks_of
+from duetto.model.draft_pair import PairConfig
+from duetto.model.sharding import device_bytes, fit_sharding, make_shardings
+from duetto.model.transformer import compute_logits, decoder_spec, forward
+from duetto.model.tree import is_spec, leaves_by_path, tree_bytes
 from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.lora import lora_stacks
 from duetto.model.weights.lowrank import LowRank
 from duetto.model.weights.quant import Quantised
 from duetto.serve.cli.bench import Bench
 from duetto.serve.cli.bench import BenchModel as Measured
-from duetto.serve.cli.convert import convert
+from duetto.serve.cli.convert import convert_model
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.runtime.compiled.compile import arguments_like
+from duetto.serve.runtime.compiled.compile import make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape
-from duetto.serve.runtime.compiled.sizing import choose_sizes, scratch_bytes
+from duetto.serve.runtime.compiled.sizing import choose_sizes, max_scratch_bytes
 from duetto.serve.runtime.steps.step import empty_slots
 
 SMALL = {  # a cache of one request's length for two that run: the first two preempt each other
@@ -51,7 +52,7 @@ def mesh() -> Mesh:
 
 
 def spread(model, mesh: Mesh):
-    return jax.device_put(model.params, shardings(decoder_spec(model.config), mesh))
+    return jax.device_put(model.params, make_shardings(decoder_spec(model.config), mesh))
 
 
 def pointers(tree) -> list[int]:
@@ -78,10 +79,17 @@ def alone(oracle):
 @pytest.mark.usefixtures("greedy_only")
 @pytest.mark.parametrize(
     "model",
-    ["tiny", "windows", "latent", "recurrent", "windows, int8 cache", "latent, fp8_e5m2 cache"],
+    [
+        "tiny",
+        full("windows"),
+        full("latent"),
+        full("recurrent"),
+        full("windows, int8 cache"),
+        full("latent, fp8_e5m2 cache"),
+    ],
     indirect=True,
 )
-def test_split_parameters_are_served_where_they_lie(model, mesh, alone):
+def test_split_parameters_are_served_in_place(model, mesh, alone):
     params = spread(model, mesh)
     before, expected = pointers(params), alone(model)
     with LLM.from_params(model.config, params, **SMALL, kv_cache_dtype=model.kv_cache_dtype) as llm:
@@ -89,12 +97,12 @@ def test_split_parameters_are_served_where_they_lie(model, mesh, alone):
         report, one_table = llm.report(), len(model.config.windows) == 1
         assert report["compilations"] == 0 and (report["preemptions"] > 0 or not one_table)
         assert pointers(llm.params) == before == pointers(params)
-        state = llm.engine._state
+        state = llm.engine._arguments
         for kind, *pools in zip(model.config.layers, state.cache.k, state.cache.states, strict=True):
             pool = next(own for own in pools if own is not None)
             # a latent row is no head, and three heads of a state lie whole on each
             ways = 1 if isinstance(kind.mixer, Latent) or kind.mixer.key_heads % 2 else 2
-            assert device_bytes(pool) * ways == nbytes(pool)
+            assert device_bytes(pool) * ways == tree_bytes(pool)
             assert all(len(own.sharding.device_set) == 2 for own in jax.tree.leaves(pool))
         assert all(x.is_fully_replicated for x in jax.tree.leaves(state.slots))
 
@@ -108,16 +116,14 @@ def test_the_reproducibility_contract_holds_on_a_mesh(tiny, mesh, alone):
 
 
 @pytest.mark.usefixtures("greedy_only")
-def test_pages_come_back_from_the_host_and_from_a_folder_to_the_devices_of_their_heads(
-    tiny, mesh, alone, tmp_path
-):
+def test_restored_pages_return_to_the_devices_of_their_heads(tiny, mesh, alone, tmp_path):
     expected = alone(tiny)
     with always_fetching(LLM.from_params(tiny.config, spread(tiny, mesh), **SMALL, swap_space=1)) as llm:
         for _ in range(2):
             assert generated(llm) == expected
         assert llm.report()["tiers"]["fetched"] > 0 and llm.report()["compilations"] == 0
         for pool in llm.engine.cache.k:
-            assert device_bytes(pool) * 2 == nbytes(pool)
+            assert device_bytes(pool) * 2 == tree_bytes(pool)
         llm.save_cache(tmp_path)
         llm.reset_prefix_cache(reset_connector=True)
         llm.load_cache(tmp_path)
@@ -138,31 +144,33 @@ def test_the_cache_follows_the_axes_of_the_keys(tiny):
     """Of a mesh with two named axes, whatever their names are."""
     mesh = Mesh(np.array(jax.devices()).reshape(1, 2), ("rows", "columns"))
     rules = {"kv_heads": "columns", "heads": "columns", "model": "rows"}
-    params = jax.device_put(tiny.params, shardings(decoder_spec(tiny.config), mesh, rules))
+    params = jax.device_put(tiny.params, make_shardings(decoder_spec(tiny.config), mesh, rules))
     pools: Any = cache_shardings(tiny.config.layers, params)
     assert {pool.spec for pool in (*pools.k, *pools.v)} == {PartitionSpec("columns")}
-    assert parts(tiny.config.layers, params) == 2
-    keys = {path: x for path, x in paths(params).items() if path.endswith(("attention.k", "attention.v"))}
+    assert min_pool_parts(tiny.config.layers, params) == 2
+    keys = {
+        path: x for path, x in leaves_by_path(params).items() if path.endswith(("attention.k", "attention.v"))
+    }
     whole = NamedSharding(mesh, PartitionSpec())
     layers = [
         replace(layer, attention=replace(layer.attention, k=jax.device_put(layer.attention.k, whole)))
         for layer in params.layers
     ]
     assert len(keys) == 2 * tiny.config.num_layers
-    assert parts(tiny.config.layers, replace(params, layers=tuple(layers))) == 1
+    assert min_pool_parts(tiny.config.layers, replace(params, layers=tuple(layers))) == 1
 
 
 def test_each_device_is_filled(tiny, mesh):
     """With its part of the weights and of the cache, and whole slots, those of a warm-up, and temporaries."""
     config, options = tiny.config, EngineOptions()
-    slots = nbytes(jax.eval_shape(lambda: empty_slots(options.seats, config.vocab_size)))
-    beside = 2 * slots + scratch_bytes(PairConfig(config), options, jnp.float32)
-    memory = int((beside + nbytes(tiny.params) + (1 << 20)) / options.gpu_memory_utilization) + 1
+    slots = tree_bytes(jax.eval_shape(lambda: empty_slots(options.num_slots, config.vocab_size)))
+    beside = 2 * slots + max_scratch_bytes(PairConfig(config), options, jnp.float32)
+    memory = int((beside + tree_bytes(tiny.params) + (1 << 20)) / options.gpu_memory_utilization) + 1
     (page,) = page_bytes(config.layers, options.page_size, jnp.float32)
     pages = []
     for params, ways in ((tiny.params, 1), (spread(tiny, mesh), 2)):
         sizes = choose_sizes(PairConfig(config), options, params, memory)
-        held = arguments_like(PairConfig(config), params, sizes)
+        held = make_abstract_arguments(PairConfig(config), params, sizes)
         left = int(memory * options.gpu_memory_utilization) - beside - device_bytes((held.params, held.cache))
         assert 0 <= left < page // ways and device_bytes(held.slots) == slots
         pages += sizes.pages
@@ -177,7 +185,7 @@ def other(tiny):
 
 
 @pytest.mark.usefixtures("greedy_only")
-def test_new_parameters_are_served_where_they_lie(tiny, mesh, alone):
+def test_new_parameters_are_served_in_place(tiny, mesh, alone):
     new = other(tiny)
     params = spread(new, mesh)
     before, expected = pointers(params), alone(new)
@@ -211,16 +219,17 @@ def test_a_failed_step_does_not_change_the_tokens(tiny, mesh, alone, monkeypatch
         assert llm.report()["compilations"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("greedy_only")
 @pytest.mark.parametrize("how, record", [("int4", Quantised), (0.9, LowRank)])
 def test_compressed_weights_are_split_too(tiny, mesh, oracle, how, record):
     small = replace(tiny, params=quantize_params(tiny.params, how))
     assert isinstance(small.params.layers[0].attention.k, record)
-    where = paths(shardings(decoder_spec(tiny.config), mesh))
+    where = leaves_by_path(make_shardings(decoder_spec(tiny.config), mesh))
     placed = jax.tree_util.tree_map_with_path(
-        lambda key, x: jax.device_put(x, fitted(own(where, key), x.shape)), small.params
+        lambda key, x: jax.device_put(x, fit_sharding(own(where, key), x.shape)), small.params
     )
-    assert parts(tiny.config.layers, placed) == 2
+    assert min_pool_parts(tiny.config.layers, placed) == 2
     with LLM.from_params(tiny.config, placed, **SMALL) as llm:
         assert generated(llm, PROMPTS[:1]) == [oracle(small)(PROMPTS[0], GREEDY)]
 
@@ -231,18 +240,19 @@ def own(where, key):
     return where.get(path) or where[path.rpartition(".")[0]]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("greedy_only")
 def test_a_sharded_training_loop_samples(tiny, oracle):
     """Every parameter is split along the model's width, as in fully sharded data parallelism."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
-    placed = shardings(decoder_spec(tiny.config), mesh, {"model": "data"})
+    placed = make_shardings(decoder_spec(tiny.config), mesh, {"model": "data"})
     rows = NamedSharding(mesh, PartitionSpec("data"))
     tokens = jax.device_put(np.random.default_rng(0).integers(0, 300, (4, 24), dtype=np.int32), rows)
 
     def loss(params):
         places = jnp.broadcast_to(jnp.arange(23, dtype=jnp.int32)[None], (4, 23))
         hidden, _ = forward(params, tiny.config, tokens[:, :-1], places, causal)
-        scores = jax.nn.log_softmax(unembed(params, tiny.config, hidden))
+        scores = jax.nn.log_softmax(compute_logits(params, tiny.config, hidden))
         return -jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1).mean()
 
     @partial(jax.jit, out_shardings=(placed, None))
@@ -267,24 +277,25 @@ def test_a_sharded_training_loop_samples(tiny, oracle):
 @pytest.mark.usefixtures("few_shapes", "greedy_only")
 def test_a_folder_is_loaded_onto_a_mesh(tiny, alone, oracle, tmp_path):
     mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
-    huggingface.save(tmp_path / "theirs", tiny.config, tiny.params)
-    convert(tmp_path / "theirs", tmp_path / "ours")
-    convert(tmp_path / "theirs", tmp_path / "small", quantization="int8")
+    huggingface.save_hf(tmp_path / "theirs", tiny.config, tiny.params)
+    convert_model(tmp_path / "theirs", tmp_path / "ours")
+    convert_model(tmp_path / "theirs", tmp_path / "small", quantization="int8")
     for folder in ("theirs", "ours"):
         with LLM(tmp_path / folder, mesh=mesh, **SMALL) as llm:
             assert generated(llm) == alone(tiny)
-            assert device_bytes(llm.params.embed) * 2 == nbytes(llm.params.embed)
-    expected = oracle(replace(tiny, params=orbax.load(tmp_path / "small")[1]))(PROMPTS[0], GREEDY)
+            assert device_bytes(llm.params.embed) * 2 == tree_bytes(llm.params.embed)
+    expected = oracle(replace(tiny, params=orbax.load_orbax(tmp_path / "small")[1]))(PROMPTS[0], GREEDY)
     for folder, how in (("small", None), ("theirs", "int8")):
         with LLM(tmp_path / folder, mesh=mesh, quantization=how, **SMALL) as llm:
             assert generated(llm, PROMPTS[:1]) == [expected]
             attention: Any = llm.params.layers[0].attention
             k = attention.k
-            assert isinstance(k, Quantised) and device_bytes(k.values) * 2 == nbytes(k.values)
+            assert isinstance(k, Quantised) and device_bytes(k.values) * 2 == tree_bytes(k.values)
     with pytest.raises(ValueError, match="mesh has axes data, expected tensor among them"):
         LLM(tmp_path / "theirs", mesh=Mesh(mesh.devices, ("data",)), **SMALL)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("greedy_only")
 def test_adapters_are_split_as_their_weights_are(tiny, mesh, oracle, tmp_path):
     """And their rows have the tokens of merged weights on one device."""
@@ -296,7 +307,7 @@ def test_adapters_are_split_as_their_weights_are(tiny, mesh, oracle, tmp_path):
     with LLM.from_params(tiny.config, spread(tiny, mesh), enable_lora=True, **SMALL) as llm:
         asked = [wanted[0], None, wanted[1], wanted[0]]  # in turn: there is one place
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False, lora_request=asked)
-        stacks = stacks_of(llm.engine._state.params)
+        stacks = lora_stacks(llm.engine._arguments.params)
     for model, i in ((plain[0], 0), (tiny, 1), (plain[1], 2), (plain[0], 3)):
         assert outputs[i].outputs[0].token_ids == oracle(model)(PROMPTS[i], GREEDY)
     assert stacks["layers.0.attention.o"][0].sharding.spec[0] == "tensor"
@@ -306,7 +317,7 @@ def test_adapters_are_split_as_their_weights_are(tiny, mesh, oracle, tmp_path):
 def test_heads_that_do_not_divide_are_refused(mesh, tmp_path):
     config = ModelConfig.uniform(50, 24, 48, 1, 6, 3, 8, 64)
     zeros = partial(jax.tree.map, lambda spec: np.zeros(spec.shape, np.float32), is_leaf=is_spec)
-    huggingface.save(tmp_path, config, zeros(decoder_spec(config)))
+    huggingface.save_hf(tmp_path, config, zeros(decoder_spec(config)))
     with pytest.raises(ValueError, match="3 kv_heads cannot be split over 2 devices: choose a divisor of 3"):
         LLM(tmp_path, mesh=mesh)
 

@@ -15,8 +15,8 @@ from duetto.sampling.sample import Sampled, Scores
 from duetto.serve.runtime.compiled.batches import BatchRow, empty_batch
 from duetto.serve.runtime.compiled.compile import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
-from duetto.serve.runtime.programs import NullPrograms
-from duetto.serve.runtime.steps.step import Output, Seat
+from duetto.serve.runtime.step_programs import NullPrograms
+from duetto.serve.runtime.steps.step import Output, SlotContents
 
 VOCAB = 13
 BROKEN = jax.errors.JaxRuntimeError
@@ -52,7 +52,7 @@ class Donated:
 class Slot:
     """One seat as serve/runtime/steps/step.py's Slots has it."""
 
-    seat: Seat
+    seat: SlotContents
     last: int = -1
     live: bool = True
     history: list[int] | None = None  # what load_history gave, and what was sampled since
@@ -88,14 +88,16 @@ class FakePrograms(NullPrograms):
 
     def __init__(self, sizes: Sizes, windows: tuple[int | None, ...], boundary: int | None):
         target = SimpleNamespace(vocab_size=VOCAB)
-        config = SimpleNamespace(target=target, windows=windows, boundary=boundary, block=1)
+        config = SimpleNamespace(
+            target=target, windows=windows, longrope_boundary=boundary, prefill_alignment=1
+        )
         super().__init__(config, sizes)
         self.windows, self.boundary = windows, boundary
         self.fail: str | None = None
         self.log: list[tuple[str, int]] = []
         self.ran: list[tuple[Shape, list[tuple[int, int, int]]]] = []  # rows as (slot, start, count)
 
-    def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
+    def fresh_arguments(self, params: Any, failure: BaseException | None = None) -> StepArguments:
         self.pages = Pages()
         return StepArguments(params, Donated(self.pages), Donated({}))
 
@@ -120,8 +122,8 @@ class FakePrograms(NullPrograms):
         assert 0 <= batch.slot[row] < self.sizes.max_num_seqs
         return self.shard(batch, row) * self.sizes.max_num_seqs + int(batch.slot[row])
 
-    def seat(self, slots: Donated, slot: np.int32, new: Seat) -> Donated:
-        return Donated(slots.take() | {int(slot): Slot(new)})
+    def assign_slot(self, slots: Donated, slot: np.int32, contents: SlotContents) -> Donated:
+        return Donated(slots.take() | {int(slot): Slot(contents)})
 
     def load_history(self, slots: Donated, *history: Any) -> Donated:
         slot, tokens, _, total_len, _ = history
@@ -239,9 +241,9 @@ class FakePrograms(NullPrograms):
         B, T = batch.tokens.shape
         scores = np.full((B, T), np.nan)
         for b in range(B):
-            following = [*batch.tokens[b, 1 : batch.count[b]], batch.after[b]]
+            following = [*batch.tokens[b, 1 : batch.count[b]], batch.next_prompt_token[b]]
             for i, token in enumerate(following[: batch.count[b]]):
-                if token >= 0 and batch.start[b] + i + 1 >= slots[self.slot(batch, b)].seat.scored:
+                if token >= 0 and batch.start[b] + i + 1 >= slots[self.slot(batch, b)].seat.first_scored:
                     scores[b, i] = fake_score(batch.start[b] + i + 1, token)
         return Scores(*self._later(pages, scores))
 

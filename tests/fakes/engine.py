@@ -8,11 +8,11 @@ import numpy as np
 from fakes.device import VOCAB, FakePrograms, Params, next_token
 
 from duetto import SamplingParams
-from duetto.kvcache.tables import window_pages
+from duetto.kvcache.tables import max_window_pages
 from duetto.serve.engine.core.engine import Engine
-from duetto.serve.engine.core.guessing import Speculation
-from duetto.serve.engine.core.plan import SchedulerConfig
 from duetto.serve.engine.core.request import Request
+from duetto.serve.engine.core.scheduler_output import SchedulerConfig
+from duetto.serve.engine.core.speculation import Speculation
 from duetto.serve.engine.speculation.acceptance import Offer
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.equal_bits.classes import ShapeClasses
@@ -24,14 +24,14 @@ class Halfright:
     def __init__(self, sight: int | None):
         self.sight, self.texts = sight, {}
 
-    def begin(self, request: Request, prompt: Sequence[int]) -> None:
+    def begin(self, request: Request, prompt: Sequence[int], salt: bytes = b"") -> None:
         assert request not in self.texts
         self.texts[request] = list(prompt)
 
     def extend(self, request: Request, tokens: Sequence[int]) -> None:
         self.texts[request] += tokens
 
-    def guess(self, request: Request, k: int) -> list[int]:
+    def propose(self, request: Request, k: int) -> list[int]:
         text = self.texts[request]
         assert text == request.tokens, "the drafter has seen other tokens"
         right, guesses = next_token(text, 99) % (k + 2), []
@@ -51,20 +51,22 @@ class Fickle:
     def __init__(self, k: int):
         self.k, self.turn, self.asked = k, 0, 0
 
-    def choose(self, offers: Sequence[Offer]) -> list[int]:
+    def choose_draft_counts(self, offers: Sequence[Offer]) -> list[int]:
         self.turn += 1
-        return [min(offer.guesses, (self.turn + row) % 3 * self.k) for row, offer in enumerate(offers)]
+        return [
+            min(offer.num_draft_tokens, (self.turn + row) % 3 * self.k) for row, offer in enumerate(offers)
+        ]
 
     def should_speculate(self, rows: int) -> bool:
         self.asked += 1
         return self.asked % 7 < 5
 
-    def record_acceptance(self, form: int, offered: int, accepted: int) -> None: ...
-    def record_verified(
-        self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False
+    def record_acceptance(self, streak_class: int, offered: int, accepted: int) -> None: ...
+    def record_speculative(
+        self, draft_counts: Sequence[int], tokens: int, seconds: float, has_prompts: bool = False
     ) -> None: ...
     def record_plain(self, rows: int, seconds: float) -> None: ...
-    def glance(self, rows: int, offers: Sequence[Offer]) -> None: ...
+    def learn_shadow_offers(self, rows: int, offers: Sequence[Offer]) -> None: ...
 
 
 def speculate(guesses: int, adaptive: bool, sight: int | None) -> Speculation:
@@ -80,7 +82,7 @@ class StopsAfter:
     def __init__(self, tokens: int):
         self.left, self.stop_hit = tokens, None
 
-    def push(self, ids: list[int], below_min: int = 0) -> None:
+    def push(self, ids: list[int], num_below_min: int = 0) -> None:
         self.left -= len(ids)
         self.stop_hit = "END" if self.left <= 0 else None
 
@@ -114,7 +116,7 @@ def start(
     def count(window: int | None) -> int:
         if window is None:
             return pages
-        one = min(window_pages(window, work, page_size), -(-longest // page_size))
+        one = min(max_window_pages(window, work, page_size), -(-longest // page_size))
         return max(one, min(pages, one * seats))
 
     sizes = Sizes(longest, seats, tuple(map(count, windows)), page_size, shards=shards)
@@ -123,9 +125,9 @@ def start(
     decode = {Shape("decode", w, t) for w in (1, width) for t in (1, decode_steps)}
     verify = {Shape("verify", 1, guesses + 1), Shape("verify", width, 2)} if guesses else set()
     classes = ShapeClasses(tuple(sorted(prefill)), tuple(sorted(decode)), same_bits, tuple(sorted(verify)))
-    limits = SchedulerConfig(sizes.seats, budget, 2, decode_steps, guesses, shards=shards)
+    limits = SchedulerConfig(sizes.num_slots, budget, 2, decode_steps, guesses, shards=shards)
     speculation = speculate(guesses, adaptive, windows[0]) if guesses else None
-    state = programs.empty(Params(jnp.zeros((2, 2))))
+    state = programs.fresh_arguments(Params(jnp.zeros((2, 2))))
     return Engine(programs, classes, state, limits, caching, speculation), programs
 
 
@@ -147,7 +149,7 @@ def ask(
         seed=chosen.seed or 0,
         end=len(prompt) + max_tokens,
         stop_ids=stop_ids,
-        text=cast(Any, text),
+        detokenizer=cast(Any, text),
         priority=priority,
         arrival=arrival,
     )

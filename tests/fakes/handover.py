@@ -11,45 +11,45 @@ from fakes.tiers import FakeTransfers
 
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.kv.disagg.client import RemotePrefillClient
-from duetto.serve.kv.disagg.peer import RemoteKVTier
+from duetto.serve.kv.disagg.remote_tiers import RemoteKVTier
 from duetto.serve.kv.disagg.server import PrefillServer
-from duetto.serve.kv.disagg.service import PrefillService, Ready
-from duetto.serve.kv.disagg.transport import PageTransport, transports
+from duetto.serve.kv.disagg.service import OnReady, PrefillService
+from duetto.serve.kv.disagg.transport import PageTransport, make_transports
 from duetto.serve.kv.offload.host import HostTier
 from duetto.serve.kv.offload.mover import PageMover
-from duetto.serve.kv.offload.tier import Content, Key, TierChain
+from duetto.serve.kv.offload.tier import PageContent, PageKey, TierChain
 from duetto.serve.llm.disaggregated import PrefillWorker
 from duetto.serve.llm.session import Session
 from duetto.serve.options.engine import EngineOptions
 
 REALM, SOON = b"fake", 300.0
-WAYS = transports(None)
+WAYS = make_transports(None)
 SIZES = {"pages": 12, "page_size": 4, "max_model_len": 40, "seats": 2}
 
 
 class FakeSource:
     """Has pages by key; prompts are answered by the test."""
 
-    def __init__(self, room: int = 1000):
-        self.room, self.is_here = room, True
-        self.pages: dict[Key, Content] = {}
-        self.asked: list[tuple[tuple[int, ...], Ready]] = []
+    def __init__(self, room_bytes: int = 1000):
+        self.room_bytes, self.is_connected = room_bytes, True
+        self.pages: dict[PageKey, PageContent] = {}
+        self.asked: list[tuple[tuple[int, ...], OnReady]] = []
         self.left: list[int] = []
         self.realm: bytes | None = None
         self.before: Callable[[], Any] = lambda: None  # each fetch
 
-    def begin(self, prompt: Sequence[int], ready: Ready) -> int:
-        self.asked.append((tuple(prompt), ready))
+    def begin_prefill(self, prompt: Sequence[int], on_ready: OnReady, salt: bytes = b"") -> int:
+        self.asked.append((tuple(prompt), on_ready))
         return len(self.asked) - 1
 
-    def leave(self, number: int) -> None:
+    def cancel_prefill(self, number: int) -> None:
         self.left.append(number)
 
-    def fetch(self, key: Key) -> Content | None:
+    def fetch(self, key: PageKey) -> PageContent | None:
         self.before()
         return self.pages.get(key)
 
-    def renew(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
+    def expect_realm(self, realm: bytes | None, page_bytes: Sequence[int]) -> None:
         self.realm = realm
 
 
@@ -65,8 +65,8 @@ def tiered(
 ) -> list[int]:
     """Give an engine over a fake device a mover at work; the bytes of its pages."""
     mover = PageMover(chain, cast(Any, FakeTransfers(programs)), lambda _: chain, peer)
-    mover.begin()
-    engine.attach(mover)
+    mover.start()
+    engine.attach_mover(mover)
     return mover.transfers.page_bytes
 
 
@@ -80,9 +80,9 @@ class PrefillSide:
         page_bytes = tiered(engine, programs, TierChain([HostTier(1 << 20)]))
         self.door = PrefillServer(("127.0.0.1", port), ways)
         self.prefills = PrefillWorker(EngineOptions(swap_space=1), VOCAB)
-        self.door.renew(realm, page_bytes)
+        self.door.set_realm(realm, page_bytes)
         self.session = Session(engine)
-        self.prefills.serve(self.session)
+        self.prefills.start_driver(self.session)
         self.door.serve(self.prefills)
 
     @property
@@ -99,12 +99,12 @@ def decode_side(source: PrefillService, patience: float = SOON, **sizes: Any) ->
     """An engine whose prompts a source computes."""
     engine, programs = start(**(SIZES | sizes))
     peer = RemoteKVTier(source, patience)
-    peer.renew(REALM, tiered(engine, programs, TierChain([peer]), peer))
+    peer.expect_realm(REALM, tiered(engine, programs, TierChain([peer]), peer))
     return engine
 
 
 def peer_of(engine: Engine) -> RemoteKVTier:
-    peer = cast(Any, engine.tiers).mover.peer
+    peer = cast(Any, engine.page_finder).mover.remote_kv
     assert isinstance(peer, RemoteKVTier)
     return peer
 

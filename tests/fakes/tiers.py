@@ -11,9 +11,9 @@ from duetto import LLM
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.kv.offload.host import HostTier
 from duetto.serve.kv.offload.mover import PageMover
-from duetto.serve.kv.offload.tier import Content, Key, TierChain
-from duetto.serve.kv.offload.tiering import KVOffloader
-from duetto.serve.runtime.compiled.transfers import count_for
+from duetto.serve.kv.offload.page_finder import KVOffloader
+from duetto.serve.kv.offload.tier import PageContent, PageKey, TierChain
+from duetto.serve.runtime.compiled.transfers import padded_count
 
 PHASES = "prefill", "decode"
 
@@ -37,19 +37,19 @@ class FakeTransfers:
         self.sizes, self.windows = programs.sizes, range(len(programs.windows))
         self.page_bytes = [16 * self.sizes.page_size] * len(self.windows)
 
-    def leaves(self, window: int, n: int) -> tuple[jax.ShapeDtypeStruct]:
+    def abstract_leaves(self, window: int, n: int) -> tuple[jax.ShapeDtypeStruct]:
         return (jax.ShapeDtypeStruct((1, n, self.sizes.page_size, 4), np.int32),)
 
     def gather(self, cache: Donated, window: int, pages: Sequence[int]) -> tuple[Copied]:
         assert not cache.taken
-        found = np.full((1, count_for(len(pages)), self.sizes.page_size, 4), -9, np.int32)
+        found = np.full((1, padded_count(len(pages)), self.sizes.page_size, 4), -9, np.int32)
         for i, page in enumerate(pages):
             for offset in range(self.sizes.page_size):
                 position, token, phase, long = cache.value.cells[window, page, offset]
                 found[0, i, offset] = position, token, PHASES.index(phase), long
         return (Copied(found, cache.value.broken),)
 
-    def put(self, window: int, leaves: Any) -> Any:
+    def copy_to_device(self, window: int, leaves: Any) -> Any:
         return leaves
 
     def scatter(self, cache: Donated, window: int, leaves: Any, pages: Sequence[int | None]) -> Donated:
@@ -64,21 +64,21 @@ class FakeTransfers:
 class Forgetful(HostTier):
     """A tier that loses every so many pages between `has` and `fetch`."""
 
-    def __init__(self, most_bytes: int, every: int | None):
-        super().__init__(most_bytes)
+    def __init__(self, max_bytes: int, every: int | None):
+        super().__init__(max_bytes)
         self.every, self.asked = every, 0
 
-    def fetch(self, key: Key) -> Content | None:
+    def fetch(self, key: PageKey) -> PageContent | None:
         self.asked += 1
         if self.every and self.asked % self.every == 0:
-            self.nbytes -= len(self._kept.pop(key, b""))
+            self.nbytes -= len(self._pages.pop(key, b""))
         return super().fetch(key)
 
 
 class HandMover(PageMover):
     """A mover without a thread: `work` does some of its jobs."""
 
-    def begin(self) -> None: ...
+    def start(self) -> None: ...
     def close(self) -> None: ...
 
     def work(self, most: int = 1_000_000) -> None:
@@ -90,7 +90,7 @@ class HandMover(PageMover):
             except BROKEN:
                 continue
 
-    def wait(self) -> None:
+    def wait_for_jobs(self) -> None:
         self.work()
 
 
@@ -104,17 +104,17 @@ def attach(
         return TierChain([Forgetful(pages * 16 * programs.sizes.page_size, every)])
 
     mover = HandMover(reopen(None), cast(Any, FakeTransfers(programs)), reopen)
-    engine.attach(mover)
-    assert isinstance(engine.tiers, KVOffloader)
+    engine.attach_mover(mover)
+    assert isinstance(engine.page_finder, KVOffloader)
     seconds = -1.0 if late else 3600.0
-    engine.tiers._patience = lambda pages: seconds  # type: ignore[method-assign]
-    engine.tiers.token_seconds, engine.tiers.pause = lambda: 3600.0, lambda: None  # type: ignore[method-assign]
+    engine.page_finder.patience_seconds = lambda pages: seconds  # type: ignore[method-assign]
+    engine.page_finder.token_seconds, engine.page_finder.wait_for_pages = lambda: 3600.0, lambda: None  # type: ignore[method-assign]
     return mover
 
 
 def always_fetching(llm: LLM) -> LLM:
     """Fetching pays, whatever was measured."""
-    tiers = llm.engine.tiers
+    tiers = llm.engine.page_finder
     assert isinstance(tiers, KVOffloader)
     tiers.token_seconds = lambda: 3600.0
     return llm

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from duetto.kvcache.paged import Paged
+from duetto.kvcache.paged_attention import PagedAttend
 from duetto.kvcache.pages import Batch, KVCache
-from duetto.kvcache.quantised import empty_pool, kept_as
+from duetto.kvcache.quantised import choose_cache_format, empty_pool
 from duetto.model.attention import AttentionParams
 from duetto.model.sharding import device_bytes
-from duetto.serve.planner.roofline.facts import facts
-from duetto.serve.planner.roofline.targets import MissingCompiler, Target, described, find_target
+from duetto.serve.planner.roofline.program_facts import read_program_facts
+from duetto.serve.planner.roofline.targets import MissingCompiler, Target, find_target, target_lowering
 
 pytestmark = [pytest.mark.as_served, pytest.mark.extras]
 
@@ -49,7 +49,7 @@ def compiled(
     B, N, K, P, W = 4, 16, 8 if rank is None else 1, 512, 64
     ints = partial(shape, whole, dtype=jnp.int32)
     batch = Batch(ints(B, T), ints(B), ints(B), (ints(B, 64),), ints(B))
-    empty = jax.eval_shape(lambda: empty_pool((K, P, W, H), kept_as(kept, jnp.bfloat16)))
+    empty = jax.eval_shape(lambda: empty_pool((K, P, W, H), choose_cache_format(kept, jnp.bfloat16)))
     keys = jax.tree.map(lambda x: shape(pool, *x.shape, dtype=x.dtype), empty)
     new = shape(heads, B, T, K, H)
     reading = AttentionParams(H**-0.5)
@@ -57,14 +57,14 @@ def compiled(
         reading = AttentionParams(H**-0.5, expand=lambda rows, _: (rows, rows[..., :rank]), rank=rank)
 
     def attend(cache: KVCache, batch: Batch, q: Any, k: Any, v: Any) -> Any:
-        return Paged(batch, (None,))(cache, 0, q, k, v, reading)
+        return PagedAttend(batch, (None,))(cache, 0, q, k, v, reading)
 
     place = jax.tree.map(lambda x: x.sharding, keys)
     places = KVCache((place,), (None if latent else place,))
     jitted = jax.jit(attend, donate_argnums=0, out_shardings=(places, queries))
     cache = KVCache((keys,), (None if latent else keys,))
     arguments = cache, batch, shape(queries, B, T, N, H), new, None if latent else new
-    with described(target):
+    with target_lowering(target):
         return jitted.lower(*arguments).compile(), device_bytes(cache)
 
 
@@ -87,7 +87,7 @@ def compiled(
 )
 def test_a_gpu_reads_pages_in_place(name: str, T: int, H: int, rank: int | None, kept: str, kernels: int):
     program, pools = compiled(name, T, H, rank, kept)
-    found, text = facts(program), program.as_text() or ""
+    found, text = read_program_facts(program), program.as_text() or ""
     assert len(re.findall(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|mosaic_gpu)', text)) == kernels
     assert found.aliased == pools
     assert found.temporaries < pools / 8

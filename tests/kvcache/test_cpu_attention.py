@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.paged_attention import Case, compiled, inputs, on_device, real, small_pages, with_own_path
+from suite.marks import full_if
 
-from duetto.cpu_kernels.library import library
-from duetto.kvcache.kernels.cpu_attention import attend_pages, supported
+from duetto.cpu_kernels.library import load_library
+from duetto.kvcache.kernels.cpu_attention import attend_cpu, fits_cpu_kernel
 from duetto.kvcache.kernels.tiles import LayerPages
-from duetto.kvcache.paged import Paged
+from duetto.kvcache.paged_attention import PagedAttend
 from duetto.kvcache.pages import Batch, KVCache
 from duetto.kvcache.quantised import SCHEMES, empty_pool
 from duetto.model.attention import AttentionParams
 
-pytestmark = pytest.mark.skipif(not library().isas, reason=library().refusal)
+pytestmark = pytest.mark.skipif(not load_library().isas, reason=load_library().refusal)
 BF16 = jnp.bfloat16
 EPS = {jnp.float32: 2.0**-24, BF16: 2.0**-9}  # half of a unit in the last place of 1
 CASES = {
@@ -40,7 +41,8 @@ CASES = {
     "chunk, heads of 80": Case((30, 500), (20, 7), T=20, G=1, H=80, window=40, W=64, M=10),
     "chunk, heads of 128": Case((64, 0), (40, 1), T=40, K=1, G=4, H=128, W=64, M=4),
 }
-parametrized = pytest.mark.parametrize("isa", library().isas)
+parametrized = pytest.mark.parametrize("isa", load_library().isas)
+once_a_kind = full_if(lambda name: not name.endswith("window, cap, sinks"))  # of tokens, of chunks
 
 
 def bits_of(pages: LayerPages) -> LayerPages:
@@ -57,7 +59,7 @@ def given(case: Case) -> tuple[np.ndarray, LayerPages, AttentionParams]:
 
 @cache
 def kernel(isa: str) -> Callable[..., jax.Array]:
-    return partial(attend_pages, isa=isa)
+    return partial(attend_cpu, isa=isa)
 
 
 def attend(isa: str, q: Any, pages: LayerPages, reading: AttentionParams) -> np.ndarray:
@@ -77,7 +79,7 @@ def exact(case: Case) -> tuple[np.ndarray, float]:
     for row, (start, count) in enumerate(zip(case.start, case.count, strict=True)):
         for t in range(count):
             position, (low, n) = start + t, (0, start + t + 1)
-            at = np.arange(max(int(reading.first(jnp.int32(position))), low), n)
+            at = np.arange(max(int(reading.first_visible(jnp.int32(position))), low), n)
             page = np.asarray(pages.table)[row, at // case.W]
             keys, values = k[:, page, at % case.W], v[:, page, at % case.W]  # [K,S,H]
             heads = q[row, t].reshape(case.K, case.G, -1)
@@ -97,6 +99,7 @@ def exact(case: Case) -> tuple[np.ndarray, float]:
     return np.stack(found), bound
 
 
+@once_a_kind
 @parametrized
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
@@ -105,7 +108,7 @@ def test_the_kernel_equals_softmax_attention(name: str, dtype: Any, isa: str):
     case = replace(CASES[name], dtype=dtype)
     q, pages, reading = given(case)
     k, v = jax.device_put((pages.k, pages.v))
-    assert supported(jax.device_put(q), k, v, reading)
+    assert fits_cpu_kernel(jax.device_put(q), k, v, reading)
     found, (wanted, bound) = attend(isa, q, pages, reading), exact(case)
     assert found.shape == q.shape and found.dtype == q.dtype
     assert abs(real(found, case.count) - wanted).max() < bound
@@ -129,6 +132,7 @@ def later(pages: LayerPages, tokens: int, count: int) -> LayerPages:
     return pages._replace(start=pages.start + tokens, count=np.array([count], np.int32))
 
 
+@once_a_kind
 @parametrized
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
@@ -143,6 +147,7 @@ def test_bits_depend_neither_on_neighbours_nor_pages_nor_table(name: str, dtype:
         assert same_bits(alone[0, :count], together[row, :count])
 
 
+@once_a_kind
 @parametrized
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in CASES if "chunk" in name.split(", ")[0]])
@@ -169,10 +174,11 @@ def in_rows(q: np.ndarray, pages: LayerPages, count: int, size: int) -> tuple[np
     return q, pages._replace(table=table, start=pages.start + first, count=counts)
 
 
+@once_a_kind
 @parametrized
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in CASES if "chunk" in name.split(", ")[0]])
-def test_rows_that_go_on_with_one_another_have_the_bits_of_one(name: str, dtype: Any, isa: str):
+def test_a_sequence_cut_into_rows_has_the_same_bits(name: str, dtype: Any, isa: str):
     case = replace(CASES[name], dtype=dtype)
     q, pages, reading = given(case)
     whole = attend(isa, q, pages, reading)
@@ -189,6 +195,7 @@ def test_rows_that_go_on_with_one_another_have_the_bits_of_one(name: str, dtype:
         assert same_bits(real(found, several.count), real(whole, case.count))
 
 
+@pytest.mark.full
 @parametrized
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
 def test_bits_do_not_depend_on_the_number_of_rows(dtype: Any, isa: str):
@@ -204,6 +211,7 @@ def test_bits_do_not_depend_on_the_number_of_rows(dtype: Any, isa: str):
             assert same_bits(attend(isa, q[of], own, reading), whole[of])
 
 
+@pytest.mark.full
 @parametrized
 @pytest.mark.parametrize("dtype", [jnp.float32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("H", [64, 80])
@@ -216,6 +224,7 @@ def test_keys_of_a_path_count_like_written_ones(H: int, dtype: Any, isa: str):
     assert same_bits(found, wanted)
 
 
+@pytest.mark.full
 @parametrized
 def test_nan_stays_with_the_row_that_has_it(isa: str):
     case = Case((100, 70), (1, 1), dtype=BF16)
@@ -227,6 +236,7 @@ def test_nan_stays_with_the_row_that_has_it(isa: str):
     assert jnp.isnan(found[0, 0, : case.G]).all() and same_bits(found[0, 0, case.G :], wanted[0, 0, case.G :])
 
 
+@pytest.mark.full
 @parametrized
 def test_scores_far_apart_and_denormal_values(isa: str):
     """The weight of a key whose score is 200 below the highest is 0. Denormal values count as zero."""
@@ -244,9 +254,10 @@ def test_scores_far_apart_and_denormal_values(isa: str):
     assert not np.asarray(tiny).any()
 
 
+@pytest.mark.full
 @parametrized
 def test_paged_uses_the_kernel_on_pools_that_are_donated(isa: str):
-    """`Paged` writes the new keys into donated pools in place, and the kernel reads them."""
+    """`PagedAttend` writes the new keys into donated pools in place, and the kernel reads them."""
     case = Case((0, 63, 200), (1, 1, 1), W=64, M=4, dtype=BF16)
     q, pages, reading = on_device(case)
     finite = [jnp.where(jnp.isnan(p), 0, p) for p in pages[:2]]
@@ -254,7 +265,7 @@ def test_paged_uses_the_kernel_on_pools_that_are_donated(isa: str):
     batch = Batch(jnp.zeros((3, 1), jnp.int32), pages.start, pages.count, (pages.table,), jnp.arange(3))
 
     def step(cache: KVCache) -> tuple[KVCache, jax.Array]:
-        return Paged(batch, (None,))(cache, 0, q, k, v, reading)
+        return PagedAttend(batch, (None,))(cache, 0, q, k, v, reading)
 
     def cache(isa: str | None) -> KVCache:
         pools = ((jax.lax.bitcast_convert_type(p, jnp.uint16),) for p in finite)
@@ -275,11 +286,11 @@ def test_paged_uses_the_kernel_on_pools_that_are_donated(isa: str):
 def test_what_the_kernel_does_not_read():
     q, pages, reading = given(Case((0,), (1,), dtype=BF16))
     q, pages = jax.device_put((q, pages))
-    assert supported(q, pages.k, pages.v, reading)
-    assert not supported(q.astype(jnp.float32), pages.k, pages.v, reading)
-    assert not supported(q.astype(jnp.float16), pages.k, pages.v, reading)
-    assert not supported(q[..., :40], pages.k[..., :40], pages.v[..., :40], reading)
-    assert not supported(q, pages.k, None, replace(reading, rank=48))
-    assert not supported(q, pages.k, pages.v, replace(reading, expand=lambda rows, _: (rows, rows)))
+    assert fits_cpu_kernel(q, pages.k, pages.v, reading)
+    assert not fits_cpu_kernel(q.astype(jnp.float32), pages.k, pages.v, reading)
+    assert not fits_cpu_kernel(q.astype(jnp.float16), pages.k, pages.v, reading)
+    assert not fits_cpu_kernel(q[..., :40], pages.k[..., :40], pages.v[..., :40], reading)
+    assert not fits_cpu_kernel(q, pages.k, None, replace(reading, rank=48))
+    assert not fits_cpu_kernel(q, pages.k, pages.v, replace(reading, expand=lambda rows, _: (rows, rows)))
     codes = empty_pool((2, 9, 16, 64), SCHEMES["int8"], jax.devices("cpu")[0])
-    assert not supported(q, codes, codes, reading)
+    assert not fits_cpu_kernel(q, codes, codes, reading)

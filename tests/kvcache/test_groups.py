@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.programs import StoredJit
+from suite.marks import full
 
-from duetto.kvcache.groups import MOST, by_length
-from duetto.kvcache.pages import BLOCK, Batch, exp_by_vectors, read_keys, running_softmax
-from duetto.kvcache.quantised import as_dtype, pool_dtype
-from duetto.model.attention import UNSEEN, AttentionParams
+from duetto.kvcache.groups import MAX_GROUPS, group_by_length
+from duetto.kvcache.pages import KEYS_PER_BLOCK, Batch, attend_key_blocks, exp_by_vectors, read_kv_block
+from duetto.kvcache.quantised import cast_bits, pool_dtype
+from duetto.model.attention import MASK_VALUE, AttentionParams
 
 pytestmark = pytest.mark.as_served
 
@@ -23,14 +24,14 @@ K, H, W, M = 2, 16, 64, 10
 @partial(StoredJit, static_argnames=["tokens"])
 def steps(lengths: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Where groups end, and the rows and the block of each step up to there; more steps follow."""
-    groups = by_length(lengths, tokens)
-    _, own, j = jax.vmap(groups.step)(jnp.arange(10 * len(lengths)))
-    return groups.until, own, j
+    groups = group_by_length(lengths, tokens)
+    _, own, j = jax.vmap(groups.locate_step)(jnp.arange(10 * len(lengths)))
+    return groups.end_steps, own, j
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 32])
 @pytest.mark.parametrize("rows", [1, 2, 6, 8, 10, 13, 16, 32, 40])
-def test_each_row_is_read_to_its_end_and_no_group_beyond_its_longest(rows: int, tokens: int):
+def test_groups_read_each_row_and_end_with_the_longest(rows: int, tokens: int):
     lengths = np.random.default_rng(rows).integers(0, 10, rows)
     until, own, j = map(np.asarray, steps(lengths.astype(np.int32), tokens))
     own, j = own[: until[-1]], j[: until[-1]]
@@ -40,7 +41,7 @@ def test_each_row_is_read_to_its_end_and_no_group_beyond_its_longest(rows: int, 
             visits[int(row)].append(int(block))
     assert all(n == [*range(len(n))] and len(n) >= lengths[row] for row, n in visits.items())
     longest = sorted(lengths, reverse=True)[:: own.shape[1]]
-    assert len(longest) <= MOST and len(own) == sum(longest)
+    assert len(longest) <= MAX_GROUPS and len(own) == sum(longest)
 
 
 @cache
@@ -48,7 +49,7 @@ def numbers(dtype: jnp.dtype, T: int, G: int) -> tuple[Any, Any, Any, np.ndarray
     """Pools of keys and of values, sinks; each of 32 rows' query and pages."""
     draw = np.random.default_rng(0)
     pool = pool_dtype(dtype, jax.devices()[0])
-    kept = jax.jit(as_dtype, static_argnums=1)
+    kept = jax.jit(cast_bits, static_argnums=1)
     k, v = (kept(draw.normal(size=(K, 32 * M, W, H)).astype(dtype), pool) for _ in range(2))
     q, sinks = (draw.normal(size=size).astype(dtype) for size in ((32, T, K * G, H), K * G))
     return k, v, sinks, q, draw.permutation(32 * M).reshape(32, M).astype(np.int32)
@@ -57,8 +58,8 @@ def numbers(dtype: jnp.dtype, T: int, G: int) -> tuple[Any, Any, Any, np.ndarray
 @partial(StoredJit, static_argnames=("window", "dtype"))
 def attention(q, k, v, sinks, batch: Batch, window: int | None, dtype: jnp.dtype) -> jax.Array:
     reading = AttentionParams(H**-0.5, window, sinks=sinks)
-    read = partial(read_keys, (k, v), batch.page_tables[0], reading, dtype)
-    return running_softmax(q, batch, read, reading)
+    read = partial(read_kv_block, (k, v), batch.page_tables[0], reading, dtype)
+    return attend_key_blocks(q, batch, read, reading)
 
 
 def attend(rows: np.ndarray, starts: np.ndarray, window: int | None, *kind: Any) -> np.ndarray:
@@ -75,13 +76,13 @@ def attend(rows: np.ndarray, starts: np.ndarray, window: int | None, *kind: Any)
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(
     "kind",
-    [(jnp.float32, 2, 3), (jnp.float32, 1, 7), (jnp.bfloat16, 2, 3)],
+    [(jnp.float32, 2, 3), (jnp.float32, 1, 7), full((jnp.bfloat16, 2, 3))],
     ids=["float32", "float32, decode", "bfloat16"],
 )
 def test_a_row_has_the_same_bits_beside_any_others(window, kind):
     """In groups of 4, 6 and 8 rows; in decode, of 8 rows, alone and among others."""
     starts = np.random.default_rng(1).integers(0, M * W - 2, 32)
-    starts[:3] = 0, BLOCK - 1, BLOCK
+    starts[:3] = 0, KEYS_PER_BLOCK - 1, KEYS_PER_BLOCK
     together = attend(np.arange(32), starts, window, *kind)
     for rows in (np.arange(8), np.arange(31, 7, -1), np.array([5, 30, 2, 9, 11, 17, 3, 8])):
         np.testing.assert_array_equal(attend(rows, starts, window, *kind), together[rows])
@@ -108,4 +109,4 @@ def test_powers_have_the_same_bits_in_any_shape(shape):
 
 
 def test_powers_of_nothing_and_of_keys_that_are_not_seen():
-    assert exp_by_vectors(jnp.array([0.0, UNSEEN, -jnp.inf])).tolist() == [1, 0, 0]
+    assert exp_by_vectors(jnp.array([0.0, MASK_VALUE, -jnp.inf])).tolist() == [1, 0, 0]

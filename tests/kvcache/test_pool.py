@@ -21,84 +21,96 @@ def found(pool: PagePool, *numbers: int) -> list[int]:
 
 def test_pages_are_issued_once_and_come_back():
     pool = PagePool(4)
-    first, second = pool.issue(3), pool.issue(1)
-    assert sorted(first + second) == [0, 1, 2, 3] and pool.free == 0
+    first, second = pool.allocate(3), pool.allocate(1)
+    assert sorted(first + second) == [0, 1, 2, 3] and pool.num_free == 0
     with pytest.raises(AssertionError, match="1 pages wanted, 0 free"):
-        pool.issue(1)
+        pool.allocate(1)
     pool.release(first)
-    assert pool.free == 3 and pool.references == [int(page in second) for page in range(4)]
+    assert pool.num_free == 3 and pool.references == [int(page in second) for page in range(4)]
     with pytest.raises(AssertionError, match="released twice"):
         pool.release(first)
 
 
-def test_a_released_page_keeps_its_name_until_it_is_issued():
+def test_a_released_page_keeps_its_hash_until_it_is_issued():
     pool = PagePool(2)
-    page = pool.issue(1)[0]
-    pool.name(page, name(0))
+    page = pool.allocate(1)[0]
+    pool.cache_page(page, name(0))
     pool.release([page])
-    assert found(pool, 0) == [page] and pool.idle([page]) == 1
-    pool.issue(2)
+    assert found(pool, 0) == [page] and pool.count_free([page]) == 1
+    pool.allocate(2)
     assert found(pool, 0) == []
 
 
 def test_a_shared_page_returns_with_its_last_owner():
     pool = PagePool(3)
-    page = pool.issue(1)[0]
-    pool.name(page, name(0))
+    page = pool.allocate(1)[0]
+    pool.cache_page(page, name(0))
     pool.share(found(pool, 0))
     pool.release([page])
-    assert pool.free == 2 and pool.idle([page]) == 0
+    assert pool.num_free == 2 and pool.count_free([page]) == 0
     pool.release([page])
-    assert pool.free == 3
+    assert pool.num_free == 3
     pool.share([page])
-    assert pool.free == 2 and page not in pool.issue(2)
+    assert pool.num_free == 2 and page not in pool.allocate(2)
 
 
-def test_unnamed_pages_go_first_then_the_longest_released_from_the_end_of_a_sequence():
+def test_eviction_takes_unhashed_pages_then_the_least_recently_released():
     pool = PagePool(6)
-    old, new, unnamed = pool.issue(2), pool.issue(2), pool.issue(2)
+    old, new, unnamed = pool.allocate(2), pool.allocate(2), pool.allocate(2)
     for i, page in enumerate(old + new):
-        pool.name(page, name(i))
+        pool.cache_page(page, name(i))
     for pages in (old, new, unnamed):
         pool.release(pages)
-    assert pool.issue(6) == [*unnamed, *reversed(old), *reversed(new)]
+    assert pool.allocate(6) == [*unnamed, *reversed(old), *reversed(new)]
 
 
-def test_sharing_makes_a_page_young_again():
+def test_sharing_makes_a_page_most_recently_used():
     pool = PagePool(2)
-    pages = pool.issue(2)
+    pages = pool.allocate(2)
     for i, page in enumerate(pages):
-        pool.name(page, name(i))
+        pool.cache_page(page, name(i))
     pool.release(pages[:1])
     pool.release(pages[1:])
     pool.share(pages[:1])
     pool.release(pages[:1])
-    assert pool.issue(1) == pages[1:]
+    assert pool.allocate(1) == pages[1:]
 
 
-def test_the_first_page_of_a_name_keeps_it():
+def test_the_first_page_of_a_hash_keeps_it():
     pool = PagePool(2)
-    first, second = pool.issue(2)
-    pool.name(first, name(0))
-    pool.name(second, name(0))
-    pool.name(first, name(1))
+    first, second = pool.allocate(2)
+    pool.cache_page(first, name(0))
+    pool.cache_page(second, name(0))
+    pool.cache_page(first, name(1))
     assert found(pool, 0) == [first] and found(pool, 1) == []
     pool.release([first, second])
-    assert pool.issue(1) == [second]  # it has no name
+    assert pool.allocate(1) == [second]  # it has no name
 
 
-def test_forgotten_names_are_not_found_and_their_pages_stay_with_their_owners():
+def test_removed_hashes_are_not_found_and_pages_keep_owners():
     pool = PagePool(3)
-    pages = pool.issue(2)
-    pool.name(pages[0], name(0))
-    pool.forget()
-    assert found(pool, 0) == [] and pool.free == 1
-    pool.name(pages[1], name(0))
+    pages = pool.allocate(2)
+    pool.cache_page(pages[0], name(0))
+    pool.reset_prefix_cache()
+    assert found(pool, 0) == [] and pool.num_free == 1
+    pool.cache_page(pages[1], name(0))
     assert found(pool, 0) == pages[1:]
 
 
+def test_hidden_pages_are_not_found_and_keep_their_owners():
+    pool = PagePool(3)
+    pool.evicted = []
+    pages = pool.allocate(2)
+    for i, page in enumerate(pages):
+        pool.cache_page(page, name(i))
+    assert pool.drop_hash(pages[0]) == name(0) and pool.drop_hash(pages[0]) is None
+    assert found(pool, 0) == [] and found(pool, 1) == pages[1:] and pool.num_free == 1
+    pool.release(pages)
+    assert pool.allocate(1) == pages[:1] and not pool.evicted  # it has no name, and is in no tier
+
+
 OPERATIONS = st.tuples(
-    st.sampled_from(["issue", "name", "share", "release", "release", "forget"]), st.integers(0, 7)
+    st.sampled_from(["issue", "name", "share", "release", "release", "forget", "hide"]), st.integers(0, 7)
 )
 
 
@@ -107,12 +119,12 @@ OPERATIONS = st.tuples(
 def test_any_history_conserves_pages(size, history):
     pool, held, contents = PagePool(size), [], {}
     for operation, i in history:
-        if operation == "issue" and i <= pool.free:
-            held.append(pool.issue(i))
+        if operation == "issue" and i <= pool.num_free:
+            held.append(pool.allocate(i))
             contents |= dict.fromkeys(held[-1])  # overwritten
         elif operation == "name" and held:
             for place, page in enumerate(held[i % len(held)]):
-                pool.name(page, name(place))
+                pool.cache_page(page, name(place))
                 if found(pool, *range(place + 1))[-1:] == [page]:
                     contents[page] = name(place)
         elif operation == "share":
@@ -122,7 +134,10 @@ def test_any_history_conserves_pages(size, history):
         elif operation == "release" and held:
             pool.release(held.pop(i % len(held)))
         elif operation == "forget":
-            pool.forget()
+            pool.reset_prefix_cache()
+        elif operation == "hide" and held:
+            for page in held[i % len(held)]:
+                pool.drop_hash(page)
         owned = [page for pages in held for page in pages]
         assert pool.references == [owned.count(page) for page in range(size)]
-        assert pool.free == size - len(set(owned))
+        assert pool.num_free == size - len(set(owned))

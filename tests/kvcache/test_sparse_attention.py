@@ -9,12 +9,12 @@ import pytest
 from cases.models import RANDOM
 from cases.programs import StoredJit
 
-from duetto.kvcache.kernels.attention import supported
-from duetto.kvcache.pages import BLOCK
-from duetto.kvcache.sparse_attention import choose
+from duetto.kvcache.kernels.attention import fits_triton_kernel
+from duetto.kvcache.pages import KEYS_PER_BLOCK
+from duetto.kvcache.sparse_attention import select_top_keys
 from duetto.model.attention import AttentionParams, Selection
 from duetto.model.config import Latent
-from duetto.model.latent import chooser_of
+from duetto.model.latent import active_indexer
 
 pytestmark = pytest.mark.as_served
 
@@ -29,19 +29,19 @@ def chosen(q, weights, index, start, count, keys: int, blocks: int):
     end = jnp.where(count > 0, start + count, 0)
 
     def block(rows, j):
-        at = j[:, None] * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)[None]
+        at = j[:, None] * KEYS_PER_BLOCK + jnp.arange(KEYS_PER_BLOCK, dtype=jnp.int32)[None]
         return jnp.take_along_axis(index[rows], at[..., None], axis=1, mode="clip")[None]
 
-    found = choose(Selection(q, weights, keys), pos, end, blocks * BLOCK, block)
-    parts = [found.sees(rows, jnp.int32(j), BLOCK) for j in range(blocks)]
-    at = jnp.arange(blocks * BLOCK, dtype=jnp.int32)[None, None]
+    found = select_top_keys(Selection(q, weights, keys), pos, end, blocks * KEYS_PER_BLOCK, block)
+    parts = [found.sees(rows, jnp.int32(j), KEYS_PER_BLOCK) for j in range(blocks)]
+    at = jnp.arange(blocks * KEYS_PER_BLOCK, dtype=jnp.int32)[None, None]
     return jnp.concatenate(parts, axis=2) & (at <= pos[..., None])
 
 
 def drawn(B: int, T: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Queries, weights and index keys; small whole numbers have many equal scores."""
     random = np.random.default_rng(B * T)
-    shapes = (B, T, N, SIZE), (B, T, N), (B, BLOCKS * BLOCK, SIZE)
+    shapes = (B, T, N, SIZE), (B, T, N), (B, BLOCKS * KEYS_PER_BLOCK, SIZE)
     found = [random.normal(size=shape).astype(np.float32) for shape in shapes]
     q, weights, index = map(np.round, found) if whole else found
     return q, weights, index
@@ -68,7 +68,7 @@ def test_the_best_are_chosen_and_of_equal_ones_the_first(whole, start, T):
 def test_neighbours_and_the_tables_width_change_no_choice():
     (q, weights, index), start = drawn(8, 1), np.array([300, 5, 69, 130, 255, 256, 0, 71], np.int32)
     count = np.ones(8, np.int32)
-    together = np.asarray(chosen(q, weights, index, start, count, KEYS, 40))[..., : BLOCKS * BLOCK]
+    together = np.asarray(chosen(q, weights, index, start, count, KEYS, 40))[..., : BLOCKS * KEYS_PER_BLOCK]
     for row in range(8):
         one = slice(row, row + 1)
         alone = chosen(q[one], weights[one], index[one], start[one], count[one], KEYS, BLOCKS)
@@ -78,30 +78,35 @@ def test_neighbours_and_the_tables_width_change_no_choice():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_a_score_has_the_same_bits_in_every_shape(dtype):
     q, weights, index = drawn(1, 256)
-    q, k = q.astype(dtype), index[:, :BLOCK].astype(dtype)
+    q, k = q.astype(dtype), index[:, :KEYS_PER_BLOCK].astype(dtype)
 
     @jax.jit
     def order(q, weights, k):
-        return Selection(q, weights, KEYS).order(k)
+        return Selection(q, weights, KEYS).sortable_scores(k)
 
     whole = np.asarray(order(q, weights, k))[0]
     for B, T in ((1, 64), (2, 32), (8, 1), (16, 1), (64, 1)):
         some = q[0, : B * T].reshape(B, T, N, SIZE)
         found = order(some, weights[0, : B * T].reshape(B, T, N), np.broadcast_to(k, (B, *k.shape[1:])))
-        np.testing.assert_array_equal(np.asarray(found).reshape(B * T, BLOCK), whole[: B * T])
+        np.testing.assert_array_equal(np.asarray(found).reshape(B * T, KEYS_PER_BLOCK), whole[: B * T])
 
 
 def test_an_indexer_that_may_choose_all_is_left_out():
     """Its keys are not kept, and what is seen is all."""
     config = RANDOM["latent"]
-    first, rest = (config.within(length).layers[0] for length in (21, 20))
-    assert first == config.layers[0] and first.keys and first.keys.cached[1] == (1, 12) and chooser_of(first)
+    first, rest = (config.drop_unreached_limits(length).layers[0] for length in (21, 20))
+    assert (
+        first == config.layers[0]
+        and first.attention
+        and first.attention.cache_shapes[1] == (1, 12)
+        and active_indexer(first)
+    )
     assert isinstance(rest.mixer, Latent) and rest.mixer.indexer is not None
-    assert rest.mixer.cached[1] is None and chooser_of(rest) is None
+    assert rest.mixer.cache_shapes[1] is None and active_indexer(rest) is None
 
 
 def test_kernels_do_not_choose():
     q, pool = jnp.zeros((1, 1, 4, 64), jnp.bfloat16), jnp.zeros((1, 9, 16, 64), jnp.bfloat16)
     selection = Selection(jnp.zeros((1, 1, 2, 32)), jnp.zeros((1, 1, 2)), 8)
-    assert supported(q, pool, None, AttentionParams(1.0, rank=48))
-    assert not supported(q, pool, pool, AttentionParams(1.0, rank=48, selection=selection))
+    assert fits_triton_kernel(q, pool, None, AttentionParams(1.0, rank=48))
+    assert not fits_triton_kernel(q, pool, pool, AttentionParams(1.0, rank=48, selection=selection))

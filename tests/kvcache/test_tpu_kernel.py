@@ -12,12 +12,12 @@ from cases.gpus import traced_for_tpu
 from cases.paged_attention import Case, inputs, real, reference, small_pages, with_own_path
 
 from duetto.kvcache.kernels import tpu_attention
-from duetto.kvcache.kernels.partitioned import by_each_device
+from duetto.kvcache.kernels.sharded_attention import attend_on_devices
 from duetto.kvcache.kernels.tiles import LayerPages
-from duetto.kvcache.kernels.tpu_attention import DECODE, has_kernel, supported
+from duetto.kvcache.kernels.tpu_attention import TPU_DECODE, fits_tpu_kernel, has_tpu_kernel
 from duetto.kvcache.quantised import SCHEMES, empty_pool
 from duetto.model.attention import AttentionParams
-from duetto.model.gpus import without
+from duetto.model.gpus import disable_kernels
 
 CASES = {
     "short rows": Case((0, 1, 63, 255, 200), (1, 1, 0, 1, 1), H=128),
@@ -45,21 +45,21 @@ CASES = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch):
     """Blocks of one or two tiles, so that rows have several."""
-    monkeypatch.setattr(tpu_attention, "COPIED", 1 << 20)
+    monkeypatch.setattr(tpu_attention, "COPY_BYTES", 1 << 20)
 
 
 def interpreted(q: Any, pages: LayerPages, reading: AttentionParams) -> np.ndarray:
     def anew(*given: Any) -> Any:  # a function of its own is traced again, with the sizes of this test
-        return tpu_attention.by_chunks(*given)
+        return tpu_attention.attend_chunks(*given)
 
-    run = jax.jit(lambda q, pages: by_each_device(anew, q, pages, reading, True))
+    run = jax.jit(lambda q, pages: attend_on_devices(anew, q, pages, reading, True))
     return np.asarray(run(q, pages))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_the_kernel_equals_the_reference(case: Case):
     q, pages, reading = inputs(case)
-    assert supported(q, pages, reading)
+    assert fits_tpu_kernel(q, pages, reading)
     found, wanted = interpreted(q, pages, reading), reference(q, pages, reading)
     assert found.shape == (*q.shape[:3], case.rank or case.H) and found.dtype == q.dtype
     tolerance = 1e-5 if case.dtype == jnp.float32 else 3e-2
@@ -80,24 +80,24 @@ def test_bits_follow_from_the_row_alone(name: str):
     np.testing.assert_array_equal(together[-len(alone) :], alone)
 
 
-@pytest.mark.parametrize("name, most", [("MOST_QUERIES", 24), ("MOST_HELD", 1 << 18)])
+@pytest.mark.parametrize("name, most", [("MAX_PRODUCT_QUERIES", 24), ("MAX_HELD_BYTES", 1 << 18)])
 def test_a_prompt_may_be_read_in_smaller_chunks(monkeypatch: pytest.MonkeyPatch, name: str, most: int):
     q, pages, reading = inputs(Case((0,), (90,), T=90, K=1, H=128, W=64, M=2, window=60, sinks=True))
     whole = interpreted(q, pages, reading)
-    assert tpu_attention.most_rows(1, 128, 128, 4) > 90 * 3
+    assert tpu_attention.max_chunk_rows(1, 128, 128, 4) > 90 * 3
     monkeypatch.setattr(tpu_attention, name, most)
-    assert tpu_attention.most_rows(1, 128, 128, 4) < 90
+    assert tpu_attention.max_chunk_rows(1, 128, 128, 4) < 90
     # on a CPU bits of a product follow its rows
     np.testing.assert_allclose(interpreted(q, pages, reading), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("copied", [1 << 18, 1 << 24])
-def test_bits_do_not_depend_on_how_much_is_copied_at_once(monkeypatch: pytest.MonkeyPatch, copied: int):
+def test_bits_do_not_depend_on_the_size_of_copies(monkeypatch: pytest.MonkeyPatch, copied: int):
     q, pages, reading = inputs(CASES["several blocks"])
     expected = interpreted(q, pages, reading)
-    size = tpu_attention.block_size(pages)
-    monkeypatch.setattr(tpu_attention, "COPIED", copied)
-    assert tpu_attention.block_size(pages) != size
+    size = tpu_attention.copied_block_tokens(pages)
+    monkeypatch.setattr(tpu_attention, "COPY_BYTES", copied)
+    assert tpu_attention.copied_block_tokens(pages) != size
     np.testing.assert_array_equal(interpreted(q, pages, reading), expected)
 
 
@@ -116,14 +116,14 @@ def test_keys_of_a_path_count_like_written_ones(rank: int | None, dtype: Any):
     np.testing.assert_array_equal(interpreted(q, own, reading), interpreted(q, pages, reading))
 
 
-def test_programs_for_a_tpu_have_the_kernel_unless_it_is_refused():
+def test_tpu_programs_have_the_kernel_unless_it_is_refused():
     q, pages, reading = inputs(Case((0,), (1,), H=128))
     several = np.repeat(q, 2, axis=1)
-    assert not has_kernel(q, pages, reading), "this is a CPU"
+    assert not has_tpu_kernel(q, pages, reading), "this is a CPU"
     with traced_for_tpu():
-        assert has_kernel(q, pages, reading) and has_kernel(several, pages, reading)
-        with without({DECODE.name}):
-            assert not has_kernel(q, pages, reading) and has_kernel(several, pages, reading)
+        assert has_tpu_kernel(q, pages, reading) and has_tpu_kernel(several, pages, reading)
+        with disable_kernels({TPU_DECODE.name}):
+            assert not has_tpu_kernel(q, pages, reading) and has_tpu_kernel(several, pages, reading)
 
 
 def test_what_the_kernel_does_not_read():
@@ -133,16 +133,18 @@ def test_what_the_kernel_does_not_read():
         pool = jax.ShapeDtypeStruct(sizes, q.dtype)
         return pages._replace(k=pool, v=pool)
 
-    assert supported(q, pages, reading)
+    assert fits_tpu_kernel(q, pages, reading)
     own = (q, q, pages.start)
-    assert supported(q, pages._replace(own=own), reading)
-    assert not supported(np.repeat(q, 2, axis=1), pages._replace(own=own), reading), "two tokens of a node"
-    assert not supported(q, wide(2, 9, 16, 64), reading), "rows that fill no lanes"
-    assert not supported(q, wide(2, 9, 4, 128), reading), "pages of four tokens"
-    assert not supported(q, wide(64, 9, 16, 512), reading), "more than vector memory"
-    assert not supported(q.astype(jnp.bfloat16), pages, reading)
-    assert not supported(q, pages, replace(reading, rank=64, expand=lambda rows, _: (rows, rows)))
-    assert not supported(q, pages, replace(reading, expand=lambda rows, _: (rows, rows)))
-    assert not supported(q, pages._replace(table=np.zeros((64, 4096), np.int32)), reading)
+    assert fits_tpu_kernel(q, pages._replace(tail=own), reading)
+    assert not fits_tpu_kernel(np.repeat(q, 2, axis=1), pages._replace(tail=own), reading), (
+        "two tokens of a node"
+    )
+    assert not fits_tpu_kernel(q, wide(2, 9, 16, 64), reading), "rows that fill no lanes"
+    assert not fits_tpu_kernel(q, wide(2, 9, 4, 128), reading), "pages of four tokens"
+    assert not fits_tpu_kernel(q, wide(64, 9, 16, 512), reading), "more than vector memory"
+    assert not fits_tpu_kernel(q.astype(jnp.bfloat16), pages, reading)
+    assert not fits_tpu_kernel(q, pages, replace(reading, rank=64, expand=lambda rows, _: (rows, rows)))
+    assert not fits_tpu_kernel(q, pages, replace(reading, expand=lambda rows, _: (rows, rows)))
+    assert not fits_tpu_kernel(q, pages._replace(table=np.zeros((64, 4096), np.int32)), reading)
     codes = empty_pool((2, 9, 16, 128), SCHEMES["int8"])
-    assert not supported(q, pages._replace(k=codes, v=codes), reading)
+    assert not fits_tpu_kernel(q, pages._replace(k=codes, v=codes), reading)

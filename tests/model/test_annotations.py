@@ -11,8 +11,8 @@ import pytest
 from jaxtyping import TypeCheckError
 from suite.fixtures import CHECKED, ROOT
 
-from duetto.kvcache.pages import products
-from duetto.model.attention import grouped
+from duetto.kvcache.pages import query_key_products
+from duetto.model.attention import group_queries
 
 ARRAYS = {"Array", "ndarray"}
 LETTER = re.compile(r"(?<![A-Za-z_])([A-Za-z])(?![A-Za-z_])")
@@ -20,53 +20,53 @@ WEIGHTS = "a weight has the axes that its equation says"
 EXCEPTIONS = {  # by function, why there are no letters
     **dict.fromkeys(
         (
-            "tree.not_finite",
-            "tree.all_finite",
+            "tree.find_non_finite",
+            "tree.is_all_finite",
             "layers.Weight.einsum",
             "layers.JointWeight.joint_einsum",
             "layers.einsum",
             "layers.einsums",
-            "layers.product",
-            "layers.row_product",
-            "layers.narrow_product",
-            "layers.narrow_product.on_cpu",
-            "layers.is_row",
+            "layers.plain_einsum",
+            "layers.einsum_one_row",
+            "layers.einsum_16bit",
+            "layers.einsum_16bit.multiply_on_cpu",
+            "layers.is_single_row",
             "lowrank.LowRank.einsum",
-            "adapted.Adapted.einsum",
-            "lowrank.low_rank",
+            "lora.Adapted.einsum",
+            "lowrank.factorise_weight",
             "quant.Quantised.einsum",
-            "quant.Quantised.widened",
-            "quant.Quantised.codes",
-            "quant.against",
-            "quant.spread",
-            "quant.unpack",
-            "quant.pack",
-            "quant.quantised",
-            "quant.group_scales",
-            "fixed.Fixed.einsum",
+            "quant.Quantised.dequantise",
+            "quant.Quantised.signed_codes",
+            "quant.align_scales",
+            "quant.spread_blocks",
+            "quant.unpack_nibbles",
+            "quant.pack_nibbles",
+            "quant.quantise_weight",
+            "quant.compute_group_scales",
+            "fixed_tiles.FixedTiled.einsum",
             "transposed.Transposed.einsum",
             "panels.Packed.einsum",
             "panels.Packed.joint_einsum",
-            "panels.products",
-            "fixed.in_rows",
-            "fixed.kernel_for",
-            "quant.Quantised.by_widening",
-            "quant.Quantised.by_widening.together",
-            "quant.Quantised.has_kernel",
-            "quant.on_each_device.local",
+            "panels.multiply_panels",
+            "fixed_tiles.multiply_fixed_rows",
+            "fixed_tiles.choose_fixed_kernel",
+            "quant.Quantised.einsum_by_xla",
+            "quant.Quantised.einsum_by_xla.multiply_split",
+            "quant.Quantised.has_nibble_kernel",
+            "quant.partition_scaled_product.multiply_local",
             "quant.scaled_product",
-            "quant.by_kernel",
-            "quant.widening",
-            "compress.encode",
-            "compress.widen",
-            "tree.init.draw",
+            "quant.einsum_by_kernel",
+            "quant.einsum_by_xla",
+            "compress.encode_weight",
+            "compress.dequantise_weight",
+            "tree.init_params.draw",
         ),
         WEIGHTS,
     ),
-    "layers.scaled_by": "a gain has the last axes of what it scales",
-    "layers.biased": "a bias has the last axes of what it is added to",
-    "attention.Given": "it stands where shapes are said, in the place of Array",
-    "cpu_attention.Given": "it stands where shapes are said, in the place of Array",
+    "layers.apply_gain": "a gain has the last axes of what it scales",
+    "layers.add_bias": "a bias has the last axes of what it is added to",
+    "attention.KernelInput": "it stands where shapes are said, in the place of Array",
+    "cpu_attention.CpuInput": "it stands where shapes are said, in the place of Array",
 }
 
 
@@ -121,18 +121,18 @@ def arrays() -> list[tuple[str, str | None]]:
 
 
 def test_a_wrong_shape_is_refused():
-    with pytest.raises(TypeCheckError, match="grouped"):
-        grouped(jnp.zeros((1, 2, 3)), 1)
+    with pytest.raises(TypeCheckError, match="group_queries"):
+        group_queries(jnp.zeros((1, 2, 3)), 1)
     with pytest.raises(TypeCheckError, match="products"):
-        products(jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 3, 4, 8)))
+        query_key_products(jnp.zeros((2, 1, 4, 8)), jnp.zeros((2, 3, 4, 8)))
 
 
-def test_every_array_has_its_letters():
+def test_every_array_annotation_has_a_shape():
     bare = {name for name, shape in arrays() if shape in (None, "...")}
     assert bare == set(EXCEPTIONS)
 
 
-def test_letters_are_those_of_the_docs():
+def test_shape_letters_are_those_of_the_docs():
     told = (ROOT / "docs" / "architecture.md").read_text().partition("## Notation\n")[2].partition("\n## ")[0]
     known = set(re.findall(r"\| (\w) (?=\|)", told))
     used = {letter for _, shape in arrays() for letter in LETTER.findall(shape or "")}

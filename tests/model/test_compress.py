@@ -12,31 +12,31 @@ import numpy as np
 import pytest
 from cases.weights import PRODUCTS, dense, drawn, product, random
 
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.huggingface import load_hf
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, decoder_spec
-from duetto.model.tree import paths
+from duetto.model.tree import leaves_by_path
 from duetto.model.weights.compress import (
-    CONTRACTED,
+    CONTRACTED_AXES,
     CompressionPlan,
     compress,
-    encode,
-    projections,
+    encode_weight,
+    projection_plan,
     quantize_params,
 )
-from duetto.model.weights.lowrank import low_rank
+from duetto.model.weights.lowrank import factorise_weight
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_what_is_compressed_and_what_is_not(mixed: Decoder):
-    found = paths(
+    found = leaves_by_path(
         compress(mixed, CompressionPlan((("head", "int8"), ("*.shared.*", "fp8"), ("layers.*", "int4"))))
     )
     assert found["head.values"].dtype == jnp.int8
     assert found["layers.1.ffn.shared.up.values"].dtype == jnp.float8_e4m3fn
     assert found["layers.1.ffn.experts.up.values"].dtype == jnp.uint8
-    whole = paths(mixed)
+    whole = leaves_by_path(mixed)
     for name in (
         "embed",
         "layers.1.ffn.router",
@@ -49,7 +49,7 @@ def test_what_is_compressed_and_what_is_not(mixed: Decoder):
 
 def test_a_tied_embedding_stays_whole():
     config = ModelConfig.uniform(32, 16, 32, 1, 2, 1, 8, tied_embeddings=True)
-    params = compress(drawn(decoder_spec(config)), projections("int8"))
+    params = compress(drawn(decoder_spec(config)), projection_plan("int8"))
     assert params.head is None and params.embed.dtype == jnp.float32
     with pytest.raises(ValueError, match="rule 'head' meets no weight"):
         compress(params, CompressionPlan((("head", "int8"),)))
@@ -59,16 +59,16 @@ def test_a_tied_embedding_stays_whole():
 @pytest.mark.parametrize("how", ["int3", "fp4", 0.0, 1.0, 2])
 def test_unknown_ways_are_refused(how: Any):
     with pytest.raises(ValueError, match=f"{how!r} for 'layers.*' is not allowed: int8, int4, fp8"):
-        projections(how)
+        projection_plan(how)
 
 
-def test_weights_are_given_up_one_by_one():
+def test_weights_are_freed_one_by_one():
     params = drawn(decoder_spec(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8)))
     kept = quantize_params(params, "int8")
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
     given = quantize_params(params, "int8", donate=True)
     jax.tree.map(np.testing.assert_array_equal, given, kept)
-    assert paths(params)["layers.1.ffn.up"].is_deleted() and not params.embed.is_deleted()
+    assert leaves_by_path(params)["layers.1.ffn.up"].is_deleted() and not params.embed.is_deleted()
 
 
 def test_compressing_twice_compiles_once():
@@ -82,8 +82,8 @@ def test_compressing_twice_compiles_once():
 def test_a_low_rank_is_the_best_of_its_rank(name: str):
     """The error is that of the singular values left out (Eckart and Young)."""
     equation, left, right = PRODUCTS[name]
-    w, axes = random(*right, seed=1), CONTRACTED[name]
-    record = encode(w, axes, 0.6)
+    w, axes = random(*right, seed=1), CONTRACTED_AXES[name]
+    record = encode_weight(w, axes, 0.6)
     inputs = -axes[-1] - 1
     matrix = np.asarray(w, np.float64).reshape(-1, int(np.prod(right[len(right) - inputs :])))
     rank = record.a.shape[-1]
@@ -100,10 +100,13 @@ def test_a_low_rank_is_the_best_of_its_rank(name: str):
 
 def test_a_weight_of_low_rank_loses_nothing():
     w = np.asarray(random(3, 40, 4)) @ np.asarray(random(3, 4, 60, seed=1))
-    record = encode(w, (-2,), 0.2)
+    record = encode_weight(w, (-2,), 0.2)
     assert record.a.shape == (3, 40, 4) and record.b.shape == (3, 4, 60)
     np.testing.assert_allclose(np.asarray(record.a) @ np.asarray(record.b), w, atol=1e-4)
-    assert low_rank(random(4, 4), (-2,), 0.4) is None and low_rank(random(9, 9), (-1,), 0.5) is None
+    assert (
+        factorise_weight(random(4, 4), (-2,), 0.4) is None
+        and factorise_weight(random(9, 9), (-1,), 0.5) is None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +122,10 @@ def quality() -> Iterator[ModuleType]:
         yield module
 
 
+@pytest.mark.full
 def test_what_compression_costs_the_demo_model(quality: ModuleType):
     """Bounds with room above what is measured; see docs/quantization.md."""
-    config, params = load(ROOT / "checkpoints" / "demo", jnp.float32)
+    config, params = load_hf(ROOT / "checkpoints" / "demo", jnp.float32)
     text = quality.held_out(2048)
     whole = quality.measure(config, params, params, text)
     assert whole.agreement == 1 and whole.divergence < 1e-6 and whole.perplexity < 25

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from duetto.model.transformer import rows_of
+from duetto.model.transformer import lookup_embedding
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_a_loop_of_steps_reads_rows_and_makes_no_copy_of_the_matrix(dtype: Any):
+def test_a_loop_of_steps_copies_no_embedding_matrix(dtype: Any):
     matrix = jnp.asarray(np.random.default_rng(0).standard_normal((4096, 64)), dtype)
 
     def steps(matrix: Any, token: Any) -> Any:
         def step(i: Any, token: Any) -> Any:
-            is_large = (rows_of(matrix, token) > 100).any(-1)
+            is_large = (lookup_embedding(matrix, token) > 100).any(-1)
             return (token + 1 + is_large.astype(jnp.int32)) % 4096
 
-        return rows_of(matrix, jax.lax.fori_loop(0, 5, step, token))
+        return lookup_embedding(matrix, jax.lax.fori_loop(0, 5, step, token))
 
     token = jnp.array([[4093]], jnp.int32)
     program = jax.jit(steps).lower(matrix, token).compile()

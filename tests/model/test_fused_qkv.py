@@ -9,9 +9,15 @@ from cases.weights import drawn
 
 from duetto.model.attention import Attention, causal
 from duetto.model.transformer import Decoder, decoder_spec, forward
-from duetto.model.tree import abstract
-from duetto.model.weights import prepared as rules
-from duetto.model.weights.prepared import fuse_qkv, has_fused_qkv, prepared_as, split_qkv, unprepared
+from duetto.model.tree import shapes_from_specs
+from duetto.model.weights import device_forms as rules
+from duetto.model.weights.device_forms import (
+    fuse_qkv,
+    has_fused_qkv,
+    match_device_forms,
+    restore_params,
+    split_qkv,
+)
 
 
 @pytest.fixture
@@ -43,9 +49,12 @@ def test_hidden_states_are_the_same(name: str, one_gpu):
     np.testing.assert_allclose(run(fuse_qkv(params)), run(params), rtol=2e-5, atol=2e-5)
 
 
-def test_the_way_back_has_the_same_arrays(params, one_gpu):
-    kept, shapes = jax.tree.map(np.asarray, params), abstract(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)
-    jax.tree.map(np.testing.assert_array_equal, unprepared(fuse_qkv(params)), kept)
+def test_unfusing_gives_the_same_arrays(params, one_gpu):
+    kept, shapes = (
+        jax.tree.map(np.asarray, params),
+        shapes_from_specs(decoder_spec(RANDOM["tiny"]), jnp.bfloat16),
+    )
+    jax.tree.map(np.testing.assert_array_equal, restore_params(fuse_qkv(params)), kept)
     assert projections(fuse_qkv(fuse_qkv(params))).q.heads == (6, 2, 2)
     assert projections(fuse_qkv(shapes)).q.array.shape == (48, 10, 8)
     assert split_qkv(fuse_qkv(shapes)) == shapes
@@ -55,11 +64,13 @@ def test_the_way_back_has_the_same_arrays(params, one_gpu):
 
 
 def test_new_weights_take_the_form_of_those_before(params, one_gpu):
-    assert jax.tree.structure(prepared_as(fuse_qkv(params), params)) == jax.tree.structure(fuse_qkv(params))
-    assert prepared_as(params, params) is params
+    assert jax.tree.structure(match_device_forms(fuse_qkv(params), params)) == jax.tree.structure(
+        fuse_qkv(params)
+    )
+    assert match_device_forms(params, params) is params
 
 
-def test_what_has_no_keys_of_its_own_stays_apart(one_gpu):
+def test_layers_without_their_own_keys_are_not_fused(one_gpu):
     one = jnp.ones((4, 2, 2))
     for k, v in ((None, None), (one, None), (one, one.astype(jnp.bfloat16))):
         layer = Attention(one, k, v, one)
@@ -67,6 +78,6 @@ def test_what_has_no_keys_of_its_own_stays_apart(one_gpu):
     assert fuse_qkv(Attention(one, one, one, one)).has_keys
 
 
-def test_they_stay_apart_but_on_one_gpu(params):
+def test_projections_are_fused_on_one_gpu_only(params):
     assert fuse_qkv(params) is params
-    assert not has_fused_qkv(fuse_qkv(abstract(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)))
+    assert not has_fused_qkv(fuse_qkv(shapes_from_specs(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)))

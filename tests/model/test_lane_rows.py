@@ -15,9 +15,15 @@ from jax.sharding import SingleDeviceSharding
 from duetto import LLM, SamplingParams
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, decoder_spec
-from duetto.model.weights import prepared as forms
-from duetto.model.weights.prepared import LaneRows, in_lanes, prepared, prepared_as, unprepared
-from duetto.serve.planner.roofline.facts import facts
+from duetto.model.weights import device_forms as forms
+from duetto.model.weights.device_forms import (
+    PaddedEmbedding,
+    convert_to_device_forms,
+    match_device_forms,
+    pad_embedding_rows,
+    restore_params,
+)
+from duetto.serve.planner.roofline.program_facts import read_program_facts
 
 CONFIG = replace(RANDOM["tiny"], vocab_size=384, layers=RANDOM["tiny"].layers[:1])  # of width 48
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "max_prefill_tokens": 32}
@@ -35,25 +41,25 @@ def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_are_those_of_the_embedding(tpu: None):
     params = params_of()
-    found = prepared(params, False).embed
+    found = convert_to_device_forms(params, False).embed
     tokens = jnp.array([[3, 0], [383, 3]])
-    assert isinstance(found, LaneRows) and found.array.shape == (384, 128)
+    assert isinstance(found, PaddedEmbedding) and found.array.shape == (384, 128)
     assert (found.shape, found.dtype, found.sharding) == (
         params.embed.shape,
         params.embed.dtype,
         params.embed.sharding,
     )
     assert np.array_equal(found[tokens], params.embed[tokens])
-    assert np.array_equal(unprepared(replace(params, embed=found)).embed, params.embed)
+    assert np.array_equal(restore_params(replace(params, embed=found)).embed, params.embed)
 
 
 def test_shapes_are_those_of_arrays(tpu: None):
     params = params_of()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-    found, real = in_lanes(shapes).embed, in_lanes(params).embed
+    found, real = pad_embedding_rows(shapes).embed, pad_embedding_rows(params).embed
     assert jax.tree.structure(found) == jax.tree.structure(real)
     assert (found.array.shape, found.array.sharding) == (real.array.shape, real.array.sharding)
-    assert found.whole == shapes.embed
+    assert found.original == shapes.embed
 
 
 @pytest.mark.parametrize(
@@ -63,14 +69,14 @@ def test_shapes_are_those_of_arrays(tpu: None):
         replace(CONFIG, tied_embeddings=True),
     ],
 )
-def test_others_stay_as_they_are(tpu: None, config: ModelConfig):
+def test_other_embeddings_are_unchanged(tpu: None, config: ModelConfig):
     params = params_of(config)
-    assert prepared(params, False).embed is params.embed
+    assert convert_to_device_forms(params, False).embed is params.embed
 
 
-def test_other_devices_have_none():
+def test_lane_rows_are_for_tpus_only():
     params = params_of()
-    assert prepared(params, False).embed is params.embed
+    assert convert_to_device_forms(params, False).embed is params.embed
 
 
 def test_an_engine_serves_the_same_tokens_and_takes_other_weights(
@@ -84,13 +90,13 @@ def test_an_engine_serves_the_same_tokens_and_takes_other_weights(
         return [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in found]
 
     with LLM.from_params(CONFIG, params, **SIZES) as llm:
-        assert isinstance(llm.engine.params.embed, LaneRows)
-        assert isinstance(prepared_as(llm.engine.params, other).embed, LaneRows)
+        assert isinstance(llm.engine.params.embed, PaddedEmbedding)
+        assert isinstance(match_device_forms(llm.engine.params, other).embed, PaddedEmbedding)
         assert jax.tree.structure(llm.params) == jax.tree.structure(params)
         found = [answers(llm)]
         llm.update_params(other)
         found.append(answers(llm))
-    monkeypatch.setattr(forms, "is_by_columns", lambda _: False)  # rows of the cache still have zeros
+    monkeypatch.setattr(forms, "is_column_major", lambda _: False)  # rows of the cache still have zeros
     with LLM.from_params(CONFIG, params, **SIZES) as llm:
         expected = [answers(llm)]
         llm.update_params(other)
@@ -106,6 +112,8 @@ def test_a_tpu_copies_the_embedding_without_them(padded: bool):
     where = SingleDeviceSharding(device)
     own = jax.ShapeDtypeStruct((201_088, 2880), jnp.bfloat16, sharding=where)
     tokens = jax.ShapeDtypeStruct((64,), jnp.int32, sharding=where)
-    embed = in_lanes(replace(Decoder(own, (), None), head=own)).embed if padded else own
-    found = facts(jax.jit(lambda embed, tokens: embed[tokens] * 2).lower(embed, tokens).compile())
+    embed = pad_embedding_rows(replace(Decoder(own, (), None), head=own)).embed if padded else own
+    found = read_program_facts(
+        jax.jit(lambda embed, tokens: embed[tokens] * 2).lower(embed, tokens).compile()
+    )
     assert (found.bytes < 4e6) == padded == (found.moved == ())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases.weights import product, random
 
-from duetto.model.layers import einsum, is_row
+from duetto.model.layers import einsum, is_single_row
 
 pytestmark = pytest.mark.as_served
 
@@ -38,7 +38,7 @@ def test_a_cpu_sums_in_float32_and_never_makes_one_row(rows: int):
 
 def test_one_row_is_known_by_its_shape():
     def found(equation: str, *shape: int) -> bool:
-        return is_row(equation, random(*shape))
+        return is_single_row(equation, random(*shape))
 
     assert found("btd,dnh->btnh", 1, 1, 8) and found("...d,vd->...v", 1, 8)
     assert found("btnh,nhd->btd", 1, 1, 2, 4)

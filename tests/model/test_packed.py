@@ -11,110 +11,127 @@ import numpy as np
 import pytest
 from cases.weights import MIXED, PRODUCTS, drawn, random
 from jax.sharding import SingleDeviceSharding
+from suite.marks import full
 
-from duetto.cpu_kernels.library import library, target
+from duetto.cpu_kernels.library import ffi_target_name, load_library
 from duetto.model.config import Experts
-from duetto.model.experts import MoE, mix_experts
-from duetto.model.experts.mixture import has_cpu_kernel
+from duetto.model.experts import MoE, run_moe
+from duetto.model.experts.mixture import has_cpu_expert_kernel
 from duetto.model.layers import einsum
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import abstract, paths
-from duetto.model.weights.compress import in_form, quantize_params
-from duetto.model.weights.cpu.packed import can_be_packed, is_packed, kernels_in, pack, packed, unpacked
+from duetto.model.tree import leaves_by_path, shapes_from_specs
+from duetto.model.weights.compress import convert_weight_form, quantize_params
+from duetto.model.weights.cpu.packed import (
+    can_pack,
+    has_packed_weights,
+    kernel_isa,
+    pack_params,
+    pack_weight,
+    unpack_params,
+)
 from duetto.model.weights.cpu.panels import Packed
-from duetto.model.weights.prepared import laid_out, prepared_as, unprepared
-from duetto.model.weights.quant import quantised
-from duetto.model.weights.transposed import Transposed, transpose, transposed
+from duetto.model.weights.device_forms import lay_out_params, match_device_forms, restore_params
+from duetto.model.weights.quant import quantise_weight
+from duetto.model.weights.transposed import Transposed, transpose_params, transpose_weight
 
-pytestmark = pytest.mark.skipif(not library().isas, reason=library().refusal or "there are kernels")
+pytestmark = pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
 LEADING = {"q": 1, "o": 2, "down": 1}
-ISA = next(iter(library().isas), "")
+ISA = next(iter(load_library().isas), "")
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [full(jnp.bfloat16), jnp.float32])
 @pytest.mark.parametrize("name", LEADING)
 def test_a_product_is_the_arrays(name: str, dtype: Any):
     equation, left, right = PRODUCTS[name]
     x, w = random(*left).astype(dtype), random(*right, seed=1).astype(dtype)
-    other = pack(name, transpose(w, LEADING[name]), target("product", ISA))
+    other = pack_weight(name, transpose_weight(w, LEADING[name]), ffi_target_name("product", ISA))
     one, two = (jax.jit(lambda x, w: einsum(equation, x, w))(x, w) for w in (w, other))
     assert one.dtype == two.dtype and one.shape == two.shape
     np.testing.assert_allclose(one.astype(jnp.float32), two.astype(jnp.float32), rtol=0.01, atol=0.02)
-    assert other.whole.tobytes() == w.tobytes() and other.factors == (w.shape,)
+    assert other.original.tobytes() == w.tobytes() and other.ragged_dot_shapes == (w.shape,)
 
 
 def test_projections_experts_and_the_head_are_packed_and_nothing_else():
     where = SingleDeviceSharding(jax.devices("cpu")[0])
-    params = abstract(decoder_spec(MIXED), jnp.float32, where)
-    found = {path.removesuffix(".array") for path in paths(packed(params, ISA)) if path.endswith(".array")}
+    params = shapes_from_specs(decoder_spec(MIXED), jnp.float32, where)
+    found = {
+        path.removesuffix(".array")
+        for path in leaves_by_path(pack_params(params, ISA))
+        if path.endswith(".array")
+    }
     assert {f"layers.0.attention.{name}" for name in "qkvo"} <= found
     assert {f"layers.0.ffn.{name}" for name in ("gate", "up", "down")} | {"head"} <= found
     assert "layers.1.ffn.shared.gate" in found
     assert {f"layers.{i}.ffn.experts.{name}" for i in (1, 2) for name in ("gate", "up", "down")} <= found
     assert not any(word in path for path in found for word in ("router", "embed", "_up", "bias"))
-    assert packed(packed(params, ISA), ISA) == packed(params, ISA)
-    assert not is_packed(packed(abstract(decoder_spec(MIXED), jnp.float16, where), ISA))
-    assert not is_packed(packed(abstract(decoder_spec(MIXED), jnp.bfloat16), ISA))  # it is not known where
+    assert pack_params(pack_params(params, ISA), ISA) == pack_params(params, ISA)
+    assert not has_packed_weights(
+        pack_params(shapes_from_specs(decoder_spec(MIXED), jnp.float16, where), ISA)
+    )
+    # it is not known where
+    assert not has_packed_weights(pack_params(shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16), ISA))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_the_way_back_has_the_weights_bits(dtype: Any, tied: bool):
+@pytest.mark.parametrize("dtype", [full(jnp.bfloat16), jnp.float32])
+def test_unpacking_gives_the_bits_of_the_weights(dtype: Any, tied: bool):
     params = drawn(decoder_spec(replace(MIXED, tied_embeddings=tied)), dtype)
     kept = jax.tree.map(np.asarray, params)
-    jax.tree.map(np.testing.assert_array_equal, unpacked(packed(transposed(params), ISA)), kept)
+    jax.tree.map(
+        np.testing.assert_array_equal, unpack_params(pack_params(transpose_params(params), ISA)), kept
+    )
     assert not params.layers[0].attention.q.is_deleted()
-    jax.tree.map(np.testing.assert_array_equal, unpacked(packed(params, ISA, donate=True)), kept)
+    jax.tree.map(np.testing.assert_array_equal, unpack_params(pack_params(params, ISA, donate=True)), kept)
     assert params.layers[0].attention.q.is_deleted() and not params.embed.is_deleted()
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
+@pytest.mark.parametrize("scheme", ["int8", full("int4")])
 def test_codes_are_packed_and_come_back(scheme: Any):
     """Also as shapes alone. Where 4-bit codes are not paired along the inputs, they stay as they are."""
     params = quantize_params(drawn(decoder_spec(MIXED), jnp.bfloat16), scheme)
-    done = packed(params, ISA)
-    found = {path.removesuffix(".array") for path in paths(done) if path.endswith(".array")}
+    done = pack_params(params, ISA)
+    found = {path.removesuffix(".array") for path in leaves_by_path(done) if path.endswith(".array")}
     assert {*(f"layers.0.attention.{name}" for name in "qkvo"), "layers.0.ffn.down"} <= found
     assert "layers.1.ffn.experts.down" in found
-    jax.tree.map(np.testing.assert_array_equal, unpacked(done), params)
+    jax.tree.map(np.testing.assert_array_equal, unpack_params(done), params)
     where = SingleDeviceSharding(jax.devices("cpu")[0])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params)
-    alone = packed(shapes, ISA)
+    alone = pack_params(shapes, ISA)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), alone) == jax.tree.map(
         lambda x: (x.shape, x.dtype), done
     )
-    assert jax.tree.structure(unpacked(alone)) == jax.tree.structure(params)
+    assert jax.tree.structure(unpack_params(alone)) == jax.tree.structure(params)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("scheme", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", [full(jnp.bfloat16), jnp.float32])
+@pytest.mark.parametrize("scheme", [None, "int8", full("int4")])
 def test_rows_of_experts_have_the_bits_of_a_product_alone(scheme: Any, dtype: Any):
     """Also beside an expert without rows, and one with small weights; rows that no expert has are zeros."""
     w = random(4, 64, 40).at[2, ::2].multiply(2.0**-40).astype(dtype)
-    w = w if scheme is None else jax.jit(quantised, static_argnums=(1, 2))(w, (-2,), scheme)
-    assert can_be_packed("up", w, is_expert=True)
-    made = pack("up", w, target("product", ISA), is_expert=True)
-    assert jax.tree.map(lambda x: x.shape, made.whole) == jax.tree.map(lambda x: x.shape, w)
-    jax.tree.map(np.testing.assert_array_equal, made.whole, w)
+    w = w if scheme is None else jax.jit(quantise_weight, static_argnums=(1, 2))(w, (-2,), scheme)
+    assert can_pack("up", w, is_expert=True)
+    made = pack_weight("up", w, ffi_target_name("product", ISA), is_expert=True)
+    assert jax.tree.map(lambda x: x.shape, made.original) == jax.tree.map(lambda x: x.shape, w)
+    jax.tree.map(np.testing.assert_array_equal, made.original, w)
     rows, sizes = random(50, 64, seed=2).astype(dtype), jnp.asarray([3, 0, 30, 14], jnp.int32)
     owner = jnp.repeat(jnp.arange(4), sizes, total_repeat_length=50)
-    found = jax.jit(lambda w, x: w.ragged(x, sizes, owner))(made, rows)
+    found = jax.jit(lambda w, x: w.ragged_dot(x, sizes, owner))(made, rows)
     for expert, (first, last) in {0: (0, 3), 2: (3, 33), 3: (33, 47)}.items():
         one = jax.tree.map(lambda x, e=expert: x[e], made)
         np.testing.assert_array_equal(found[first:last], einsum("md,df->mf", rows[first:last], one))
     assert not found[47:].any()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [full(jnp.bfloat16), jnp.float32])
 def test_a_mixture_with_packed_experts_is_that_of_the_arrays(dtype: Any):
     params = drawn(decoder_spec(MIXED), dtype)
-    served = packed(params, ISA)
+    served = pack_params(params, ISA)
     x = random(2, 5, 64).astype(dtype)
     for i in (1, 2):
         kind, plain, own = MIXED.layers[i].ffn, params.layers[i].ffn, served.layers[i].ffn
         assert isinstance(kind, Experts) and isinstance(plain, MoE) and isinstance(own, MoE)
-        assert has_cpu_kernel(own.experts, dtype) and not has_cpu_kernel(plain.experts, dtype)
-        run = jax.jit(partial(mix_experts, c=kind))
+        assert has_cpu_expert_kernel(own.experts, dtype) and not has_cpu_expert_kernel(plain.experts, dtype)
+        run = jax.jit(partial(run_moe, c=kind))
         one, two = run(plain, x=x), run(own, x=x)
         np.testing.assert_allclose(one.astype(jnp.float32), two.astype(jnp.float32), rtol=0.02, atol=0.02)
         alone = run(own, x=x[1:, 3:4])
@@ -125,33 +142,33 @@ def test_a_mixture_with_packed_experts_is_that_of_the_arrays(dtype: Any):
 
 def test_other_weights_take_the_form_of_those_that_are_served():
     params = drawn(decoder_spec(MIXED), jnp.bfloat16)
-    served = laid_out(params, cpu_kernels=True)
-    assert kernels_in(served) == ISA and kernels_in(params) is None
+    served = lay_out_params(params, cpu_kernels=True)
+    assert kernel_isa(served) == ISA and kernel_isa(params) is None
     assert isinstance(served.layers[0].attention.q, Packed) and isinstance(served.head, Packed)
-    assert jax.tree.structure(prepared_as(served, params)) == jax.tree.structure(served)
-    assert jax.tree.structure(unprepared(served)) == jax.tree.structure(params)
-    assert isinstance(laid_out(params, cpu_kernels=False).layers[0].attention.q, Transposed)
+    assert jax.tree.structure(match_device_forms(served, params)) == jax.tree.structure(served)
+    assert jax.tree.structure(restore_params(served)) == jax.tree.structure(params)
+    assert isinstance(lay_out_params(params, cpu_kernels=False).layers[0].attention.q, Transposed)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "dequantize"])
+@pytest.mark.parametrize("form", ["int8", full("int4"), "dequantize"])
 def test_packed_weights_keep_the_form_that_they_were_read_in(form: Any):
     """A folder's weights are quantised, then packed; its engine is asked for the same form."""
     params = drawn(decoder_spec(MIXED), jnp.bfloat16)
-    read = laid_out(in_form(params, form, jnp.bfloat16), cpu_kernels=True)
-    assert in_form(read, form, jnp.bfloat16) is read
+    read = lay_out_params(convert_weight_form(params, form, jnp.bfloat16), cpu_kernels=True)
+    assert convert_weight_form(read, form, jnp.bfloat16) is read
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [full(jnp.bfloat16), jnp.float32])
 def test_a_tied_output_matrix_may_be_copied_in_codes(dtype: Any):
     """Its logits are those of the codes; weights served later get codes too, and the way back has none."""
     params = drawn(decoder_spec(replace(MIXED, tied_embeddings=True)), dtype)
     assert params.head is None
-    served = packed(params, ISA, tied_head="int8")
+    served = pack_params(params, ISA, tied_head="int8")
     head = served.head
     assert isinstance(head, Packed) and head.array.dtype == jnp.int8 and head.is_tied
     x = random(5, 64).astype(dtype)
     found = jax.jit(lambda x, w: einsum("...d,vd->...v", x, w, jnp.float32))(x, head)
-    exact = x.astype(jnp.float32) @ quantised(params.embed.T, (-2,), "int8").widened(jnp.float32)
+    exact = x.astype(jnp.float32) @ quantise_weight(params.embed.T, (-2,), "int8").dequantise(jnp.float32)
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
-    assert jax.tree.structure(prepared_as(served, params)) == jax.tree.structure(served)
-    assert unprepared(served).head is None
+    assert jax.tree.structure(match_device_forms(served, params)) == jax.tree.structure(served)
+    assert restore_params(served).head is None

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from duetto.model.pooling import Pooler, PoolingParams, pool
+from duetto.model.pooling import Pooler, PoolingParams, pool_hidden_states
 
 T, D = 100, 24
-pool_jit = jax.jit(pool)
+pool_jit = jax.jit(pool_hidden_states)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def pooled(hidden: np.ndarray, edges: list[int], params: PoolingParams, width: i
     for start, end in pairwise(edges):
         rows = np.full((2, width, D), 7.0, np.float32)  # beside another row, and with others behind it
         rows[1, : end - start] = hidden[start:end]
-        found.take(pool_jit(rows, np.array([3, end - start], np.int32)), 1, start, end)
+        found.add_chunk(pool_jit(rows, np.array([3, end - start], np.int32)), 1, start, end)
     assert found.embedding is not None
     return found.embedding
 
@@ -41,7 +41,7 @@ def test_a_prompt_that_is_read_again_begins_again(hidden):
     twice = Pooler(mean, T)
     for start, end in [(0, 64), (0, 50), (50, T)]:
         row = np.resize(hidden[start:end], (1, T, D))
-        twice.take(pool_jit(row, np.array([end - start], np.int32)), 0, start, end)
+        twice.add_chunk(pool_jit(row, np.array([end - start], np.int32)), 0, start, end)
     assert twice.embedding is not None
     assert twice.embedding.tolist() == pooled(hidden, [0, T], mean).tolist()
 

@@ -11,10 +11,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import abstract, paths
-from duetto.model.weights.fixed import Fixed, fixed
-from duetto.model.weights.prepared import prepared_as
-from duetto.model.weights.transposed import Transposed, is_transposed, transpose, transposed, untransposed
+from duetto.model.tree import leaves_by_path, shapes_from_specs
+from duetto.model.weights.device_forms import match_device_forms
+from duetto.model.weights.fixed_tiles import FixedTiled, with_fixed_tiles
+from duetto.model.weights.transposed import (
+    Transposed,
+    has_transposed,
+    transpose_params,
+    transpose_weight,
+    untranspose_params,
+)
 
 LEADING = {"q": 1, "o": 2, "down": 1}
 
@@ -28,43 +34,53 @@ def narrow(*shape: int, seed: int = 0) -> jax.Array:
 def test_a_product_is_the_arrays(name: str, dtype: Any):
     equation, left, right = PRODUCTS[name]
     x, w = narrow(*left), narrow(*right, seed=1)
-    other = jax.jit(transpose, static_argnums=1)(w, LEADING[name])
+    other = jax.jit(transpose_weight, static_argnums=1)(w, LEADING[name])
     one, two = (product(equation, x, w, dtype) for w in (w, other))
     assert one.dtype == two.dtype and one.shape == two.shape
     one, two = (np.asarray(y, np.float32) for y in (one, two))
     np.testing.assert_allclose(one, two, rtol=0.01, atol=0.02)
-    assert other.whole.tobytes() == w.tobytes() and other.factors == (w.shape,)
+    assert other.original.tobytes() == w.tobytes() and other.ragged_dot_shapes == (w.shape,)
 
 
-def test_dense_projections_of_16_bits_on_one_cpu_are_transposed_and_nothing_else():
+def test_only_dense_16_bit_projections_on_one_cpu_are_transposed():
     where = SingleDeviceSharding(jax.devices("cpu")[0])
-    params = abstract(decoder_spec(MIXED), jnp.bfloat16, where)
-    found = {path.removesuffix(".array") for path in paths(transposed(params)) if path.endswith(".array")}
+    params = shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16, where)
+    found = {
+        path.removesuffix(".array")
+        for path in leaves_by_path(transpose_params(params))
+        if path.endswith(".array")
+    }
     assert {f"layers.0.attention.{name}" for name in "qkvo"} <= found
     assert {f"layers.0.ffn.{name}" for name in ("gate", "up", "down")} <= found
     assert "layers.1.ffn.shared.gate" in found
     assert not any(word in path for path in found for word in ("experts", "router", "embed", "head", "_up"))
-    assert transposed(transposed(params)) == transposed(params) and untransposed(transposed(params)) == params
+    assert (
+        transpose_params(transpose_params(params)) == transpose_params(params)
+        and untranspose_params(transpose_params(params)) == params
+    )
     mesh = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("tensor",)), PartitionSpec())
-    assert is_transposed(transposed(abstract(decoder_spec(MIXED), jnp.bfloat16, mesh)))
-    assert not is_transposed(transposed(abstract(decoder_spec(MIXED), jnp.float32, where)))
-    assert not is_transposed(transposed(abstract(decoder_spec(MIXED), jnp.bfloat16)))  # it is not known where
+    assert has_transposed(transpose_params(shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16, mesh)))
+    assert not has_transposed(transpose_params(shapes_from_specs(decoder_spec(MIXED), jnp.float32, where)))
+    # it is not known where
+    assert not has_transposed(transpose_params(shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16)))
 
 
-def test_donated_weights_are_freed_one_by_one_and_the_way_back_has_their_bits():
+def test_transposing_frees_donated_weights_and_is_undone_exactly():
     params = drawn(decoder_spec(ModelConfig.uniform(32, 16, 32, 2, 2, 1, 8)), jnp.bfloat16)
     kept = jax.tree.map(np.asarray, params)
-    there = transposed(params)
+    there = transpose_params(params)
     assert not params.layers[0].attention.q.is_deleted()
-    jax.tree.map(np.testing.assert_array_equal, untransposed(there), kept)
-    jax.tree.map(np.testing.assert_array_equal, untransposed(transposed(params, donate=True)), kept)
+    jax.tree.map(np.testing.assert_array_equal, untranspose_params(there), kept)
+    jax.tree.map(
+        np.testing.assert_array_equal, untranspose_params(transpose_params(params, donate=True)), kept
+    )
     assert params.layers[0].attention.q.is_deleted() and not params.embed.is_deleted()
 
 
 def test_new_weights_take_the_forms_of_those_before():
     params = drawn(decoder_spec(MIXED), jnp.bfloat16)
-    served = fixed(transposed(params))
-    found = prepared_as(served, params)
+    served = with_fixed_tiles(transpose_params(params))
+    found = match_device_forms(served, params)
     assert jax.tree.structure(found) == jax.tree.structure(served)
-    assert isinstance(found.layers[0].attention.q, Transposed) and isinstance(found.head, Fixed)
-    assert prepared_as(params, params) is params
+    assert isinstance(found.layers[0].attention.q, Transposed) and isinstance(found.head, FixedTiled)
+    assert match_device_forms(params, params) is params

@@ -11,7 +11,7 @@ import pytest
 from cases.distributions import Language, Prefix, without
 from cases.programs import StoredJit
 
-from duetto.sampling.accept import DraftTokens, decide, target_probs, trials
+from duetto.sampling.accept import DraftTokens, accept_or_resample, sequential_acceptance_probs, target_probs
 from duetto.sampling.sample import sample
 from duetto.sampling.token_tree import TokenTree
 
@@ -55,7 +55,9 @@ def unlikeliest(q: np.ndarray, count: int) -> Iterator[Offer]:
 
 
 DRAFTERS = {f.__name__: f for f in (independent, distinct, likeliest, unlikeliest)}
-trials_jit, decide_jit, sample_jit, target_jit = map(StoredJit, (trials, decide, sample, target_probs))
+trials_jit, decide_jit, sample_jit, target_jit = map(
+    StoredJit, (sequential_acceptance_probs, accept_or_resample, sample, target_probs)
+)
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,12 @@ class Enumeration:
 
 
 TREES = {
-    "chain of 1": TokenTree.of_widths((1,)),
-    "chain of 2": TokenTree.of_widths((1, 1)),
-    "chain of 3": TokenTree.of_widths((1, 1, 1)),
-    "two beside each other": TokenTree.of_widths((2,)),
-    "three beside each other": TokenTree.of_widths((3,)),
-    "two, each with one": TokenTree.of_widths((2, 1)),
+    "chain of 1": TokenTree.from_widths((1,)),
+    "chain of 2": TokenTree.from_widths((1, 1)),
+    "chain of 3": TokenTree.from_widths((1, 1, 1)),
+    "two beside each other": TokenTree.from_widths((2,)),
+    "three beside each other": TokenTree.from_widths((3,)),
+    "two, each with one": TokenTree.from_widths((2, 1)),
     "two, the first with two, the second with one": TokenTree((-1, 0, 0, 1, 1, 2)),
     "uneven, three deep": TokenTree((-1, 0, 0, 1, 3)),
 }

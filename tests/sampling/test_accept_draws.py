@@ -9,21 +9,24 @@ import numpy as np
 import pytest
 from cases.distributions import DRAWS, Language, assert_distributed, draw_distinct
 from cases.programs import StoredJit
+from suite.marks import full
 
 from duetto.sampling.accept import (
     DraftTokens,
-    acceptance,
-    decide,
-    draw_guess,
-    residual,
+    accept_or_resample,
+    acceptance_probs,
+    draw_draft,
+    residual_probs,
+    sequential_acceptance_probs,
     target_probs,
-    trials,
 )
-from duetto.sampling.params import Knobs, SamplingParams, knobs_row
+from duetto.sampling.params import Knobs, SamplingParams, request_knobs
 from duetto.sampling.sample import sample
-from duetto.sampling.state import SamplingState, admit, empty_state, load_history
+from duetto.sampling.state import SamplingState, empty_sampling_state, load_history, load_knobs
 
-trials_jit, decide_jit, sample_jit, target_jit = map(StoredJit, (trials, decide, sample, target_probs))
+trials_jit, decide_jit, sample_jit, target_jit = map(
+    StoredJit, (sequential_acceptance_probs, accept_or_resample, sample, target_probs)
+)
 distinct_jit = StoredJit(draw_distinct, static_argnames=["count"])
 
 
@@ -52,14 +55,14 @@ def speculate(p: jax.Array, q: jax.Array, seed: jax.Array, k: int, length: int) 
 
     def draft(row: jax.Array, position: jax.Array) -> tuple:
         probs = q[jnp.minimum(row, last)]
-        token = draw_guess(probs, seed, position)
+        token = draw_draft(probs, seed, position)
         return following(row, token, V), (token, probs)
 
     def verify(carry: tuple, guess: tuple) -> tuple:
         tokens, known, place, go_on = carry
         token, probs, real = guess
         guesses = DraftTokens(token[:, None], jnp.full((B, 1), real), probs[:, None])
-        chosen, which = decide(p[jnp.minimum(place, last)], guesses, seed, known)
+        chosen, which = accept_or_resample(p[jnp.minimum(place, last)], guesses, seed, known)
         tokens = tokens.at[jnp.where(go_on, rows, B), known].set(chosen, mode="drop")
         place, known = jnp.where(go_on, following(place, chosen, V), place), known + go_on.astype(jnp.int32)
         return (tokens, known, place, go_on & (which >= 0) & (known < length)), None
@@ -77,7 +80,7 @@ def speculate(p: jax.Array, q: jax.Array, seed: jax.Array, k: int, length: int) 
     return jax.lax.fori_loop(0, length, step, (jnp.zeros((B, length), jnp.int32), zero, zero))[0]
 
 
-@pytest.mark.parametrize(("k", "noise"), [(1, 3.0), (2, 0.3), (3, 3.0)])
+@pytest.mark.parametrize(("k", "noise"), [full(1, 3.0), (2, 0.3), full(3, 3.0)])
 def test_draws_end_to_end(k: int, noise: float):
     language, length = Language(5, seed=11, noise=noise), 4
     seed = np.arange(DRAWS, dtype=np.uint32)
@@ -87,8 +90,8 @@ def test_draws_end_to_end(k: int, noise: float):
     assert_distributed(cells, language.joint((), length))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_draws_among_several_guesses(count: int):
+@pytest.mark.parametrize("count", [full(2), 3])
+def test_draws_among_several_draft_tokens(count: int):
     language = Language(6, seed=3, noise=2.0)
     p, q = (np.broadcast_to(x, (DRAWS, 6)) for x in (language.p(()), language.q(())))
     seed, position = np.arange(DRAWS, dtype=np.uint32), np.full(DRAWS, 7, np.int32)
@@ -100,7 +103,7 @@ def test_draws_among_several_guesses(count: int):
     assert set(which.tolist()) == {-1, *range(count)}
 
 
-def test_rows_without_guesses_draw_from_the_target():
+def test_rows_without_draft_tokens_draw_from_the_target():
     p = np.broadcast_to(Language(6, seed=4, noise=1.0).p(()), (DRAWS, 6))
     guesses = DraftTokens(np.zeros((DRAWS, 2), np.int32), np.zeros((DRAWS, 2), bool))
     token, which = decide_jit(p, guesses, np.arange(DRAWS, dtype=np.uint32), np.zeros(DRAWS, np.int32))
@@ -108,11 +111,11 @@ def test_rows_without_guesses_draw_from_the_target():
     assert_distributed(np.asarray(token), np.asarray(p[0]))
 
 
-def test_a_guess_is_kept_where_the_draft_is_the_target():
+def test_drafts_of_the_target_itself_are_accepted():
     language = Language(6, seed=8, noise=0.0)
     p = np.broadcast_to(language.p(()), (1000, 6))
     seed, position = np.arange(1000, dtype=np.uint32), np.zeros(1000, np.int32)
-    token = np.asarray(StoredJit(draw_guess)(p, seed, position))
+    token = np.asarray(StoredJit(draw_draft)(p, seed, position))
     guesses = DraftTokens(token[:, None], np.ones((1000, 1), bool), p[:, None])
     chosen, which = decide_jit(p, guesses, seed, position)
     np.testing.assert_array_equal(chosen, token)
@@ -133,7 +136,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
 
 def test_acceptance_and_residual_at_the_borders():
     p, q = np.array([[[0.5, 0.5, 0.0]], [[0.25, 0.0, 0.75]]], np.float32)
-    accept, rest = jax.jit(acceptance), jax.jit(residual)
+    accept, rest = jax.jit(acceptance_probs), jax.jit(residual_probs)
     assert [accept(p, q, np.array([t], np.int32)).tolist() for t in range(3)] == [[1.0], [1.0], [0.0]]
     np.testing.assert_allclose(rest(p, q), [[1 / 3, 2 / 3, 0]], atol=1e-7)
     np.testing.assert_array_equal(rest(p, p), p)
@@ -158,13 +161,13 @@ def seated(params: SamplingParams) -> SamplingState:
     bias = np.zeros(V, np.float32)
     for token, value in (params.logit_bias or {}).items():
         bias[token] = value
-    return seat(knobs_row(params, seed=9, stop_ids=(1, 3), prompt_len=4), bias)
+    return seat(request_knobs(params, seed=9, stop_ids=(1, 3), prompt_len=4), bias)
 
 
 @StoredJit
 def seat(knobs: Knobs, bias: jax.Array) -> SamplingState:
     tokens, zero = jnp.array([2, 5, 5, 7, 4, 6, 4, 0], jnp.int32), jnp.int32(0)
-    state = admit(empty_state(1, V), zero, knobs)
+    state = load_knobs(empty_sampling_state(1, V), zero, knobs)
     return load_history(state, zero, tokens, jnp.int32(4), jnp.int32(7), bias)
 
 

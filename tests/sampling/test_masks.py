@@ -7,22 +7,30 @@ import pytest
 from cases.programs import StoredJit
 
 from duetto.sampling.accept import target_probs
-from duetto.sampling.params import SamplingParams, knobs_row
+from duetto.sampling.params import SamplingParams, request_knobs
 from duetto.sampling.sample import sample
-from duetto.sampling.state import admit, dense_bias, empty_state, load_history, load_masks, needs_history
+from duetto.sampling.state import (
+    dense_bias,
+    empty_sampling_state,
+    load_history,
+    load_knobs,
+    load_masks,
+    needs_history,
+)
+from duetto.serve.engine.core.slot_setup import LogitBiasCache
 from duetto.serve.llm.input_processor import InputProcessor
 from duetto.serve.options.engine import EngineOptions
 
 V, EOS, DRAWS = 12, 2, 200
 LOGITS = np.random.default_rng(5).normal(0, 1.5, V).astype(np.float32)
-enter, look_back, draw = map(StoredJit, (admit, load_history, sample))
+enter, look_back, draw = map(StoredJit, (load_knobs, load_history, sample))
 constrain, target = StoredJit(load_masks), StoredJit(target_probs)
 
 
 def drawn(params: SamplingParams, output: tuple[int, ...] = (), bad_words: tuple = ()) -> list[int]:
     """Tokens for one request at DRAWS positions, each after the same tokens, from the same logits."""
-    knobs = knobs_row(params, seed=1, stop_ids=(EOS,), prompt_len=1, bad_words=bad_words)
-    state = enter(empty_state(1, V), np.int32(0), knobs)
+    knobs = request_knobs(params, seed=1, stop_ids=(EOS,), prompt_len=1, bad_words=bad_words)
+    state = enter(empty_sampling_state(1, V), np.int32(0), knobs)
     if needs_history(params):
         tokens = np.zeros(16, np.int32)
         tokens[: 1 + len(output)] = [0, *output]
@@ -42,15 +50,17 @@ ALLOWED = {1: {0, 7}, 2: {EOS}, 3: {1, 3, 11}, 4: {4, 5}}  # by position
 def test_a_grammar_comes_before_everything_else(given):
     """Each position has a mask of its own, and the target of a guess is what is drawn under it."""
     params = SamplingParams(structured_outputs={"regex": "x"}, max_tokens=None, **ODD | given)
-    knobs = knobs_row(params, seed=1, stop_ids=(EOS,), prompt_len=1, bad_words=[[4], [5]])
+    knobs = request_knobs(params, seed=1, stop_ids=(EOS,), prompt_len=1, bad_words=[[4], [5]])
     bias = dense_bias(params, V, [[4], [5]])
     zero, tokens = np.int32(0), np.zeros(16, np.int32)
-    state = enter(empty_state(1, V, positions=len(ALLOWED)), zero, knobs)
+    state = enter(empty_sampling_state(1, V, positions=len(ALLOWED)), zero, knobs)
     state = look_back(state, zero, tokens, np.int32(1), np.int32(1), bias)
     masks = np.array([[[sum(1 << i for i in own)] for own in ALLOWED.values()]], np.uint32)
     seats = np.array([0], np.int32)
-    allowed = constrain(state.allowed, seats, seats + 1, masks)
-    state = replace(state, allowed=constrain(allowed, seats + 1, seats, 0 * masks))  # that seat is not there
+    allowed = constrain(state.token_masks, seats, seats + 1, masks)
+    state = replace(
+        state, token_masks=constrain(allowed, seats + 1, seats, 0 * masks)
+    )  # that seat is not there
     position = np.tile(np.array([*ALLOWED], np.int32), DRAWS // 4)
     given = np.broadcast_to(LOGITS, (DRAWS, V)), position, 0 * position, position > 0, state
     found, probs = np.asarray(draw(*given).token), np.asarray(target(*given))
@@ -83,21 +93,34 @@ class Words:
         {"bad_words": [str(i) for i in range(V) if i != EOS]},
     ],
 )
-def test_a_request_of_which_only_an_early_end_is_left_is_refused(given):
+def test_requests_that_allow_only_an_early_end_are_refused(given):
     with pytest.raises(ValueError, match=r"min_tokens=4 is not allowed.*leave only tokens that end"):
-        intake().group("a", [1], SamplingParams(min_tokens=4, detokenize=False, **given))
-    intake().group("a", [1], SamplingParams(detokenize=False, **given))
-    intake().group("a", [1], SamplingParams(min_tokens=4, detokenize=False, allowed_token_ids=[EOS, 7]))
+        intake().make_group("a", [1], SamplingParams(min_tokens=4, detokenize=False, **given))
+    intake().make_group("a", [1], SamplingParams(detokenize=False, **given))
+    intake().make_group("a", [1], SamplingParams(min_tokens=4, detokenize=False, allowed_token_ids=[EOS, 7]))
+
+
+def test_completions_share_the_bias_that_a_seat_needs():
+    """A request holds no dense row while it waits; the last one is kept for the completions that follow."""
+    params = SamplingParams(n=3, logit_bias={3: 2.0}, bad_words=["5"], detokenize=False)
+    biases, (first, *others) = LogitBiasCache(V), intake().make_group("a", [1], params).requests
+    assert not any(isinstance(value, np.ndarray) for value in vars(first).values())
+    bias = biases.get(first)
+    assert (bias == dense_bias(params, V, [[5]])).all() and bias[3] == 2
+    assert all(biases.get(request) is bias for request in others)
+    (plain,) = intake().make_group("b", [1], SamplingParams(detokenize=False)).requests
+    assert not biases.get(plain).any()
+    assert (biases.get(first) == bias).all()
 
 
 @pytest.mark.parametrize("words", [["3", "12"], ["4 12"], ["12 4"]])
 def test_a_bad_word_beyond_the_vocabulary_is_refused(words):
     with pytest.raises(ValueError, match=r"bad_words=.*token id 12: the vocabulary's ids are 0..11"):
-        intake().group("a", [1], SamplingParams(bad_words=words, detokenize=False))
+        intake().make_group("a", [1], SamplingParams(bad_words=words, detokenize=False))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nothing_that_is_not_allowed_is_drawn_where_a_bad_word_bans_the_rest(temperature):
+def test_no_forbidden_token_is_drawn_when_bad_words_ban_others(temperature):
     """After its first token, the allowed one would end the bad word."""
     params = SamplingParams(temperature=temperature, allowed_token_ids=[5], bad_words=["5 5"], min_tokens=9)
     assert set(drawn(params, (5,), ((5, 5),))) == {5}

@@ -7,8 +7,8 @@ import pytest
 from cases.sampling import CASES, LOGITS, STOP_IDS, Request, distribution, draw, edited, enter
 
 from duetto.sampling.params import SamplingParams
-from duetto.sampling.sample import score
-from duetto.sampling.state import empty_state, stops
+from duetto.sampling.sample import score_tokens
+from duetto.sampling.state import empty_sampling_state, is_stop_token
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -81,8 +81,8 @@ def test_a_draw_is_gumbel_max_of_seed_and_position():
 
 
 def test_stop_ids():
-    state = enter(empty_state(2, 12), 0, Request(SamplingParams()))
-    zero, tokens, stops_jit = np.zeros(12, np.int32), np.arange(12, dtype=np.int32), jax.jit(stops)
+    state = enter(empty_sampling_state(2, 12), 0, Request(SamplingParams()))
+    zero, tokens, stops_jit = np.zeros(12, np.int32), np.arange(12, dtype=np.int32), jax.jit(is_stop_token)
     assert np.flatnonzero(stops_jit(state, zero, tokens)).tolist() == list(STOP_IDS)
     assert not np.asarray(stops_jit(state, zero + 1, tokens)).any()
 
@@ -91,7 +91,7 @@ def test_reported_scores_are_those_of_the_drawn_token():
     request = Request(SamplingParams(temperature=2.0, logprobs=2, presence_penalty=2.0, top_k=5))
     sampled = draw(LOGITS, request, 64)
     rows = np.broadcast_to(LOGITS.astype(np.float32), (64, 12))
-    want = jax.jit(score)(rows, sampled.token)
+    want = jax.jit(score_tokens)(rows, sampled.token)
     assert len(set(sampled.rank.tolist())) > 2
     for got, leaf in (
         (sampled.logprob, want.logprob),

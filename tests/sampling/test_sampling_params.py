@@ -13,10 +13,10 @@ from duetto.sampling.params import (
     RequestOutputKind,
     SamplingParams,
     fold_seed,
-    knobs_row,
+    request_knobs,
     tokenize_bad_words,
 )
-from duetto.sampling.state import MASKED, dense_bias, needs_history
+from duetto.sampling.state import MASKED, check_allowed_tokens, dense_bias, needs_history
 
 VLLM_DEFAULTS = {
     "extra_args": None,
@@ -82,7 +82,9 @@ def test_every_field_explains_itself():
         ({"stop": "a", "detokenize": False}, "detokenize=False"),
         ({"stop_token_ids": [-1]}, "0 or more"),
         ({"bad_words": [" "]}, "not blank"),
-        ({"bad_words": ["a" * 4097]}, "of at most 4096 characters"),
+        ({"stop": "a" * 16385}, "of at most 16384 characters together"),
+        ({"stop": [" " * 4000] * 5}, "of at most 16384 characters together"),
+        ({"bad_words": ["a" * 4097] * 4}, "of at most 16384 characters together"),
         ({"logit_bias": {3: float("inf")}}, "finite"),
         ({"logit_bias": {3: float("nan")}}, "finite"),
         ({"logit_bias": {-3: 1.0}}, "0 or more"),
@@ -178,7 +180,7 @@ def test_seeds_of_32_bits_are_themselves_and_completions_differ():
     assert len(wide) == 6 and all(0 <= seed < 2**32 for seed in wide)
 
 
-def test_bad_words_are_tokenized_at_the_start_and_after_a_space():
+def test_bad_words_are_tokenized_with_and_without_a_space():
     words = {
         "dog": [5],
         " dog": [6],
@@ -197,7 +199,7 @@ def test_limits_of_the_device_rows():
     params = SamplingParams(bad_words=["x"])
 
     def row(stop_ids=(), bad_words=()):
-        return knobs_row(params, seed=0, stop_ids=stop_ids, prompt_len=0, bad_words=bad_words)
+        return request_knobs(params, seed=0, stop_ids=stop_ids, prompt_len=0, bad_words=bad_words)
 
     full = row(range(MAX_STOP_IDS), [[1] * MAX_BAD_WORD_LENGTH] * MAX_BAD_WORDS + [[7]])
     assert (full.stop_ids >= 0).all() and (full.bad_words == 1).all() and full.has_bias
@@ -216,9 +218,16 @@ def test_dense_bias_masks_what_is_not_allowed():
     assert bias.dtype == np.float32
     assert bias.tolist() == [np.float32(MASKED), 2.5, 0.0, *[np.float32(MASKED)] * 3]
     with pytest.raises(ValueError, match="no token"):
-        dense_bias(params, 6, [[1], [2], [4]])
+        check_allowed_tokens(params, 6, (), [[1], [2], [4]])
     with pytest.raises(ValueError, match="allowed_token_ids=4"):
-        dense_bias(params, 4)
+        check_allowed_tokens(params, 4, ())
+
+
+def test_more_allowed_tokens_than_a_vocabulary_has_are_refused():
+    """Repeated ids would be written one by one on the engine's thread."""
+    check_allowed_tokens(SamplingParams(allowed_token_ids=[3, 3, 1, 0]), 4, ())
+    with pytest.raises(ValueError, match=r"allowed_token_ids=.* is not allowed: at most 4 ids"):
+        check_allowed_tokens(SamplingParams(allowed_token_ids=[3] * 5), 4, ())
 
 
 def test_history_is_loaded_for_those_who_read_it():

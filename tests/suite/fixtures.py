@@ -4,7 +4,7 @@ from suite import quick  # first: jax reads its settings once
 
 # isort: split
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,25 +20,27 @@ from cases.models import RANDOM
 from cases.oracle import Model, continue_plainly
 from fakes.greedy import greedy_programs
 from jaxtyping import config
+from suite import jax_patches
+from suite.marks import full
 
 from duetto import LLM
-from duetto.checkpoints.huggingface import load
+from duetto.checkpoints.huggingface import load_hf
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import Spec, is_spec
 from duetto.model.weights.compress import quantize_params
-from duetto.serve.engine.speculation.controller import Controller, Times
+from duetto.serve.engine.speculation.controller import Controller, StepTimeTable
 from duetto.serve.engine.startup import cpu_kernels, dtype, start
 from duetto.serve.llm import loading
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline import targets
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
-from duetto.serve.runtime.compiled.shapes import Canonical, Shape, Sizes
+from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape, Sizes
 from duetto.serve.runtime.equal_bits.warmup import first_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKED = quick.CHECKED
-GIVEN = loading.given
+GIVEN = loading.model_from_params
 MOST_WEIGHTS = 256  # arrays of a model
 # Rooms in which arrays flow: their tests check the shapes of every call.
 TYPED = (
@@ -60,9 +62,14 @@ UNTYPED = (
 )
 
 
+def pytest_report_header() -> list[str]:
+    """Say which patches of jax are left out, and why."""
+    return list(jax_patches.DIFFERENCES.values())
+
+
 @pytest.fixture(autouse=True, scope="session")
 def processes() -> None:
-    quick.begin()
+    quick.prepare_process()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -72,11 +79,16 @@ def plain_processor(pytestconfig: pytest.Config) -> Iterator[None]:
     own = bool(pytestconfig.getoption("--cpu-kernels"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dtype, "bfloat16_gain", lambda *_: 1.0)
-        patch.setattr(cpu_kernels, "compiles_quickly", lambda: not own)
-        patch.setattr(targets, "fastest", partial(targets.fastest, times=1))  # no test needs exact rates
+        patch.setattr(cpu_kernels, "is_optimisation_off", lambda: not own)
+        # no test needs exact rates
+        patch.setattr(targets, "time_matmul", partial(targets.time_matmul, repeats=1))
         if own:  # also where kernels leave attention to XLA
-            patch.setattr(cpu_kernels, "left_out", lambda *a: "they are for one device" if a[-1] else "")
-            patch.setattr(loading, "given", given_with_kernels)
+            patch.setattr(
+                cpu_kernels,
+                "explain_default_without_kernels",
+                lambda *a: "they are for one device" if a[-1] else "",
+            )
+            patch.setattr(loading, "model_from_params", given_with_kernels)
         yield
 
 
@@ -122,9 +134,9 @@ def programs_shared() -> Iterator[None]:
     """Lets the engines of a process share compiled programs."""
     quick.release_programs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "Programs", quick.SHARED)
+        patch.setattr(start, "Programs", quick.share_programs)
         for lower, name in quick.SMALL.items():
-            patch.setattr(Programs, lower, quick.small_once(vars(Programs)[lower], name))
+            patch.setattr(Programs, lower, quick.lower_small_once(vars(Programs)[lower], name))
         yield
 
 
@@ -141,21 +153,21 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start cold, whatever earlier starts have kept, serve before all of their programs are there,
     and compile all of them under any load."""
     monkeypatch.setattr(start, "may_compile_late", quick.MAY_COMPILE_LATE)
-    monkeypatch.setattr(executable_cache, "load", lambda *_: None)
-    monkeypatch.setattr(Programs, "_lower", quick.lowered_once(Programs._lower))
-    monkeypatch.setattr(executable_cache, "compile", lambda _, lowered, *__: lowered.compile())
-    monkeypatch.setattr(executable_cache.Spent, "mean", 0.0)
+    monkeypatch.setattr(executable_cache, "load_program", lambda *_: None)
+    monkeypatch.setattr(Programs, "_lower", quick.lower_steps_once(Programs._lower))
+    monkeypatch.setattr(executable_cache, "compile_and_store", lambda _, lowered, *__: lowered.compile())
+    monkeypatch.setattr(executable_cache.CompileTimes, "mean", 0.0)
 
 
 @contextmanager
 def with_few_shapes(verifications: int | None = None, decodes: int = 1) -> Iterator[None]:
     """Engines compile one prefill, `decodes` decodes of one width and the narrowest verifications that
     compute as many tokens as the first of these, by default all: what serves every request."""
-    shapes_of = start.shapes_of
+    engine_shapes = start.engine_shapes
 
     def few(options: EngineOptions, sizes: Sizes, layers: Any, platform: str, dtype: Any) -> list[Shape]:
-        found = shapes_of(options, sizes, layers, platform, dtype)
-        first = first_shapes(found, Canonical.on(platform, options, sizes))
+        found = engine_shapes(options, sizes, layers, platform, dtype)
+        first = first_shapes(found, CanonicalShapes.choose(platform, options, sizes))
         width = max(shape.area for shape in first if shape.phase == "decode")
         verify = [shape for shape in found if shape.phase == "verify" and shape.area >= width]
         alike = [shape for shape in found if shape.phase == "decode" and shape.rows == width]
@@ -163,7 +175,7 @@ def with_few_shapes(verifications: int | None = None, decodes: int = 1) -> Itera
         return [*(shape for shape in found if shape in kept), *verify[:verifications]]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "shapes_of", few)
+        patch.setattr(start, "engine_shapes", few)
         yield
 
 
@@ -185,10 +197,12 @@ def greedy_only() -> Iterator[None]:
 def steady_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose steps all take a millisecond: what an engine does with guesses, which cost nothing
     there, does not depend on the machine."""
-    learn, record = Times.learn, Controller.record_verified
-    monkeypatch.setattr(Times, "of", lambda self, key: 1e-3)
-    monkeypatch.setattr(Times, "learn", lambda self, key, _: learn(self, key, 1e-3))
-    monkeypatch.setattr(Controller, "record_verified", lambda self, g, n, s, p: record(self, g, n, 1e-3, p))
+    learn, record = StepTimeTable.learn, Controller.record_speculative
+    monkeypatch.setattr(StepTimeTable, "seconds_for", lambda self, key: 1e-3)
+    monkeypatch.setattr(StepTimeTable, "learn", lambda self, key, _: learn(self, key, 1e-3))
+    monkeypatch.setattr(
+        Controller, "record_speculative", lambda self, g, n, s, p: record(self, g, n, 1e-3, p)
+    )
 
 
 @partial(jax.jit, static_argnums=1)
@@ -237,10 +251,19 @@ def make_model(name: str) -> Model:
         whole, kept = random_model("tiny"), (OTHERWISE | RARELY)[name]
         return Model(name, whole.config, jax.jit(kept)(whole.params))
     assert name == "demo"
-    return Model(name, *load(ROOT / "checkpoints" / "demo", jnp.float32))
+    return Model(name, *load_hf(ROOT / "checkpoints" / "demo", jnp.float32))
 
 
-@pytest.fixture(scope="session", params=[*RANDOM, *OTHERWISE, "windows, int8 cache", "demo"])
+# Models that differ in kind: float32, a cache in eight bits with windows, latent rows, states, bfloat16.
+OF_EACH_KIND = "tiny", "windows, int8 cache", "latent", "recurrent", "bfloat16"
+
+
+def mark_models(names: Iterable[str]) -> list[Any]:
+    """Return models as cases of a test: those that are not OF_EACH_KIND are repetitions."""
+    return [name if name in OF_EACH_KIND else full(name) for name in names]
+
+
+@pytest.fixture(scope="session", params=mark_models([*RANDOM, *OTHERWISE, "windows, int8 cache", "demo"]))
 def model(request: pytest.FixtureRequest) -> Model:
     return make_model(request.param)
 
@@ -297,6 +320,6 @@ def expected(base, model):
     """Each request served alone by an engine that has seen nothing before."""
     outputs = []
     for prompt, params in zip(prompts(model.config.vocab_size), PARAMS, strict=True):
-        base.engine.tables.forget()
+        base.engine.tables.reset_prefix_cache()
         outputs += [bits(o) for o in base.generate(prompt, params, use_tqdm=False)]
     return outputs

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from suite.repetitions import is_repetition, unmatched
+from suite.marks import is_repetition
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "benchmarks" / "results"
@@ -23,7 +23,6 @@ MINUTES = 3600  # seconds, the limit of a test marked `minutes`
 OF_A_WORKER = 6 << 30  # bytes of memory: programs and their caches take up to 5 GiB
 MOST_WORKERS = 8  # each has threads for all cores
 OF_A_CONTAINER = Path("/sys/fs/cgroup/memory.max")
-UNMATCHED = pytest.StashKey[list[str]]()  # rows of repetitions of the collected files that name no test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,15 +58,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    names = defaultdict[str, list[str]](list)
     for item in items:
-        file, name = item.path.relative_to(ROOT / "tests").as_posix(), item.nodeid.partition("::")[2]
-        names[file].append(name)
-        if is_repetition(file, name, served_model(item)):
+        if is_repetition(item, params_of(item)):
             item.add_marker(pytest.mark.full)
         if item.get_closest_marker("minutes"):
             item.add_marker(pytest.mark.timeout(MINUTES))
-    config.stash[UNMATCHED] = unmatched(names)
     deselect(config, items, "minutes", "minutes" in config.option.markexpr)
     deselect(config, items, "full", config.getoption("--full") or "full" in config.option.markexpr)
     costs, groups = recorded(), defaultdict[str, list[pytest.Item]](list)

@@ -14,12 +14,12 @@ import numpy as np
 from duetto.kvcache.pages import Batch
 from duetto.sampling.params import NO_TOKEN
 from duetto.sampling.sample import Sampled
-from duetto.serve.runtime.compiled.batches import BatchRow, batch_of
+from duetto.serve.runtime.compiled.batches import BatchRow, make_batch
 from duetto.serve.runtime.compiled.compile import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
-from duetto.serve.runtime.compiled.transfers import count_for
-from duetto.serve.runtime.programs import NullPrograms
-from duetto.serve.runtime.steps.step import Output, Seat
+from duetto.serve.runtime.compiled.transfers import padded_count
+from duetto.serve.runtime.step_programs import NullPrograms
+from duetto.serve.runtime.steps.step import Output, SlotContents
 
 VOCAB = 61
 BROKEN = jax.errors.JaxRuntimeError
@@ -77,7 +77,7 @@ def first_seen(window: int | None, position: int) -> int:
 
 @dataclass
 class Slot:
-    seat: Seat
+    seat: SlotContents
     last: int = -1
     live: bool = True
 
@@ -102,7 +102,7 @@ class Result:
     output: Output
     keys: Keys
 
-    def arrived(self) -> Output:
+    def wait_result(self) -> Output:
         if self.keys.broken:
             raise BROKEN("INTERNAL: the simulated device had failed")
         return self.output
@@ -113,7 +113,9 @@ class ChaosPrograms(NullPrograms):
 
     def __init__(self, sizes: Sizes, windows: Sequence[int | None], same_bits: bool):
         target = SimpleNamespace(vocab_size=VOCAB)
-        config = SimpleNamespace(target=target, windows=tuple(windows), boundary=None, block=1, layers=())
+        config = SimpleNamespace(
+            target=target, windows=tuple(windows), longrope_boundary=None, prefill_alignment=1, layers=()
+        )
         super().__init__(config, sizes)
         self.same_bits, self.ran = same_bits, 0
         self.fail: str | None = None
@@ -122,17 +124,17 @@ class ChaosPrograms(NullPrograms):
             int, tuple[int, list[int]]
         ] = {}  # of slots: the first position, and those from it on
 
-    def empty(self, params: Any, failed: BaseException | None = None) -> StepArguments:
+    def fresh_arguments(self, params: Any, failure: BaseException | None = None) -> StepArguments:
         self.slots = {}
         rubbish = np.uint64(0xBAD0BAD0BAD0BAD0)
         pools = [np.full((pages, self.sizes.page_size), rubbish) for pages in self.sizes.pages]
         return StepArguments(params, Keys(pools), None)
 
     def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
-        return batch_of(self.sizes, shape, rows)
+        return make_batch(self.sizes, shape, rows)
 
-    def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
-        self.slots[int(slot)] = Slot(new)
+    def assign_slot(self, slots: Any, slot: np.int32, contents: SlotContents) -> Any:
+        self.slots[int(slot)] = Slot(contents)
 
     def load_history(self, slots: Any, *history: Any) -> Any:
         return slots
@@ -211,16 +213,16 @@ class ChaosTransfers:
         self._programs, self.windows = programs, range(len(programs.config.windows))
         self.page_bytes = [8 * programs.sizes.page_size for _ in self.windows]
 
-    def leaves(self, window: int, n: int) -> tuple[SimpleNamespace]:
+    def abstract_leaves(self, window: int, n: int) -> tuple[SimpleNamespace]:
         shape = 1, n, self._programs.sizes.page_size
         return (SimpleNamespace(shape=shape, dtype=np.dtype("uint64")),)
 
     def gather(self, cache: Keys, window: int, pages: Sequence[int]) -> tuple["Copied"]:
-        found = np.zeros((1, count_for(len(pages)), self._programs.sizes.page_size), np.uint64)
+        found = np.zeros((1, padded_count(len(pages)), self._programs.sizes.page_size), np.uint64)
         found[0, : len(pages)] = cache.pools[window][list(pages)]
         return (Copied(found, cache),)
 
-    def put(self, window: int, leaves: Any) -> Any:
+    def copy_to_device(self, window: int, leaves: Any) -> Any:
         return leaves
 
     def scatter(self, cache: Keys, window: int, leaves: Any, pages: Sequence[int | None]) -> Keys:

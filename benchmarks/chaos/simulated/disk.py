@@ -26,7 +26,7 @@ class SimulatedDisk(Files):
         self.is_full = self.is_broken = self.is_slow = False
         self._waited = 0.0
 
-    def now(self) -> float:
+    def wall_time(self) -> float:
         return 1e9 + self._clock() + self.jump
 
     def waited(self) -> float:
@@ -49,22 +49,22 @@ class SimulatedDisk(Files):
             raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
         return self.contents[path]
 
-    def write(self, path: Path, head: bytes, content: bytes, partial: str, durable: bool) -> None:
+    def write(self, path: Path, header: bytes, content: bytes, partial_prefix: str, durable: bool) -> None:
         self._work(path)
         if self.is_full:
             if self._random.random() < SPLIT:  # a process that is killed before it removes what it has begun
-                left = path.parent / f"{partial}{self._random.randrange(1 << 30):x}"
-                self.contents[left], self.times[left] = head, self.now()
+                left = path.parent / f"{partial_prefix}{self._random.randrange(1 << 30):x}"
+                self.contents[left], self.times[left] = header, self.wall_time()
                 self._changed(left)
             raise OSError(errno.ENOSPC, "no space left on device", str(path))
-        self.contents[path], self.times[path] = head + content, self.now()
+        self.contents[path], self.times[path] = header + content, self.wall_time()
         self._changed(path)
         if not durable:
             self._unsynced[path] = None
 
     def touch(self, path: Path) -> None:
         if path in self.times:
-            self.times[path] = self.now()
+            self.times[path] = self.wall_time()
 
     def unlink(self, path: Path) -> None:
         if self.contents.pop(path, None) is None:
@@ -72,16 +72,16 @@ class SimulatedDisk(Files):
         del self.times[path]
         self._changed(path)
 
-    def modified(self, path: Path) -> int:
+    def modified_ns(self, path: Path) -> int:
         if path in self.times:
             return int(1e9 * self.times[path])
         if path not in self._changes:
             raise FileNotFoundError(errno.ENOENT, "no such folder", str(path))
         return self._changes[path]
 
-    def folders(self, folder: Path, digits: int) -> list[str]:
+    def list_subfolders(self, folder: Path, name_length: int) -> list[str]:
         found = dict.fromkeys(path.parent for path in self.contents)
-        return [own.name for own in found if own.parent == folder and len(own.name) == digits]
+        return [own.name for own in found if own.parent == folder and len(own.name) == name_length]
 
     def scan(self, folder: Path) -> Iterator[FileEntry]:
         self._work(folder)
@@ -120,5 +120,5 @@ class SimulatedDisk(Files):
         for path in {**self.contents, **image}:
             self._changed(path)
         self.contents = dict(image)
-        self.times = {path: self.times.get(path, self.now()) for path in image}
+        self.times = {path: self.times.get(path, self.wall_time()) for path in image}
         self._unsynced.clear()

@@ -1,1 +1,1 @@
-"""Weights as duetto's own CPU kernels read them."""
+"""Weights in the layouts of duetto's own CPU kernels."""

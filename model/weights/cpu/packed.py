@@ -1,4 +1,4 @@
-"""Trees of parameters with weights that lie as duetto's own CPU kernels read them: which they are, and the
+"""Trees of parameters with weights in panels for duetto's own CPU kernels: which weights these are, and the
 way back."""
 
 from dataclasses import replace
@@ -12,137 +12,152 @@ from jaxtyping import Array, Float
 
 from ....cpu_kernels import library
 from ...transformer import Decoder
-from ...tree import holds, unwrapped
-from ..compress import CONTRACTED, encode, replaced
-from ..nibbles import grouped
+from ...tree import has_instance, map_instances
+from ..compress import CONTRACTED_AXES, encode_weight, place_replacement
+from ..nibbles import has_group_scales
 from ..quant import Quantised, Scheme
-from ..transposed import NAMES, Transposed, is_matrix_on_cpu, transpose
-from .kernel_norm import with_kernel_norms, without_kernel_norms
-from .panels import OUTPUTS, Packed, applied, pack_codes, pack_experts, pack_matrix
+from ..transposed import TRANSPOSED_NAMES, Transposed, is_matrix_on_cpu, transpose_weight
+from .kernel_norm import drop_kernel_norms, with_kernel_norms
+from .panels import PANEL_DTYPES, Packed, apply_or_eval_shape, pack_codes, pack_experts, pack_matrix
 
 T = TypeVar("T")
-EXPERTS = ("gate", "up", "down")  # below ".experts."
-ROWS_AT_ONCE = 8192  # of an embedding, when it is quantised: their floats take memory
+EXPERT_NAMES = ("gate", "up", "down")  # fields of experts
+QUANTISED_ROWS_AT_ONCE = 8192  # rows of an embedding that are quantised at once: their floats take memory
 
 
-def packed(params: T, isa: str, donate: bool = False, tied_head: Scheme | None = None) -> T:
-    """A tree of parameters, or of ShapeDtypeStructs, with a CPU's projections, experts and output matrix as
-    `Packed`, for an instruction set; an output matrix that is the embedding too is a copy, in the scheme
-    `tied_head` or in its dtype.
+def pack_params(params: T, isa: str, donate: bool = False, tied_head: Scheme | None = None) -> T:
+    """Pack a CPU's projections, experts and output matrix as `Packed`, for an instruction set.
 
-    Left as they are: latents' projections, other records, weights of other dtypes and schemes, and those that
-    lie on several devices. If a weight is packed, kernels compute norms too (`with_kernel_norms`). With
-    `donate` each weight is deleted when its copy is ready, but no embedding.
+    Takes parameters or ShapeDtypeStructs. If the embedding is the output matrix too, a copy is packed, in the
+    scheme `tied_head` or in its dtype. Unchanged are: latents' projections, other records, weights of other
+    dtypes and schemes, and those on several devices. If a weight is packed, kernels compute norms too
+    (`with_kernel_norms`). With `donate` each weight is deleted when its copy is ready, except embeddings.
     """
-    target = library.target("product", isa)
+    target = library.ffi_target_name("product", isa)
 
-    def leaf(key: Any, weight: Any) -> Any:
+    def pack_leaf(key: Any, weight: Any) -> Any:
         path = jax.tree_util.keystr(key, simple=True, separator=".").split(".")
         name, is_expert = path[-1], "experts" in path[:-1]
-        if not can_be_packed(name, weight, is_expert):
+        if not can_pack(name, weight, is_expert):
             return weight
-        done = pack(name, weight, target, is_expert)
-        return done if isinstance(done.array, jax.ShapeDtypeStruct) else replaced(weight, done, donate)
+        packed = pack_weight(name, weight, target, is_expert)
+        return (
+            packed
+            if isinstance(packed.array, jax.ShapeDtypeStruct)
+            else place_replacement(weight, packed, donate)
+        )
 
-    found = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=is_record)
-    if isinstance(found, Decoder) and found.head is None and can_be_packed("head", found.embed):
-        found = replace(found, head=pack_tied(found.embed, target, tied_head))
-    if not is_packed(found):
+    result = jax.tree_util.tree_map_with_path(pack_leaf, params, is_leaf=is_packing_leaf)
+    if isinstance(result, Decoder) and result.head is None and can_pack("head", result.embed):
+        result = replace(result, head=pack_tied_head(result.embed, target, tied_head))
+    if not has_packed_weights(result):
         return params
-    return with_kernel_norms(found, library.target("norm", isa))  # type: ignore[return-value]
+    return with_kernel_norms(result, library.ffi_target_name("norm", isa))  # type: ignore[return-value]
 
 
-def pack(name: str, weight: Any, target: str, is_expert: bool = False) -> Packed:
-    """A weight by its name."""
+def pack_weight(name: str, weight: Any, target: str, is_expert: bool = False) -> Packed:
+    """Pack one weight by the name of its field."""
     if is_expert:
         return pack_experts(weight, target)
     if name == "head":
         return pack_head(weight, target)
     if isinstance(weight, Quantised):
-        return pack_codes(weight, len(CONTRACTED[name]), target)
-    ready = weight if isinstance(weight, Transposed) else transpose(weight, len(CONTRACTED[name]))
+        return pack_codes(weight, len(CONTRACTED_AXES[name]), target)
+    ready = weight if isinstance(weight, Transposed) else transpose_weight(weight, len(CONTRACTED_AXES[name]))
     return pack_matrix(ready.array, ready.inputs, ready.outputs, target)
 
 
 def pack_head(matrix: Any, target: str) -> Packed:
+    """Pack an output matrix [outputs, inputs]."""
     outputs, inputs = matrix.shape
     return pack_matrix(matrix, (inputs,), (outputs,), target, is_head=True)
 
 
-def pack_tied(embed: Any, target: str, scheme: Scheme | None) -> Packed:
-    """A copy of the embedding as output matrix."""
+def pack_tied_head(embed: Any, target: str, scheme: Scheme | None) -> Packed:
+    """Pack a copy of the embedding as output matrix."""
     if scheme is None:
         return replace(pack_head(embed, target), is_tied=True)
-    return replace(pack_codes(applied(partial(as_codes, scheme=scheme), embed), 1, target), is_tied=True)
+    return replace(
+        pack_codes(apply_or_eval_shape(partial(quantise_embedding, scheme=scheme), embed), 1, target),
+        is_tied=True,
+    )
 
 
-def as_codes(embed: Float[Array, "V D"], scheme: Scheme) -> Quantised:
-    """The embedding as a weight [D,V] in codes."""
-    parts = [encode(embed[i : i + ROWS_AT_ONCE].T, (-2,), scheme) for i in range(0, len(embed), ROWS_AT_ONCE)]
+def quantise_embedding(embed: Float[Array, "V D"], scheme: Scheme) -> Quantised:
+    """Quantise the embedding as a weight [D,V]."""
+    parts = [
+        encode_weight(embed[i : i + QUANTISED_ROWS_AT_ONCE].T, (-2,), scheme)
+        for i in range(0, len(embed), QUANTISED_ROWS_AT_ONCE)
+    ]
     return jax.tree.map(lambda *x: jnp.concatenate(x, axis=-1), *parts)
 
 
-def can_be_packed(name: str, weight: Any, is_expert: bool = False) -> bool:
-    """True for a projection, experts' matrices or an output matrix, of a dtype and on a device that kernels
-    are for."""
+def can_pack(name: str, weight: Any, is_expert: bool = False) -> bool:
+    """Return True for a projection, experts' matrices or an output matrix of a dtype and device that have
+    kernels."""
     if isinstance(weight, Transposed):
-        return weight.array.dtype in OUTPUTS
-    if is_expert and name not in EXPERTS:
+        return weight.array.dtype in PANEL_DTYPES
+    if is_expert and name not in EXPERT_NAMES:
         return False
     if isinstance(weight, Quantised):
-        return name in NAMES and can_pack_codes(weight, len(CONTRACTED[name]), is_expert)
-    axes = 2 if name == "head" else is_expert - CONTRACTED[name][0] if name in NAMES else 0
-    return is_matrix_on_cpu(weight, axes) and weight.dtype in OUTPUTS
+        return name in TRANSPOSED_NAMES and can_pack_codes(weight, len(CONTRACTED_AXES[name]), is_expert)
+    axes = 2 if name == "head" else is_expert - CONTRACTED_AXES[name][0] if name in TRANSPOSED_NAMES else 0
+    return is_matrix_on_cpu(weight, axes) and weight.dtype in PANEL_DTYPES
 
 
-def can_pack_codes(weight: Quantised, inputs: int, is_expert: bool) -> bool:
-    """True for 8-bit codes with scales of outputs, and for 4-bit codes with scales of groups of inputs."""
-    shape, scales = weight.shape[is_expert:], weight.scales.shape[is_expert:]
-    if weight.zeros is not None or not is_matrix_on_cpu(weight.values, weight.values.ndim):
+def can_pack_codes(quantised: Quantised, inputs: int, is_expert: bool) -> bool:
+    """Return True for 8-bit codes with scales of outputs, and for 4-bit codes with scales of groups of
+    inputs."""
+    shape, scales = quantised.shape[is_expert:], quantised.scales.shape[is_expert:]
+    if quantised.zeros is not None or not is_matrix_on_cpu(quantised.values, quantised.values.ndim):
         return False
-    if is_expert and (len(shape) != 2 or len(weight.scales) != len(weight.values)):
+    if is_expert and (len(shape) != 2 or len(quantised.scales) != len(quantised.values)):
         return False
-    if weight.scheme == "int8":
+    if quantised.scheme == "int8":
         return set(scales[:inputs]) == {1}
-    is_paired = weight.scheme == "int4" and weight.packed % len(weight.shape) == inputs + is_expert - 1
+    is_paired = (
+        quantised.scheme == "int4" and quantised.packed % len(quantised.shape) == inputs + is_expert - 1
+    )
     return (
         is_paired
-        and grouped(shape, scales, inputs)
+        and has_group_scales(shape, scales, inputs)
         and prod(shape[:inputs]) // prod(scales[:inputs]) % 2 == 0
     )
 
 
-def unpacked(params: T) -> T:
-    """The tree with arrays in place of `Packed`, which are copied, and without the embedding's copy; itself
-    where it has none."""
+def unpack_params(params: T) -> T:
+    """Replace each `Packed` by a copy that is an array, and drop the embedding's copy. Returns the tree
+    itself if it has none."""
     if isinstance(params, Decoder) and isinstance(params.head, Packed) and params.head.is_tied:
         params = replace(params, head=None)
-    return without_kernel_norms(unwrapped(params, Packed, lambda x: x.whole))
+    return drop_kernel_norms(map_instances(params, Packed, lambda x: x.original))
 
 
-def packed_as(served: Any, params: T) -> T:
-    """Parameters packed as those of a running engine are."""
-    isa, head = kernels_in(served), getattr(served, "head", None)
+def pack_like(served: Any, params: T) -> T:
+    """Pack parameters as a running engine's are packed."""
+    isa, head = kernel_isa(served), getattr(served, "head", None)
     codes = head.codes if isinstance(head, Packed) and head.is_tied else None
     scheme = None if codes is None else codes.scheme
-    return params if isa is None else packed(params, isa, tied_head=scheme)
+    return params if isa is None else pack_params(params, isa, tied_head=scheme)
 
 
-def kernels_in(params: Any) -> str | None:
-    """The instruction set of the kernels that multiply parameters, or None."""
-    target = target_in(params)
-    return None if target is None else library.isa_of(target)
+def kernel_isa(params: Any) -> str | None:
+    """Return the instruction set of the kernels that multiply parameters, or None."""
+    target = kernel_ffi_target(params)
+    return None if target is None else library.target_isa(target)
 
 
-def target_in(params: Any) -> str | None:
-    """The name of those kernels for XLA, or None."""
-    found = (x.target for x in jax.tree.leaves(params, is_leaf=is_record) if isinstance(x, Packed))
-    return next(found, None)
+def kernel_ffi_target(params: Any) -> str | None:
+    """Return the name for XLA of the kernels that multiply parameters, or None."""
+    targets = (x.target for x in jax.tree.leaves(params, is_leaf=is_packing_leaf) if isinstance(x, Packed))
+    return next(targets, None)
 
 
-def is_packed(params: Any) -> bool:
-    return holds(params, Packed)
+def has_packed_weights(params: Any) -> bool:
+    """Return True if a weight of the tree is `Packed`."""
+    return has_instance(params, Packed)
 
 
-def is_record(x: Any) -> bool:
+def is_packing_leaf(x: Any) -> bool:
+    """Return True for a record that is not flattened when weights are packed."""
     return isinstance(x, Packed | Transposed | Quantised)

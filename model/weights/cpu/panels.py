@@ -1,7 +1,7 @@
-"""Weights in panels, as duetto's own CPU kernels read them (`cpu_kernels`), and their products.
+"""Weights in panels, the layout of duetto's own CPU kernels (`cpu_kernels`), and their products.
 
-A kernel adds up each number in one order, whatever the number of rows: a row's bits are the same in every
-step. XLA's products on a CPU choose their order by the rows, and pack a weight of 16 bits in each call.
+A kernel adds up each number in one order for every number of rows. So a row's bits are the same in every
+step. XLA's products on a CPU choose their order by the rows, and repack a 16-bit weight in each call.
 """
 
 from collections.abc import Sequence
@@ -17,23 +17,28 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from ....cpu_kernels import library
-from ...layers import einsum, ragged_product
-from ...sharding import fitted
+from ...layers import einsum, ragged_dot
+from ...sharding import fit_sharding
 from ...tree import pytree, static
 from .. import quant
 from ..quant import Quantised
 from . import bf12
 
 T = TypeVar("T")
-COLUMNS = 32  # outputs of a panel, as in the kernels
-OUTPUTS = jnp.bfloat16, jnp.float32  # dtypes of weights, and of products
+PANEL_COLUMNS = 32  # outputs of a panel, as in the kernels
+PANEL_DTYPES = jnp.bfloat16, jnp.float32  # dtypes of weights, and of products
 NO_SCALES, NO_SIZES = np.zeros((0, 0, 0), np.float32), np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
 class CodesForm:
-    """Rest of a `Quantised` besides its codes: its scheme and packed axis, its scales' shape and dtype,
-    without the experts' axis."""
+    """Description of a packed `Quantised`, apart from its arrays. Shapes lack the experts' axis.
+
+    scheme: scheme of the codes.
+    packed: axis along which a byte holds two codes.
+    scales: shape of the scales.
+    dtype: dtype of the scales.
+    """
 
     scheme: quant.Scheme
     packed: int
@@ -43,14 +48,18 @@ class CodesForm:
 
 @pytree
 class Packed:
-    """A weight [*inputs, *outputs] in panels of COLUMNS outputs: [panels, inputs, COLUMNS], or in bfloat16
-    and int8 [panels, pairs of inputs, COLUMNS, 2]; the last ones are filled up with zeros. A byte of 4-bit
-    codes holds a pair: [panels, pairs of inputs, COLUMNS]. Some kernels read bfloat16 as `bf12` has it.
+    """A weight [*inputs, *outputs] in panels of PANEL_COLUMNS outputs. The last panel is padded with zeros.
 
-    Experts' weights have one axis more, before all others. scales: [panels, groups of inputs, COLUMNS], of
-    codes, whose form is `codes`. target: the kernel's name for XLA. is_head: the weight was an output matrix
-    [outputs, inputs]; is_tied: it is a copy of the embedding; in codes it is one
-    [inputs, outputs].
+    array: [panels, inputs, PANEL_COLUMNS]; in bfloat16 and int8 [panels, pairs of inputs, PANEL_COLUMNS, 2];
+        of 4-bit codes [panels, pairs of inputs, PANEL_COLUMNS], with a pair in a byte. Some kernels read
+        bfloat16 in the form of `bf12`. Experts' weights have one more axis, before all others.
+    scales: of codes, [panels, groups of inputs, PANEL_COLUMNS], or None.
+    inputs: sizes of the axes that a product sums over.
+    outputs: sizes of the other axes.
+    target: the kernel's name for XLA.
+    codes: description of the codes, or None.
+    is_head: True if the weight is an output matrix [outputs, inputs].
+    is_tied: True if it is a copy of the embedding. In codes it is then [inputs, outputs].
     """
 
     array: Any
@@ -63,102 +72,107 @@ class Packed:
     is_tied: bool = static(False)
 
     @property
-    def factors(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the arrays that `ragged` multiplies rows with."""
-        return ((*self.experts, *self.inputs, *self.outputs),)
+    def ragged_dot_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the arrays that `ragged_dot` multiplies rows by."""
+        return ((*self.expert_shape, *self.inputs, *self.outputs),)
 
     @property
-    def experts(self) -> tuple[int, ...]:
-        """Their number, or nothing."""
+    def expert_shape(self) -> tuple[int, ...]:
+        """Return the number of experts as the first sizes of a shape: (E,), or ()."""
         is_pair = self.array.dtype in (jnp.bfloat16, jnp.uint16, jnp.int8)
         return self.array.shape[: self.array.ndim - (4 if is_pair else 3)]
 
     @property
-    def whole(self) -> Any:
-        """The weight as it was: an array that is a copy, a `Quantised`, or one of ShapeDtypeStructs."""
-        restored = each_from_panels if self.experts else one_from_panels
+    def original(self) -> Any:
+        """Return the weight before packing: an array that is a copy, a `Quantised`, or one of
+        ShapeDtypeStructs."""
+        restore = each_from_panels if self.expert_shape else one_from_panels
         if isinstance(self.array, jax.ShapeDtypeStruct):
-            return shaped(jax.eval_shape(restored, self), self.array.sharding)
-        return restored(self)
+            return with_sharding(jax.eval_shape(restore, self), self.array.sharding)
+        return restore(self)
 
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
-        """The product of x, whose last axes are the inputs, by an equation that ends in the outputs; XLA's
-        product where no kernel is of these dtypes."""
+        """Compute the product of x, whose last axes are the inputs. The equation ends in the outputs.
+
+        XLA computes it if no kernel is for these dtypes.
+        """
         dtype = dtype or x.dtype
-        if not self.multiplies(x.dtype, dtype):
-            return einsum(equation, x, self.whole, dtype)
-        return products([self], x, NO_SIZES, dtype)[0]
+        if not self.can_multiply(x.dtype, dtype):
+            return einsum(equation, x, self.original, dtype)
+        return multiply_panels([self], x, NO_SIZES, dtype)[0]
 
     def joint_einsum(
         self, equation: str, x: Float[Array, "..."], others: Sequence[Any]
     ) -> list[Float[Array, "..."]]:
-        """The products of x with this weight and with the others, all by one call of the kernels if it takes
-        them."""
+        """Return the products of x with this weight and with the others, in one call of the kernels if they
+        take all."""
         weights = [self, *others]
-        if not all(isinstance(w, Packed) and w.multiplies(x.dtype, x.dtype) for w in weights):
+        if not all(isinstance(w, Packed) and w.can_multiply(x.dtype, x.dtype) for w in weights):
             return [einsum(equation, x, w) for w in weights]
-        return products(weights, x, NO_SIZES, x.dtype)
+        return multiply_panels(weights, x, NO_SIZES, x.dtype)
 
-    def ragged(
-        self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], owner: Int[Array, " rows"]
+    def ragged_dot(
+        self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], row_experts: Int[Array, " rows"]
     ) -> Float[Array, "rows F"]:
-        """Products of consecutive rows with one expert's weights each; zeros of rows that no expert has."""
-        if not self.multiplies(rows.dtype, rows.dtype):
-            return ragged_product(rows, self.whole, sizes, owner)
-        return products([self], rows, sizes, rows.dtype)[0]
+        """Multiply consecutive rows by one expert's matrix each. Rows without an expert give zeros."""
+        if not self.can_multiply(rows.dtype, rows.dtype):
+            return ragged_dot(rows, self.original, sizes, row_experts)
+        return multiply_panels([self], rows, sizes, rows.dtype)[0]
 
-    def multiplies(self, *dtypes: Any) -> bool:
-        """True if a kernel takes x, and makes products, of these dtypes."""
-        x, made = dtypes
-        own = jnp.bfloat16 if self.array.dtype == jnp.uint16 else self.array.dtype
-        return made in OUTPUTS and (x in OUTPUTS if self.codes else x == own)
+    def can_multiply(self, *dtypes: Any) -> bool:
+        """Return True if a kernel takes x of the first dtype, and makes products of the second."""
+        x, out_dtype = dtypes
+        weight_dtype = jnp.bfloat16 if self.array.dtype == jnp.uint16 else self.array.dtype
+        return out_dtype in PANEL_DTYPES and (x in PANEL_DTYPES if self.codes else x == weight_dtype)
 
 
-def products(
+def multiply_panels(
     weights: Sequence[Packed], x: Float[Array, "..."], sizes: Any, dtype: Any
 ) -> list[Float[Array, "..."]]:
-    """Products of x, whose last axes are the inputs of all weights, in one call of the kernels."""
+    """Compute the products of x with all weights in one call of the kernels. x's last axes are their
+    inputs."""
     first = weights[0]
     rows = x.shape[: x.ndim - len(first.inputs)]
-    made = [jax.ShapeDtypeStruct((*rows, prod(w.outputs)), dtype) for w in weights]
-    call = jax.ffi.ffi_call(first.target, made, vmap_method="sequential")
-    each = [(w.array, NO_SCALES if w.scales is None else w.scales) for w in weights]
-    found = call(x.reshape(*rows, prod(first.inputs)), sizes, *chain.from_iterable(each))
-    return [y.reshape(*rows, *w.outputs) for y, w in zip(found, weights, strict=True)]
+    out_shapes = [jax.ShapeDtypeStruct((*rows, prod(w.outputs)), dtype) for w in weights]
+    call = jax.ffi.ffi_call(first.target, out_shapes, vmap_method="sequential")
+    operands = [(w.array, NO_SCALES if w.scales is None else w.scales) for w in weights]
+    outputs = call(x.reshape(*rows, prod(first.inputs)), sizes, *chain.from_iterable(operands))
+    return [y.reshape(*rows, *w.outputs) for y, w in zip(outputs, weights, strict=True)]
 
 
-def panels_of(matrix: Num[Array, "outputs inputs"]) -> Num[Array, "panels depth ..."]:
-    panels, pair = -(-len(matrix) // COLUMNS), 1 if matrix.dtype == jnp.float32 else 2
+def panels_from_matrix(matrix: Num[Array, "outputs inputs"]) -> Num[Array, "panels depth ..."]:
+    """Lay out a matrix [outputs, inputs] in panels, padded with zeros."""
+    panels, pair = -(-len(matrix) // PANEL_COLUMNS), 1 if matrix.dtype == jnp.float32 else 2
     depth = -(-matrix.shape[1] // pair)
-    whole = jnp.pad(matrix, ((0, panels * COLUMNS - len(matrix)), (0, depth * pair - matrix.shape[1])))
-    panels = whole.reshape(panels, COLUMNS, depth, pair).transpose(0, 2, 1, 3)
+    padded = jnp.pad(matrix, ((0, panels * PANEL_COLUMNS - len(matrix)), (0, depth * pair - matrix.shape[1])))
+    panels = padded.reshape(panels, PANEL_COLUMNS, depth, pair).transpose(0, 2, 1, 3)
     return panels if pair > 1 else panels[..., 0]
 
 
-def code_panels_of(
-    weight: Quantised, inputs: int
+def panels_from_codes(
+    quantised: Quantised, inputs: int
 ) -> tuple[Num[Array, "panels depth ..."], Float[Array, "panels groups C"]]:
-    """Codes and scales of a weight whose product sums over its first axes."""
-    outputs = weight.shape[inputs:]
-    is_narrow = weight.scheme == "int4"
-    codes = quant.unpack(weight.values, weight.packed) if is_narrow else weight.values
-    panels = panels_of(codes.reshape(-1, prod(outputs)).T)
-    is_kept = is_narrow and weight.scales.dtype == jnp.bfloat16
-    scales = weight.scales if is_kept else weight.scales.astype(jnp.float32)
-    scales = quant.spread(scales, (*scales.shape[:inputs], *outputs)).reshape(-1, prod(outputs))
-    scales = jnp.pad(scales, ((0, 0), (0, -scales.shape[1] % COLUMNS)))
-    scales = jnp.moveaxis(scales.reshape(len(scales), -1, COLUMNS), 1, 0)
-    return quant.pack(panels, -1)[..., 0] if is_narrow else panels, scales
+    """Lay out codes and scales in panels, of a weight whose product sums over its first axes."""
+    outputs = quantised.shape[inputs:]
+    is_narrow = quantised.scheme == "int4"
+    codes = quant.unpack_nibbles(quantised.values, quantised.packed) if is_narrow else quantised.values
+    panels = panels_from_matrix(codes.reshape(-1, prod(outputs)).T)
+    is_kept = is_narrow and quantised.scales.dtype == jnp.bfloat16
+    scales = quantised.scales if is_kept else quantised.scales.astype(jnp.float32)
+    scales = quant.spread_blocks(scales, (*scales.shape[:inputs], *outputs)).reshape(-1, prod(outputs))
+    scales = jnp.pad(scales, ((0, 0), (0, -scales.shape[1] % PANEL_COLUMNS)))
+    scales = jnp.moveaxis(scales.reshape(len(scales), -1, PANEL_COLUMNS), 1, 0)
+    return quant.pack_nibbles(panels, -1)[..., 0] if is_narrow else panels, scales
 
 
-def from_panels(w: Packed) -> Any:
-    """The weight, or one expert's, as it was."""
+def weight_from_panels(w: Packed) -> Any:
+    """Return the weight, or one expert's weight, before packing."""
     form, K, N = w.codes, prod(w.inputs), prod(w.outputs)
     is_narrow = form is not None and form.scheme == "int4"
-    panels = quant.unpack(w.array[..., None], -1) if is_narrow else w.array
+    panels = quant.unpack_nibbles(w.array[..., None], -1) if is_narrow else w.array
     if panels.dtype == jnp.uint16:
-        panels = bf12.widened(panels)
-    matrix = jnp.moveaxis(panels, 2, 1).reshape(panels.shape[0] * COLUMNS, -1)[:N, :K]
+        panels = bf12.decode_bf12(panels)
+    matrix = jnp.moveaxis(panels, 2, 1).reshape(panels.shape[0] * PANEL_COLUMNS, -1)[:N, :K]
     shape = (*w.outputs, *w.inputs) if w.is_head else (*w.inputs, *w.outputs)
     array = (matrix if w.is_head else matrix.T).reshape(shape)
     if form is None:
@@ -166,38 +180,38 @@ def from_panels(w: Packed) -> Any:
     whole = (*form.scales[: len(w.inputs)], *w.outputs)
     scales = jnp.moveaxis(w.scales, 0, 1).reshape(w.scales.shape[1], -1)[:, :N].reshape(whole)
     first_of_each = tuple(slice(None, None, n // m) for n, m in zip(whole, form.scales, strict=True))
-    values = quant.pack(array, form.packed) if is_narrow else array
+    values = quant.pack_nibbles(array, form.packed) if is_narrow else array
     return Quantised(values, scales[first_of_each].astype(form.dtype), None, form.scheme, form.packed)
 
 
-to_panels = jax.jit(panels_of)
-to_panels_each = jax.jit(jax.vmap(panels_of))
-one_from_panels, each_from_panels = jax.jit(from_panels), jax.jit(jax.vmap(from_panels))
-to_code_panels = jax.jit(code_panels_of, static_argnames="inputs")  # layers share one trace
-to_code_panels_each = jax.jit(jax.vmap(partial(code_panels_of, inputs=1)))
+to_panels = jax.jit(panels_from_matrix)
+to_panels_each = jax.jit(jax.vmap(panels_from_matrix))
+one_from_panels, each_from_panels = jax.jit(weight_from_panels), jax.jit(jax.vmap(weight_from_panels))
+to_code_panels = jax.jit(panels_from_codes, static_argnames="inputs")  # layers share one trace
+to_code_panels_each = jax.jit(jax.vmap(partial(panels_from_codes, inputs=1)))
 
 
-def shaped(shapes: T, sharding: Any) -> T:
-    """ShapeDtypeStructs with a sharding."""
+def with_sharding(shapes: T, sharding: Any) -> T:
+    """Return ShapeDtypeStructs with a sharding, fitted to their shapes."""
 
-    def leaf(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding and fitted(sharding, x.shape))
+    def add_sharding(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding and fit_sharding(sharding, x.shape))
 
-    return jax.tree.map(leaf, shapes)
+    return jax.tree.map(add_sharding, shapes)
 
 
-def applied(f: Any, weight: Any) -> Any:
-    """f of a weight; of ShapeDtypeStructs where its arrays are such."""
+def apply_or_eval_shape(f: Any, weight: Any) -> Any:
+    """Apply f to a weight, by `jax.eval_shape` if its arrays are ShapeDtypeStructs."""
     first = jax.tree.leaves(weight)[0]
     if isinstance(first, jax.ShapeDtypeStruct):
-        return shaped(jax.eval_shape(f, weight), first.sharding)
+        return with_sharding(jax.eval_shape(f, weight), first.sharding)
     return f(weight)
 
 
-def narrowed(panels: Any, target: str) -> Any:
-    """Panels as `bf12` has them, where the kernels read those."""
-    is_read = library.reads_bf12(target) and bf12.can_be_narrowed(panels)
-    return bf12.narrowed(panels) if is_read else panels
+def maybe_encode_bf12(panels: Any, target: str) -> Any:
+    """Encode panels in 12 bits, if the kernels read these."""
+    is_read = library.supports_bf12(target) and bf12.can_encode_bf12(panels)
+    return bf12.encode_bf12(panels) if is_read else panels
 
 
 def pack_matrix(
@@ -207,24 +221,24 @@ def pack_matrix(
     target: str,
     is_head: bool = False,
 ) -> Packed:
-    """A matrix [outputs, inputs]."""
-    panels = applied(to_panels, matrix)
-    return Packed(narrowed(panels, target), None, inputs, outputs, target, is_head=is_head)
+    """Pack a matrix [outputs, inputs]."""
+    panels = apply_or_eval_shape(to_panels, matrix)
+    return Packed(maybe_encode_bf12(panels, target), None, inputs, outputs, target, is_head=is_head)
 
 
-def pack_codes(weight: Quantised, inputs: int, target: str) -> Packed:
-    """Codes whose product sums over their first axes."""
-    array, scales = applied(partial(to_code_panels, inputs=inputs), weight)
-    form = CodesForm(weight.scheme, weight.packed, weight.scales.shape, weight.scales.dtype.name)
-    return Packed(array, scales, weight.shape[:inputs], weight.shape[inputs:], target, form)
+def pack_codes(quantised: Quantised, inputs: int, target: str) -> Packed:
+    """Pack codes whose product sums over their first axes."""
+    array, scales = apply_or_eval_shape(partial(to_code_panels, inputs=inputs), quantised)
+    form = CodesForm(quantised.scheme, quantised.packed, quantised.scales.shape, quantised.scales.dtype.name)
+    return Packed(array, scales, quantised.shape[:inputs], quantised.shape[inputs:], target, form)
 
 
 def pack_experts(weight: Any, target: str) -> Packed:
-    """Matrices [E, inputs, outputs], or their codes."""
+    """Pack matrices [E, inputs, outputs], or their codes."""
     _, K, N = weight.shape
     if not isinstance(weight, Quantised):
-        panels = applied(lambda w: to_panels_each(jnp.swapaxes(w, 1, 2)), weight)
-        return Packed(narrowed(panels, target), None, (K,), (N,), target)
-    array, scales = applied(to_code_panels_each, weight)
+        panels = apply_or_eval_shape(lambda w: to_panels_each(jnp.swapaxes(w, 1, 2)), weight)
+        return Packed(maybe_encode_bf12(panels, target), None, (K,), (N,), target)
+    array, scales = apply_or_eval_shape(to_code_panels_each, weight)
     form = CodesForm(weight.scheme, weight.packed, weight.scales.shape[1:], weight.scales.dtype.name)
     return Packed(array, scales, (K,), (N,), target, form)

@@ -25,32 +25,32 @@ import numpy as np
 from ....checkpoints.huggingface import read_config
 from ....model.config import ModelConfig
 from ....model.transformer import Decoder
-from ....model.tree import init
+from ....model.tree import init_params
 from ....model.weights.compress import form_spec
 from ....sampling.params import SamplingParams
-from ...engine.startup.cpu_kernels import with_kernels
+from ...engine.startup.cpu_kernels import decide_cpu_kernels
 from ...engine.startup.dtype import compute_dtype
-from ...engine.startup.folder import read_folder, read_in_form
-from ...engine.startup.mesh import layout_of, places, spread
-from ...engine.startup.origin import Origin
+from ...engine.startup.mesh import make_layout, param_shardings, shard_params
+from ...engine.startup.model_folder import convert_to_engine_layout, read_model
+from ...engine.startup.model_source import ModelSource
 from ...host.devices import default_device, time_calls
-from ...host.process import keep_freed, use_huge_pages
-from ...host.signals import raise_on_interrupt
+from ...host.process import keep_freed_memory, use_huge_pages
+from ...host.signals import restore_interrupt_handler
 from ...llm.llm import LLM
 from ...options.engine import EngineOptions
-from ...options.flags import numbers, positive
-from ...planner.roofline.floor import demand
-from ...planner.roofline.measured import full_batch, unending
+from ...options.flags import parse_positive, parse_positives
+from ...planner.roofline.floor import program_demand
 from ...planner.roofline.presets import PRESETS
-from ...planner.roofline.targets import Peaks, here
+from ...planner.roofline.program_times import fill_slots, full_batch
+from ...planner.roofline.targets import Peaks, local_target
 from ...runtime.compiled.compile import Programs, StepArguments
-from ...runtime.compiled.jaxcache import keep_compiled
+from ...runtime.compiled.jaxcache import enable_compilation_cache
 from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.steps.phases import TargetOnly
-from ..common import engine_flags, engine_options, model_flags
-from . import hostwork
+from ..common import add_engine_flags, add_model_flags, parse_engine_options
+from . import host_work
 
-GROUPS = 5
+TIMED_GROUPS = 5
 HOST_ROWS = (32, 256)
 
 
@@ -85,7 +85,7 @@ class Figure:
     host_gap: float | None = None
 
 
-def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
+def load_bench_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
     """Load a folder, or draw a preset's parameters. Raises ValueError for a pipeline, and for shards."""
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if getattr(options, name) > 1:
@@ -94,22 +94,22 @@ def load_model(args: argparse.Namespace, options: EngineOptions) -> BenchModel:
             )
     device = default_device()
     if not args.shape:
-        origin = Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
-        options = origin.settled(options, download_dir=args.download_dir)
-        config = read_config(origin.model)
-        options = with_kernels(options, device, config, args.dtype)
-        dtype = compute_dtype(args.dtype, device, config, origin.model, options.cpu_kernels)
-        where = places(config, layout_of(options)) or device
-        config, params = read_folder(origin.model, dtype, where, options.quantization)
-        return BenchModel(args.model or "demo", config, read_in_form(params, options), options)
-    options.require_unstored("a shape has no checkpoint")
+        origin = ModelSource.resolve_names(args.model, revision=args.revision, download_dir=args.download_dir)
+        options = origin.resolve_options(options, download_dir=args.download_dir)
+        config = read_config(origin.model_folder)
+        options = decide_cpu_kernels(options, device, config, args.dtype)
+        dtype = compute_dtype(args.dtype, device, config, origin.model_folder, options.cpu_kernels)
+        where = param_shardings(config, make_layout(options)) or device
+        config, params = read_model(origin.model_folder, dtype, where, options.quantization)
+        return BenchModel(args.model or "demo", config, convert_to_engine_layout(params, options), options)
+    options.refuse_checkpoint_quantization("a shape has no checkpoint")
     config = PRESETS[args.shape]
-    options = with_kernels(options, device, config, args.dtype)
+    options = decide_cpu_kernels(options, device, config, args.dtype)
     dtype = compute_dtype(args.dtype, device, config, None, options.cpu_kernels)
-    chosen = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
+    param_dtype = jnp.dtype("bfloat16" if dtype == "auto" else dtype)
     specs = form_spec(config, options.quantization)
-    params = spread(config, init(jax.random.key(0), specs, chosen), layout_of(options))
-    return BenchModel(args.shape, config, read_in_form(params, options), options)
+    params = shard_params(config, init_params(jax.random.key(0), specs, param_dtype), make_layout(options))
+    return BenchModel(args.shape, config, convert_to_engine_layout(params, options), options)
 
 
 def group_seconds(call: Callable[[], Any], repeats: int) -> float:
@@ -124,9 +124,9 @@ def group_seconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Return the median of GROUPS groups of calls, after one call to warm up."""
+    """Return the median of TIMED_GROUPS groups of calls, after one call to warm up."""
     jax.block_until_ready(call())
-    return statistics.median(group_seconds(call, repeats) for _ in range(GROUPS))
+    return statistics.median(group_seconds(call, repeats) for _ in range(TIMED_GROUPS))
 
 
 # ---------------------------------------------------------------- single programs
@@ -136,19 +136,19 @@ class Bench:
     """A compiled program, with a state and a batch to call it on repeatedly."""
 
     def __init__(self, model: BenchModel, shape: Shape, context: int):
-        W, rows = model.options.page_size, shape.sequences
+        W, rows = model.options.page_size, shape.num_sequences
         longest = context + shape.area // rows
         pages = rows * -(-longest // W)
-        counts, kept = (pages,) * len(model.config.windows), model.options.kv_cache_dtype
-        sizes = Sizes(max(longest, 2), rows, counts, W, kv_cache_dtype=kept)
+        counts, cache_dtype = (pages,) * len(model.config.windows), model.options.kv_cache_dtype
+        sizes = Sizes(max(longest, 2), rows, counts, W, kv_cache_dtype=cache_dtype)
         self.programs = Programs(
             TargetOnly(model.config), model.params, sizes, [shape], reproducible=model.options.reproducible
         )
         self.shape, self.model = shape, model
-        self.state = unending(self.programs.empty(model.params))
+        self.state = fill_slots(self.programs.fresh_arguments(model.params))
         batch = full_batch(self.programs, shape, context)
         batch.tokens[:] = np.arange(shape.area).reshape(batch.tokens.shape) % model.config.vocab_size
-        self.batch = jax.device_put(batch, self.state.everywhere)
+        self.batch = jax.device_put(batch, self.state.replicated_sharding)
 
     def step(self) -> Any:
         cache, slots, output = self.programs.run(self.shape, self.state, self.batch)
@@ -156,12 +156,12 @@ class Bench:
         return output
 
 
-def measure(model: BenchModel, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Figure:
+def measure_shape(model: BenchModel, shape: Shape, context: int, repeats: int, peaks: Peaks) -> Figure:
     """Measure one program; each of its rows has `context` tokens in the cache."""
     seconds = median_seconds(Bench(model, shape, context).step, repeats)
-    kept = model.options.kv_cache_dtype
-    least = demand(shape, model.config, model.dtype, context, model.params, kept)
-    floor = least.floor(peaks.flops(model.dtype), peaks.bandwidth)
+    cache_dtype = model.options.kv_cache_dtype
+    floor_demand = program_demand(shape, model.config, model.dtype, context, model.params, cache_dtype)
+    floor = floor_demand.floor_seconds(peaks.flops(model.dtype), peaks.bandwidth)
     return Figure(shape.phase, str(shape), context, seconds, shape.area / seconds, floor)
 
 
@@ -172,12 +172,12 @@ def bench_decode(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> I
     """Measure decode steps of one token for each width and context, and the host gap at the first context."""
     for width in args.widths:
         for i, context in enumerate(args.contexts):
-            row = measure(model, Shape("decode", width, 1), context, args.repeats, peaks)
-            gap = host_gap(model, width, context, args.repeats) if args.host_gap and not i else None
-            yield replace(row, host_gap=gap)
+            figure = measure_shape(model, Shape("decode", width, 1), context, args.repeats, peaks)
+            gap = measure_host_gap(model, width, context, args.repeats) if args.host_gap and not i else None
+            yield replace(figure, host_gap=gap)
 
 
-def host_gap(model: BenchModel, width: int, context: int, repeats: int) -> float:
+def measure_host_gap(model: BenchModel, width: int, context: int, repeats: int) -> float:
     """Return the share of an engine's step in which the program does not run: `width` requests decode from
     `context` tokens on.
 
@@ -185,22 +185,24 @@ def host_gap(model: BenchModel, width: int, context: int, repeats: int) -> float
     """
     program = Bench(model, Shape("decode", width, 1), context)
     jax.block_until_ready(program.step())
-    with decoding(model, width, context, repeats) as llm:
+    with start_decoding_engine(model, width, context, repeats) as llm:
 
         def step() -> Any:
             llm.step()
-            return llm.engine.cache  # ready once the step in flight is
+            return llm.engine.cache  # ready when the step in flight ends
 
         jax.block_until_ready(step())
-        pairs = [(group_seconds(program.step, repeats), group_seconds(step, repeats)) for _ in range(GROUPS)]
+        pairs = [
+            (group_seconds(program.step, repeats), group_seconds(step, repeats)) for _ in range(TIMED_GROUPS)
+        ]
     return statistics.median(1 - alone / served for alone, served in pairs)
 
 
 @contextmanager
-def decoding(model: BenchModel, width: int, context: int, repeats: int) -> Iterator[LLM]:
+def start_decoding_engine(model: BenchModel, width: int, context: int, repeats: int) -> Iterator[LLM]:
     """Start an engine whose requests are prefilled and decode for as long as a measurement takes."""
     chunks = width * -(-context // model.options.prefill_tokens)
-    length = context + chunks + GROUPS * repeats + 8
+    length = context + chunks + TIMED_GROUPS * repeats + 8
     options = replace(
         model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False,
         background_compilation=False,
@@ -209,14 +211,14 @@ def decoding(model: BenchModel, width: int, context: int, repeats: int) -> Itera
     with LLM.from_params(model.config, model.params, compilation_cache=None, **asdict(options)) as llm:
         for row in range(width):
             llm.add_request([(row + i) % model.config.vocab_size for i in range(context)], params)
-        seen = -1
-        while seen < prefills(llm):  # until a step has none left to dispatch
-            seen = prefills(llm)
+        num_prefills = -1
+        while num_prefills < count_prefills(llm):  # until a step dispatches no prefill
+            num_prefills = count_prefills(llm)
             llm.step()
         yield llm
 
 
-def prefills(llm: LLM) -> int:
+def count_prefills(llm: LLM) -> int:
     """Return the number of prefill programs dispatched so far."""
     return sum(n for name, n in llm.report()["steps"].items() if name.startswith("prefill"))
 
@@ -224,14 +226,14 @@ def prefills(llm: LLM) -> int:
 def bench_prefill(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """Measure a prefill of one prompt, for each length."""
     for length in args.lengths:
-        yield measure(model, Shape("prefill", 1, length), 0, args.repeats, peaks)
+        yield measure_shape(model, Shape("prefill", 1, length), 0, args.repeats, peaks)
 
 
 def bench_startup(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """Measure a start, from parameters in memory to the first token and to a warm engine: first with an empty
     folder of compiled programs, then with the folder that the first start filled."""
     with tempfile.TemporaryDirectory() as folder:
-        keep_compiled(folder)
+        enable_compilation_cache(folder)
         for what in ("cold", "warm"):
             jax.clear_caches()
             begin = time.perf_counter()
@@ -250,13 +252,15 @@ def bench_startup(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> 
 
 def bench_host(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """Measure the host's work for a step, with detokenization if the model has a tokenizer."""
-    words = (
-        None if args.shape else Origin.of(args.model, revision=args.revision, download_dir=args.download_dir)
+    source = (
+        None
+        if args.shape
+        else ModelSource.resolve_names(args.model, revision=args.revision, download_dir=args.download_dir)
     )
-    tokenizer = None if words is None else words.words()[0]
+    tokenizer = None if source is None else source.load_tokenizer()[0]
     for rows in HOST_ROWS:
-        seconds = hostwork.step_seconds(model.config, model.params, tokenizer, model.options, rows)
-        yield Figure("host", f"host work, {rows} rows", hostwork.PROMPT, seconds, rows / seconds)
+        seconds = host_work.measure_host_step(model.config, model.params, tokenizer, model.options, rows)
+        yield Figure("host", f"host work, {rows} rows", host_work.PROMPT_TOKENS, seconds, rows / seconds)
 
 
 MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "host": bench_host, "startup": bench_startup}
@@ -266,7 +270,7 @@ MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "host": bench_host
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    model_flags(parser)
+    add_model_flags(parser)
     group = parser.add_argument_group("what to measure")
     group.add_argument(
         "--parts", nargs="+", choices=MEASURES, default=list(MEASURES), help="parts to measure (default: all)"
@@ -277,22 +281,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="random weights in the sizes of a known model, instead of --model",
     )
     group.add_argument(
-        "--widths", type=numbers, default=(1, 8, 32), help="rows of a decode step (default: 1,8,32)"
+        "--widths", type=parse_positives, default=(1, 8, 32), help="rows of a decode step (default: 1,8,32)"
     )
     group.add_argument(
         "--contexts",
-        type=numbers,
+        type=parse_positives,
         default=(128, 512),
         help="tokens of each row in the cache (default: 128,512)",
     )
     group.add_argument(
         "--lengths",
-        type=numbers,
+        type=parse_positives,
         default=(64, 128, 256, 512),
         help="tokens of a prompt (default: 64,128,256,512)",
     )
     group.add_argument(
-        "--repeats", type=positive, default=16, help="calls of a group; five groups are timed (default: 16)"
+        "--repeats",
+        type=parse_positive,
+        default=16,
+        help="calls of a group; five groups are timed (default: 16)",
     )
     group.add_argument(
         "--host-gap",
@@ -301,19 +308,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="also measure the engine's host gap, at the first context",
     )
     group.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
-    engine_flags(parser, alone=True)
+    add_engine_flags(parser, is_alone=True)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print each figure when it is measured. Raises ValueError for a model that cannot be loaded."""
-    raise_on_interrupt()
-    options = engine_options(args)
+    restore_interrupt_handler()
+    options = parse_engine_options(args)
     if default_device().platform == "cpu":
-        keep_freed()  # as an engine does; else each call would fault in its temporaries
-    model = load_model(args, options)
+        keep_freed_memory()  # as an engine does; else each call would fault in its temporaries
+    model = load_bench_model(args, options)
     use_huge_pages(model.params)
-    target = here(measure=True)
-    rows = []
+    target = local_target(measure=True)
+    figures = []
     peaks = target.peaks
     assert peaks is not None
     processor = platform.processor() or platform.machine()
@@ -322,19 +329,19 @@ def run(args: argparse.Namespace) -> int:
     print(f"{about}\n{rates}")
     print(f"{'program':<22}{'context':>8}{'ms':>10}{'tokens/s':>10}{'floor ms':>10}{'host gap':>10}")
     for part in args.parts:
-        for row in MEASURES[part](model, args, peaks):
-            rows.append(row)
-            print(shown(row), flush=True)
+        for figure in MEASURES[part](model, args, peaks):
+            figures.append(figure)
+            print(render_figure(figure), flush=True)
     if args.json:
-        found = [asdict(row) for row in rows]
+        records = [asdict(figure) for figure in figures]
         Path(args.json).write_text(
-            json.dumps({"about": about, "peaks": asdict(peaks), "rows": found}, indent=2) + "\n"
+            json.dumps({"about": about, "peaks": asdict(peaks), "rows": records}, indent=2) + "\n"
         )
     return 0
 
 
-def shown(row: Figure) -> str:
-    floor = "-" if row.floor is None else f"{row.floor * 1e3:.2f}"
-    gap = "-" if row.host_gap is None else f"{row.host_gap:.1%}"
-    measured = f"{row.seconds * 1e3:>10.2f}{row.tokens_per_second:>10.1f}"
-    return f"{row.what:<22}{row.context:>8}{measured}{floor:>10}{gap:>10}"
+def render_figure(figure: Figure) -> str:
+    floor = "-" if figure.floor is None else f"{figure.floor * 1e3:.2f}"
+    gap = "-" if figure.host_gap is None else f"{figure.host_gap:.1%}"
+    numbers_text = f"{figure.seconds * 1e3:>10.2f}{figure.tokens_per_second:>10.1f}"
+    return f"{figure.what:<22}{figure.context:>8}{numbers_text}{floor:>10}{gap:>10}"

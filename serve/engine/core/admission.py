@@ -11,7 +11,7 @@ LOG = logging.getLogger("duetto")
 
 
 class AdmissionReason(Enum):
-    """A reason to wait; its value is the sentence of the log, its name in small letters that of reports."""
+    """Reason why a request waits. The log has its value, a sentence; reports have its name in lower case."""
 
     NO_SLOT = "every slot is taken"
     NO_PAGES = "too few pages of the cache are free for its tokens"
@@ -25,17 +25,21 @@ class AdmissionReason(Enum):
 
 @dataclass
 class WaitingReasons:
-    """Steps that left the head of the queue waiting, by reason. Each change of the head's reason is logged at
-    level debug."""
+    """Steps that left the request at the head of the queue waiting, by reason.
+
+    counts: steps by reason.
+    last_head: id of the request at the head, and its reason.
+    """
 
     counts: Counter[AdmissionReason] = field(default_factory=Counter)
-    last: tuple[str, AdmissionReason] | None = None  # the head's id and its reason
+    last_head: tuple[str, AdmissionReason] | None = None
 
-    def note(self, head: Request, reason: AdmissionReason) -> None:
+    def record(self, request: Request, reason: AdmissionReason) -> None:
+        """Count a step in which the head waited, and log a change of its reason at level debug."""
         self.counts[reason] += 1
-        if (now := (head.id, reason)) != self.last:
-            self.last = now
-            LOG.debug("duetto: request %s waits: %s", head.id, reason.value)
+        if (current := (request.id, reason)) != self.last_head:
+            self.last_head = current
+            LOG.debug("duetto: request %s waits: %s", request.id, reason.value)
 
     def report(self) -> dict[str, int]:
         """Return the steps for each reason, 0 included."""

@@ -10,36 +10,42 @@ from typing import Any
 
 import jax
 
-from ....kvcache.kernels.cpu_attention import layers_read
+from ....kvcache.kernels.cpu_attention import count_kernel_layers
 from ....kvcache.pages import KVCache
-from ....kvcache.quantised import kept_as
-from ....model.pair import Params, target_of, with_target
+from ....kvcache.quantised import choose_cache_format
+from ....model.draft_pair import EngineParams, target_params, with_target
 from ....model.transformer import Decoder
-from ....model.weights.adapted import unadapted
-from ....model.weights.cpu.packed import kernels_in, target_in
+from ....model.weights.cpu.packed import kernel_ffi_target, kernel_isa
+from ....model.weights.lora import drop_lora
 from ...host.process import use_huge_pages
 from ...kv.offload.mover import PageMover
-from ...kv.offload.tiering import KVOffloader, PageFinder
+from ...kv.offload.page_finder import KVOffloader, PageFinder
 from ...options.checks import round_up
 from ...runtime.compiled.compile import StepArguments
-from ...runtime.compiled.futures import arrived
-from ...runtime.compiled.shapes import Shape, least_row
+from ...runtime.compiled.futures import wait_result
+from ...runtime.compiled.shapes import Shape, min_row_tokens
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup
-from ...runtime.programs import StepPrograms
-from ..lora.writer import Writer
-from ..metrics.meter import Compilations, EngineStats
-from ..weights.params import exchanged, root_of
-from ..weights.sleep import Sleep
-from .gathering import PrefillBatcher
-from .guessing import Speculation
-from .need import Need
-from .plan import ScheduledTokens, SchedulerConfig, SchedulerOutput
+from ...runtime.step_programs import StepPrograms
+from ..lora.writer import AdapterWriter
+from ..metrics.stats import Compilations, EngineStats
+from ..weights.sleep import SleepState
+from ..weights.weight_update import adapt_new_params, make_root_hash
+from .compile_planner import CompilePlanner
+from .prefill_batching import PrefillBatcher
 from .request import Request
-from .results import DispatchedStep, InFlightSteps, note_passes, take_all
-from .rows import calls_of_plan
+from .results import DispatchedCall, InFlightSteps, await_and_append_results, record_verify_passes
 from .scheduler import Scheduler
-from .seats import drawn, seated, tables_of, with_masks
+from .scheduler_output import ScheduledTokens, SchedulerConfig, SchedulerOutput
+from .slot_setup import (
+    LogitBiasCache,
+    dispatch_deferred_sampling,
+    load_grammar_masks,
+    make_page_tables,
+    setup_slot,
+)
+from .speculation import Speculation
+from .step_calls import split_into_calls
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
@@ -47,112 +53,125 @@ MAX_FAILURES = 3  # steps that may fail without a new token between them before 
 class Engine:
     """Serves requests with one model on one device or mesh.
 
-    A step of each group of slots is always in flight (only a pipeline has several groups): the next step is
-    planned and dispatched before the tokens of the last are read, since the device remembers the last token
-    of each slot. Draft tokens need those tokens first. So do draws under a grammar, or whole steps if no draw
-    may be deferred.
+    A step of each group of slots is always in flight; only a pipeline has several groups. The next step is
+    planned and dispatched before the tokens of the last one are read: the device keeps each slot's last
+    token. Two kinds of steps read those tokens first: steps that verify draft tokens, and steps that sample
+    under a grammar if sampling may not be deferred.
 
-    Not thread-safe: callers take turns.
+    Not thread-safe: one thread calls at a time.
 
-    programs: calls of a step, by shape.
-    classes: shapes that serve now; one of the last classes holds every row of decode and of verification.
-    state: parameters, cache and slots on the device.
-    limits: what the scheduler may give out. Prompts are cut to fit.
-    warmup: programs that come while the engine serves; `speculation` begins when it is done.
-    later: makes a warm-up of deferred draws, which begins with the first step that waits for a grammar.
-    clock: seconds, for all times in reports.
+    programs: compiled programs of a step, by shape.
+    classes: shapes that serve now. One of the last classes holds every row of decode and of verification.
+    arguments: parameters, cache and slots on the device.
+    scheduler_config: limits of a step. The scheduler cuts prompts into chunks that fit them.
+    warmup: compiles more programs while the engine serves; `speculation` begins when it is done.
+    make_deferred_sampling_warmup: returns a warm-up of deferred sampling, which begins with the first step
+        that waits for a grammar.
+    clock: returns the time in seconds, for all times in reports.
     kernels: checks of the device's kernels (`kernel_checks.KernelCheck`), by kernel and sizes.
-    without_cpu_kernels: why steps on a CPU have no kernels of duetto's own.
+    cpu_kernels_reason: reason why steps on a CPU use no kernels of duetto's own; "" if they do.
     """
 
     def __init__(
         self,
         programs: StepPrograms,
         classes: ShapeClasses,
-        state: StepArguments,
-        limits: SchedulerConfig,
+        arguments: StepArguments,
+        scheduler_config: SchedulerConfig,
         prefix_caching: bool,
         speculation: Speculation | None = None,
         warmup: Warmup | None = None,
-        later: Callable[[ShapeClasses], Warmup] | None = None,
+        make_deferred_sampling_warmup: Callable[[ShapeClasses], Warmup] | None = None,
         clock: Callable[[], float] = time.monotonic,
         kernels: Mapping[str, Any] | None = None,
-        without_cpu_kernels: str = "",
+        cpu_kernels_reason: str = "",
     ):
-        self.kernels, self._without_cpu_kernels = kernels or {}, without_cpu_kernels
-        self.programs, self._state, self._limits = programs, state, limits
+        self.kernels, self._cpu_kernels_reason = kernels or {}, cpu_kernels_reason
+        self.programs, self._arguments, self._scheduler_config = programs, arguments, scheduler_config
+        self._bias_cache = LogitBiasCache(programs.config.target.vocab_size)
         self.config, self.sizes = programs.config, programs.sizes
-        self._adapters = Writer(target_of(state.params))
-        self.meter, self.compilations, self.sleeper = EngineStats(clock), Compilations(), Sleep()
-        alive = weakref.proxy(self)  # no cycle keeps the cache on its device
-        self.tables = tables_of(self.config.windows, self.sizes, limits)
-        self.gathering = PrefillBatcher(lambda: alive.classes, self.meter.typical, clock)
+        self._adapter_writer = AdapterWriter(target_params(arguments.params))
+        self.stats, self.compilations, self.sleep_state = EngineStats(clock), Compilations(), SleepState()
+        engine = weakref.proxy(self)  # no cycle keeps the cache on its device
+        self.tables = make_page_tables(self.config.windows, self.sizes, scheduler_config)
+        self.prefill_batcher = PrefillBatcher(lambda: engine.classes, self.stats.cached_median_seconds, clock)
         self.scheduler = Scheduler(
-            limits,
+            scheduler_config,
             self.tables,
-            root_of(self.config, self.everything, self.sizes.kv_cache_dtype) if prefix_caching else None,
+            make_root_hash(self.config, self.all_params, self.sizes.kv_cache_dtype)
+            if prefix_caching
+            else None,
             recompute_outputs=classes.same_bits,
-            boundary=self.config.boundary,
-            gathering=self.gathering,
+            longrope_boundary=self.config.longrope_boundary,
+            prefill_batcher=self.prefill_batcher,
         )
-        self.scheduler.places, self.flights = self._adapters.places, InFlightSteps(self.scheduler.group_of)
-        self._failures = self.weights = 0  # the latter is their version: how often others came
-        self.on_end: Callable[[Request], None] | None = None  # called with each request that ends
-        self.on_warmup: Callable[[Warmup], None] | None = None  # called with a warm-up that is to begin
-        self.speculation, self.warmup, self._later = speculation, warmup, later
-        self.need = Need(self.sizes, self.meter, classes)
-        self.since: dict[Shape, float] = {}  # seconds after the start from which on a shape serves
-        self._serve_with(classes)
+        self.scheduler.lora_slots = self._adapter_writer.lora_slots
+        self.in_flight_steps = InFlightSteps(self.scheduler.group_of)
+        self.num_failures = self.weights_version = 0  # of steps; version of the weights, which counts updates
+        self.on_request_end: Callable[[Request], None] | None = None  # called with each request that ends
+        self.on_warmup_start: Callable[[Warmup], None] | None = None  # called with a warm-up that is to begin
+        self.speculation, self.warmup, self._make_deferred_sampling_warmup = (
+            speculation,
+            warmup,
+            make_deferred_sampling_warmup,
+        )
+        self.compile_planner = CompilePlanner(self.sizes, self.stats, classes)
+        self.serving_since: dict[Shape, float] = {}  # seconds from the start until a shape serves
+        self._set_shape_classes(classes)
 
-    def attach(self, mover: PageMover) -> None:
+    def attach_mover(self, mover: PageMover) -> None:
         """Offload pages that the pools evict to tiers, and look prefixes up there."""
-        self.scheduler.tiers = KVOffloader(mover, self.tables, self.meter.token_seconds)
+        self.scheduler.page_finder = KVOffloader(mover, self.tables, self.stats.prefill_token_seconds)
         weakref.finalize(self, mover.close)
 
     def close(self) -> None:
         """Write pages to the tiers that outlive the process, if the cache can still be read."""
-        self.tiers.close(self.cache if hasattr(self, "_state") and not self.is_sleeping else None)
+        self.page_finder.close(self.cache if hasattr(self, "_arguments") and not self.is_sleeping else None)
         self.programs.close()
 
     @property
-    def tiers(self) -> PageFinder:
-        return self.scheduler.tiers
+    def page_finder(self) -> PageFinder:
+        return self.scheduler.page_finder
 
     @cached_property
-    def products(self) -> str | None:
-        """Hash of how matrix products were configured in the shapes that serve (`StepPrograms.products`)."""
-        return self.programs.products(s for s in self.classes.shapes if s.phase != "deferred")
+    def matmul_tuning_hash(self) -> str | None:
+        """Hash of how matrix products were configured in the shapes that serve
+        (`StepPrograms.matmul_tuning_hash`)."""
+        return self.programs.matmul_tuning_hash(s for s in self.classes.shapes if s.phase != "deferred")
 
     @property
     def params(self) -> Decoder:
-        return target_of(self.everything)
+        return target_params(self.all_params)
 
     @property
-    def everything(self) -> Params:
+    def all_params(self) -> EngineParams:
         """Parameters of the model and of its drafter, without adapters."""
-        return unadapted(self._state.params)
+        return drop_lora(self._arguments.params)
 
     @property
     def cache(self) -> KVCache:
-        return arrived(self._state.cache)
+        return wait_result(self._arguments.cache)
 
     @property
     def has_work(self) -> bool:
-        return bool(self.flights) or self.scheduler.has_work
+        return bool(self.in_flight_steps) or self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
         """Put a request into the queue, which has no limit."""
         assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
-        request.made_by(self.weights)
-        request.ticket = self.tiers.expect(request.prompt, self.scheduler.usable(request), request.source)
+        request.record_weights_version(self.weights_version)
+        hashes, salt = self.scheduler.prefix_hashes(request), request.cache_salt
+        request.page_fetch = self.page_finder.start_remote_prefill(
+            request.prompt, hashes, request.prefill_address, salt
+        )
         self.scheduler.add(request)
 
     def abort(self, request: Request) -> None:
         """End a request now and keep what it has generated. A finished request stays as it is."""
-        if not request.finished:
+        if not request.is_finished:
             request.finish("abort")
             self.scheduler.abort(request)
-            self._ended(request)
+            self._on_request_end(request)
 
     def step(self) -> list[Request]:
         """Plan and dispatch a step, then read the results of the one before; returns the requests that got
@@ -162,32 +181,32 @@ class Engine:
         into the queue, and its pages are computed again. Raises the device's error if that fails too, and
         RuntimeError while the engine sleeps.
         """
-        self.sleeper.check()
+        self.sleep_state.check_awake()
         try:
-            with self.meter.working(self.warmup is not None and self.warmup.is_compiling):
-                touched = self._advance()
+            with self.stats.time_step(self.warmup is not None and self.warmup.is_compiling):
+                updated = self._step_unguarded()
         except BaseException as error:
-            self._recover(error)
-            self._failures += 1
-            if not isinstance(error, jax.errors.JaxRuntimeError) or self._failures >= MAX_FAILURES:
+            self._rebuild_device_state(error)
+            self.num_failures += 1
+            if not isinstance(error, jax.errors.JaxRuntimeError) or self.num_failures >= MAX_FAILURES:
                 raise
             return []
-        self._failures = 0 if touched else self._failures
-        return touched
+        self.num_failures = 0 if updated else self.num_failures
+        return updated
 
     def report(self) -> dict[str, Any]:
         """Return counts of the engine, its scheduler, tiers and programs, and what was compiled after the
         warm-up, which should be nothing."""
-        own: dict[str, Any] = {
-            "waiting_reasons": self.scheduler.reasons.report(),
-            "gathering": self.gathering.report(),
+        counts: dict[str, Any] = {
+            "waiting_reasons": self.scheduler.waiting_reasons.report(),
+            "gathering": self.prefill_batcher.report(),
             "dtype": str(self.params.embed.dtype),
-            "cpu_kernels": kernels_in(self.params),
-            "cpu_kernels_target": target_in(self.params),
-            "without_cpu_kernels": self._without_cpu_kernels or None,
-            "cpu_attention_layers": self._cpu_attention_layers(),
-            "steps_beside_compiling_seconds": self.meter.beside_compiling,
-            "serving_since": {str(s): round(t, 3) for s, t in sorted(self.since.items())},
+            "cpu_kernels": kernel_isa(self.params),
+            "cpu_kernels_target": kernel_ffi_target(self.params),
+            "without_cpu_kernels": self._cpu_kernels_reason or None,
+            "cpu_attention_layers": self._count_cpu_attention_layers(),
+            "steps_beside_compiling_seconds": self.stats.compiling_seconds,
+            "serving_since": {str(s): round(t, 3) for s, t in sorted(self.serving_since.items())},
             "compilations": self.compilations.count,
             "preemptions": self.scheduler.preemptions,
             "cache_pages": self.sizes.shards * sum(self.sizes.pages),
@@ -195,17 +214,19 @@ class Engine:
             "kernels": {name: asdict(check) for name, check in self.kernels.items()},
         }
         if self.speculation is not None:
-            own["speculation"] = self.speculation.report()
-        if not self.warmup and self.products is not None:
-            own["products"] = self.products
-        return self.meter.report() | self.tiers.report() | self.programs.report() | own
+            counts["speculation"] = self.speculation.report()
+        if not self.warmup and self.matmul_tuning_hash is not None:
+            counts["products"] = self.matmul_tuning_hash
+        return self.stats.report() | self.page_finder.report() | self.programs.report() | counts
 
-    def _cpu_attention_layers(self) -> int:
+    def _count_cpu_attention_layers(self) -> int:
         """Layers whose pages the CPU kernels read."""
-        if kernels_in(self.params) is None:
+        if kernel_isa(self.params) is None:
             return 0
         dtype = self.params.embed.dtype
-        return layers_read(self.config.layers, kept_as(self.sizes.kv_cache_dtype, dtype), dtype)
+        return count_kernel_layers(
+            self.config.layers, choose_cache_format(self.sizes.kv_cache_dtype, dtype), dtype
+        )
 
     def update_params(self, params: Decoder, keep: bool = False) -> None:
         """Serve other weights of the same shapes from now on, without a compilation. Cached prefixes are
@@ -218,190 +239,239 @@ class Engine:
         """
         if self.scheduler.has_work and not keep:
             raise RuntimeError("update_params: requests are unfinished; run or abort them, or keep them")
-        params = exchanged(target_of(self._state.params), params)
+        params = adapt_new_params(target_params(self._arguments.params), params)
         use_huge_pages(params)
         if self.scheduler.has_work:
-            self.vacate()
+            self.preempt_and_reset_cache()
         if self.warmup is not None:
-            self.warmup.replaced(self.tables)
-        self.tables.forget()
-        self._state = replace(self._state, params=with_target(self._state.params, params))
-        self.sleeper.replaced(params)
-        self.tiers.replaced(self.everything)
-        self.weights += 1
+            self.warmup.on_weights_replaced(self.tables)
+        self.tables.reset_prefix_cache()
+        self._arguments = replace(self._arguments, params=with_target(self._arguments.params, params))
+        self.sleep_state.on_params_replaced(params)
+        self.page_finder.on_weights_replaced(self.all_params)
+        self.weights_version += 1
         for _, request in self.scheduler.waiting:
-            request.made_by(self.weights)
+            request.record_weights_version(self.weights_version)
 
-    def vacate(self) -> None:
+    def preempt_and_reset_cache(self) -> None:
         """Put every running request back into the queue and forget the cache: pages are computed again."""
-        self.flights.clear()
-        self.meter.lost()
+        self.in_flight_steps.clear()
+        self.stats.forget_in_flight()
         if self.warmup is not None:
             self.warmup.interrupt(self.tables)
         for request in list(self.scheduler.running.values()):
-            if request.finished:
-                self.conclude(ScheduledTokens(request, len(request.tokens) - 1, 1))
+            if request.is_finished:
+                self.on_tokens_computed(ScheduledTokens(request, len(request.tokens) - 1, 1))
             else:
                 self.scheduler.preempt(request)
-        self.tables.forget()
-        self.scheduler.drop_tickets()
-        self.tiers.lose()
+        self.tables.reset_prefix_cache()
+        self.scheduler.cancel_page_fetches()
+        self.page_finder.discard_evicted()
 
     @property
     def is_sleeping(self) -> bool:
-        return bool(self.sleeper.missing)
+        return bool(self.sleep_state.missing)
 
     def sleep(self, level: int) -> None:
         """Take no steps until `wake_up`. From level 1 on, release the memory of the cache and of the
         parameters.
 
-        Level 1 keeps the parameters on the host; level 2 discards them, so `update_params` has to bring
-        others.
+        Level 1 keeps the parameters on the host. Level 2 discards them: `update_params` has to give new
+        ones.
         """
         if level == 0:
-            return self.sleeper.pause()
-        self.vacate()
-        self.scheduler.places.forget()
-        self._state = self.sleeper.begin(self._state, self.programs.like, discard=level == 2)
+            return self.sleep_state.pause()
+        self.preempt_and_reset_cache()
+        self.scheduler.lora_slots.clear()
+        self._arguments = self.sleep_state.release_arguments(
+            self._arguments, self.programs.abstract_arguments, discard=level == 2
+        )
 
     def wake_up(self, tags: Iterable[str]) -> None:
-        """Restore "weights" or "kv_cache", as `tags` say. Steps are taken once both are there."""
-        self._state = self.sleeper.end(self._state, tags, self.programs.empty)
-        self.tiers.woke(self.everything)
+        """Restore the "weights" or the "kv_cache" that `tags` name. Steps are taken once both are
+        restored."""
+        self._arguments = self.sleep_state.restore(self._arguments, tags, self.programs.fresh_arguments)
+        self.page_finder.on_wake(self.all_params)
 
-    def warm(self) -> bool:
+    def advance_warmup_if_idle(self) -> bool:
         """Advance the warm-up by one run if there is nothing to serve; returns True if it ran."""
         if self.warmup is None or self.scheduler.has_work:
             return False
-        has_params = not (self.is_sleeping or self.sleeper.discarded)
-        if not has_params or not self.warmup.busy:
-            self.warmup.idle = self.need.is_over and has_params
+        has_params = not (self.is_sleeping or self.sleep_state.discarded)
+        if not has_params or not self.warmup.has_work:
+            self.warmup.is_idle = self.compile_planner.is_engine_idle and has_params
             return False
         try:
-            self._settle()
+            self._commit_steps_in_flight()
         except jax.errors.JaxRuntimeError as error:  # of a step whose requests have all ended
-            self._recover(error)
-        self._warm()
+            self._rebuild_device_state(error)
+        self._advance_warmup()
         return True
 
-    def _warm(self) -> None:
-        if (warmup := self.warmup) is None or not warmup.busy:
+    def _advance_warmup(self) -> None:
+        if (warmup := self.warmup) is None or not warmup.has_work:
             return
-        if (cache := warmup.advance(self._state, self.tables, self.scheduler.growth)) is None:
-            self._recover()
+        if (cache := warmup.advance(self._arguments, self.tables, self.scheduler.max_new_pages)) is None:
+            self._rebuild_device_state()
         else:
-            self._state = replace(self._state, cache=cache)
-        self.tiers.lose()  # what was lent has been written over
+            self._arguments = replace(self._arguments, cache=cache)
+        self.page_finder.discard_evicted()  # the warm-up has overwritten the pages lent to it
         if warmup.classes != self.classes:
-            self._serve_with(warmup.classes)
-        if warmup.done:
+            self._set_shape_classes(warmup.classes)
+        if warmup.is_done:
             self.warmup, self.speculation = None, warmup.speculation
 
-    def _warm_later(self) -> None:
-        if self._later is None or self.on_warmup is None:
+    def _start_deferred_sampling_warmup(self) -> None:
+        """Begin the warm-up of deferred sampling; first hurry a warm-up that still runs."""
+        if self._make_deferred_sampling_warmup is None or self.on_warmup_start is None:
             return
         if self.warmup is not None:
-            return self.warmup.hurry()
-        self.warmup, self._later = self._later(self.classes), None
-        self.on_warmup(self.warmup)
+            return self.warmup.compile_all_now()
+        self.warmup, self._make_deferred_sampling_warmup = (
+            self._make_deferred_sampling_warmup(self.classes),
+            None,
+        )
+        self.on_warmup_start(self.warmup)
 
-    def _serve_with(self, classes: ShapeClasses) -> None:
-        self.classes, age = classes, self.programs.age
-        self.need.forget()
-        self.since = dict.fromkeys(classes.shapes, age) | self.since
-        steps = min(self._limits.decode_steps, max(s.tokens for s in classes.decode))
-        several, most = (max(s.rows for s in classes.decode if s.tokens >= n) for n in (steps, 1))
-        self._limits = self._limits._replace(row=round_up(least_row(classes.prefill), self.config.block))
-        self.scheduler.limits = self._limits._replace(
-            decode_steps=steps, multi_step_rows=several if several < most else None
+    def _set_shape_classes(self, classes: ShapeClasses) -> None:
+        """Serve with the shapes of `classes` from now on, and fit the scheduler's limits to them."""
+        self.classes, age = classes, self.programs.uptime_seconds
+        self.compile_planner.reset()
+        self.serving_since = dict.fromkeys(classes.shapes, age) | self.serving_since
+        steps = min(self._scheduler_config.decode_steps, max(s.tokens for s in classes.decode))
+        multi_step_rows, single_step_rows = (
+            max(s.rows for s in classes.decode if s.tokens >= n) for n in (steps, 1)
+        )
+        self._scheduler_config = self._scheduler_config._replace(
+            row_tokens=round_up(min_row_tokens(classes.prefill), self.config.prefill_alignment)
+        )
+        self.scheduler.config = self._scheduler_config._replace(
+            decode_steps=steps,
+            multi_step_rows=multi_step_rows if multi_step_rows < single_step_rows else None,
         )
         self.scheduler.recompute_outputs = classes.same_bits
 
-    def _advance(self) -> list[Request]:
-        self._warm()
-        self.scheduler.next_turn()
-        touched, guess = [], None
+    def _step_unguarded(self) -> list[Request]:
+        """Take a step like `step`, for a caller that handles errors of the device."""
+        self._advance_warmup()
+        self.scheduler.select_next_group()
+        updated, propose_drafts = [], None
         if self.speculation is not None:
-            guess = self.speculation.proposer(self.scheduler.decoding, idle=not self.flights)
-        if guess or self.flights.are_awaited(self.classes.may_defer):
-            self._warm_later()
-            touched = self._settle(self.scheduler.group)
-        plan = self.scheduler.plan(not self.flights, guess)
-        if plan is None:
-            touched += self._settle()
-            plan = self.scheduler.plan(settled=True)
-            assert plan is not None
-        if not (plan or self.flights):
-            self.tiers.pause()
-        self.flights.add(self.dispatch(plan))
-        due = self.flights.beyond(self.scheduler.most_flights if plan else len(self.flights) - 1)
-        touched += [request for flight in due for request in self._commit(flight)]
-        self._state = drawn(self.programs, self._state, self.flights.undrawn)
-        return touched
+            propose_drafts = self.speculation.proposer_if_speculative(
+                self.scheduler.num_decoding, is_idle=not self.in_flight_steps
+            )
+        if propose_drafts or self.in_flight_steps.must_await_results(self.classes.can_defer_sampling):
+            self._start_deferred_sampling_warmup()
+            updated = self._commit_steps_in_flight(self.scheduler.group)
+        scheduler_output = self.scheduler.schedule(not self.in_flight_steps, propose_drafts)
+        if scheduler_output is None:
+            updated += self._commit_steps_in_flight()
+            scheduler_output = self.scheduler.schedule(is_drained=True)
+            assert scheduler_output is not None
+        if not (scheduler_output or self.in_flight_steps):
+            self.page_finder.wait_for_pages()
+        self.in_flight_steps.add(self.dispatch(scheduler_output))
+        due_steps = self.in_flight_steps.pop_excess(
+            self.scheduler.max_in_flight if scheduler_output else len(self.in_flight_steps) - 1
+        )
+        updated += [request for step in due_steps for request in self._commit_step(step)]
+        self._arguments = dispatch_deferred_sampling(
+            self.programs, self._arguments, self.in_flight_steps.unsampled_calls
+        )
+        return updated
 
-    def _settle(self, group: int | None = None) -> list[Request]:
+    def _commit_steps_in_flight(self, group: int | None = None) -> list[Request]:
         """Read the results of all steps in flight, or of those up to the last with rows of a group."""
-        return [r for flight in self.flights.until(group) for r in self._commit(flight, waited=True)]
+        return [
+            r
+            for step in self.in_flight_steps.pop_until_group(group)
+            for r in self._commit_step(step, was_awaited=True)
+        ]
 
-    def dispatch(self, plan: SchedulerOutput) -> list[DispatchedStep]:
-        cache = self.tiers.step(self._state.cache, [request.ticket for request in plan.admitted])
-        slots = with_masks(self.programs, self._state.slots, plan.works)
-        self._state = StepArguments(self._adapters.write(self._state.params), cache, slots)
-        for request in plan.admitted:
-            request.ticket = None
-            self._state = replace(self._state, slots=seated(self.programs, self._state.slots, request))
-            self.meter.admitted(request)
-        ran = [self._run(*call) for call in calls_of_plan(self.classes, plan, self.sizes)]
-        self.need.observe(self.warmup, self.classes, plan, self.scheduler)
-        self.scheduler.dispatched(plan)
-        self.meter.planned(self.tables)
-        return ran
+    def dispatch(self, scheduler_output: SchedulerOutput) -> list[DispatchedCall]:
+        """Set up the slots of admitted requests, and dispatch the calls of a step; returns the calls."""
+        cache = self.page_finder.move_pages(
+            self._arguments.cache, [request.page_fetch for request in scheduler_output.admitted]
+        )
+        slots = load_grammar_masks(self.programs, self._arguments.slots, scheduler_output.scheduled_rows)
+        self._arguments = StepArguments(
+            self._adapter_writer.write_due_adapters(self._arguments.params), cache, slots
+        )
+        for request in scheduler_output.admitted:
+            request.page_fetch = None
+            self._arguments = replace(
+                self._arguments,
+                slots=setup_slot(self.programs, self._arguments.slots, request, self._bias_cache),
+            )
+            self.stats.on_admit(request)
+        calls = [
+            self._dispatch_call(*call)
+            for call in split_into_calls(self.classes, scheduler_output, self.sizes)
+        ]
+        self.compile_planner.on_step(self.warmup, self.classes, scheduler_output, self.scheduler)
+        self.scheduler.on_dispatch(scheduler_output)
+        self.stats.record_occupancy(self.tables)
+        return calls
 
-    def _run(self, shape: Shape, works: dict[int, ScheduledTokens]) -> DispatchedStep:
-        count, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
-        batch = self.programs.batch(shape, works)
-        self.meter.ran(shape, count, cached, self.sizes.shards)
-        cache, slots, output = self.programs.run(shape, self._state, batch)
-        self._state = replace(self._state, cache=cache, slots=slots)
-        return DispatchedStep(shape, works, output)
+    def _dispatch_call(self, shape: Shape, scheduled_rows: dict[int, ScheduledTokens]) -> DispatchedCall:
+        """Dispatch one call of a step, with its rows by number."""
+        count = sum(row.count for row in scheduled_rows.values())
+        cached = sum(row.start for row in scheduled_rows.values())
+        batch = self.programs.batch(shape, scheduled_rows)
+        self.stats.on_dispatch(shape, count, cached, self.sizes.shards)
+        cache, slots, output = self.programs.run(shape, self._arguments, batch)
+        self._arguments = replace(self._arguments, cache=cache, slots=slots)
+        return DispatchedCall(shape, scheduled_rows, output)
 
-    def _commit(self, flight: list[DispatchedStep], waited: bool = False) -> list[Request]:
-        """Read what a dispatched step sampled, and release finished requests; returns those that got tokens.
+    def _commit_step(self, step: list[DispatchedCall], was_awaited: bool = False) -> list[Request]:
+        """Read the tokens of a dispatched step and release finished requests; returns the requests with
+        tokens.
 
-        waited: the next step is not dispatched yet.
+        was_awaited: the next step is dispatched after this read.
         """
-        taken = take_all(flight, self.meter)
-        if self._limits.guesses:
-            note_passes(taken)
-        if self.speculation is not None and taken:
-            self.speculation.record(taken, self.meter.arrived - self.meter.phase_seconds["prefill"], waited)
-        for row in taken:
-            if row.work.request.slot is not None and row.has_news:
-                self.conclude(row.work)
-        return [row.work.request for row in taken if row.tokens]
+        results = await_and_append_results(step, self.stats)
+        if self._scheduler_config.max_draft_tokens:
+            record_verify_passes(results)
+        if self.speculation is not None and results:
+            self.speculation.record_step(
+                results, self.stats.last_arrival - self.stats.phase_seconds["prefill"], was_awaited
+            )
+        for result in results:
+            if result.scheduled.request.slot is not None and result.has_changed_request:
+                self.on_tokens_computed(result.scheduled)
+        return [result.scheduled.request for result in results if result.tokens]
 
-    def conclude(self, work: ScheduledTokens) -> None:
-        """Name the full pages of a request after a step computed its tokens. It leaves its slot if it has
-        finished, or if it has reached the length that its keys are valid for."""
-        request, tokens = work.request, len(work.request.tokens)
-        if tokens <= request.reach:
-            self.scheduler.name_pages(request, work.start, min(work.end, request.computed, tokens - 1))
-        if request.finished:
+    def on_tokens_computed(self, scheduled: ScheduledTokens) -> None:
+        """Let a request's full pages be found by their hashes after a step has computed its tokens, and
+        release its slot if it is done.
+
+        If the model computed NaN for the request, its pages lose their hashes. A request that has reached
+        `Request.slot_end` is preempted: its keys are valid up to that length.
+        """
+        request, tokens = scheduled.request, len(scheduled.request.tokens)
+        if request.has_failed:
+            self.tables.drop_hashes(request.pages)
+        elif tokens <= request.slot_end:
+            self.scheduler.cache_pages(
+                request, scheduled.start, min(scheduled.end, request.num_computed_tokens, tokens - 1)
+            )
+        if request.is_finished:
             self.scheduler.release(request)
-            self._ended(request)
-        elif tokens >= request.reach:
+            self._on_request_end(request)
+        elif tokens >= request.slot_end:
             self.scheduler.preempt(request)
 
-    def _ended(self, request: Request) -> None:
-        self.meter.finished(request)
+    def _on_request_end(self, request: Request) -> None:
+        """Count an ended request, release its drafter's state, and call `on_request_end`."""
+        self.stats.on_finish(request)
         if self.speculation is not None:
             self.speculation.forget(request)
-        if self.on_end is not None:
-            self.on_end(request)
+        if self.on_request_end is not None:
+            self.on_request_end(request)
 
-    def _recover(self, error: BaseException | None = None) -> None:
+    def _rebuild_device_state(self, error: BaseException | None = None) -> None:
         """Restart from the host's tokens: arrays that a failed step consumed cannot be read any more."""
-        self.vacate()
-        params = self._state.params
-        del self._state  # its cache goes first: two may not fit
-        self._state = self.programs.empty(params, error)
+        self.preempt_and_reset_cache()
+        params = self._arguments.params
+        del self._arguments  # its cache goes first: two may not fit
+        self._arguments = self.programs.fresh_arguments(params, error)

@@ -1,5 +1,6 @@
 """A request on its way through the engine: one sequence of tokens, its pages, and when it has to stop."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,29 +10,31 @@ import numpy as np
 from ....checkpoints.adapters.adapter import Adapter
 from ....model.pooling import Pooler
 from ....model.transformer import Observed
-from ....model.weights.adapted import NO_ADAPTER
+from ....model.weights.lora import NO_ADAPTER
 from ....sampling.params import NO_TOKEN, SamplingParams
 from ...kv.offload.mover import PageFetch
 from ...text.grammar.constraint import Constraint
-from ...text.grammar.trace import TraceConstraint
+from ...text.grammar.trace_constraint import TraceConstraint
 from ...text.outputs import Pass, RequestMetrics
 from ...text.tokenizer.detokenizer import Detokenizer
 
 
 @dataclass
 class ScoreLog:
-    """Log-probabilities as the device returned them: one entry a token."""
+    """Log-probabilities as the device returned them: one entry a token. `has_nan`: one of them is NaN."""
 
     logprob: list[float] = field(default_factory=list)
     rank: list[int] = field(default_factory=list)
     top_ids: list[np.ndarray] = field(default_factory=list)
     top_logprobs: list[np.ndarray] = field(default_factory=list)
+    has_nan: bool = False
 
     def extend(
         self, logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray
     ) -> None:
         """Append the scores of several tokens, the first axis of the arrays."""
-        self.logprob += np.asarray(logprob).tolist()
+        self.logprob += (new := np.asarray(logprob).tolist())
+        self.has_nan = self.has_nan or any(map(math.isnan, new))
         self.rank += np.asarray(rank).tolist()
         self.top_ids += list(top_ids)
         self.top_logprobs += list(top_logprobs)
@@ -39,23 +42,29 @@ class ScoreLog:
 
 @dataclass
 class TokenRecord:
-    """Inner values of a request's tokens in order, as steps observed them: experts [layers,A] and hidden
-    states [layers,D] of each token that was computed."""
+    """Values inside the model for each computed token of a request, in order.
+
+    experts: [layers,A] of each token.
+    hidden: hidden states [layers,D] of each token.
+    """
 
     experts: list[np.ndarray] = field(default_factory=list)
     hidden: list[np.ndarray] = field(default_factory=list)
 
-    def take(self, observed: Observed, row: int, start: int, count: int) -> None:
-        """Take a step's row of `count` tokens from position `start` on; they replace what was there."""
-        for found, new in ((self.experts, observed.experts), (self.hidden, observed.hidden)):
+    def store_row(self, observed: Observed, row: int, start: int, count: int) -> None:
+        """Store a step's row of `count` tokens at position `start`, in place of all values from there on."""
+        for stored, new in ((self.experts, observed.experts), (self.hidden, observed.hidden)):
             if new is not None:
-                found[start:] = np.asarray(new)[row, :count]
+                stored[start:] = np.asarray(new)[row, :count]
 
 
-def unknown_score(top: int) -> tuple[np.ndarray, ...]:
-    """Return a score that stands for one that is not known, without alternatives."""
-    most = max(top, 0)  # top may be -1, for all that an engine reports
-    return np.zeros(1), np.zeros(1, np.int32), np.full((1, most), NO_TOKEN), np.zeros((1, most))
+def unknown_score(num_top: int) -> tuple[np.ndarray, ...]:
+    """Return the score of one token whose score is unknown, with `num_top` empty alternatives."""
+    count = max(num_top, 0)  # -1 asks for all alternatives that an engine reports
+    return np.zeros(1), np.zeros(1, np.int32), np.full((1, count), NO_TOKEN), np.zeros((1, count))
+
+
+NAN_LOGITS = "the model computed NaN or infinity: its dtype is too narrow, or weights or memory are damaged"
 
 
 @dataclass
@@ -63,19 +72,19 @@ class RequestTimes:
     """Times of a request in monotonic seconds, 0 until they are known."""
 
     arrival: float = field(default_factory=time.monotonic)
-    wall: float = field(default_factory=time.time)  # arrival by the wall clock
+    wall_arrival: float = field(default_factory=time.time)  # arrival by the wall clock
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
-    seen: float = 0.0  # time of the latest token that the engine's stats have observed
+    last_observed_token: float = 0.0  # time of the latest token that the engine's stats have observed
     finish: float = 0.0
     now: Callable[[], float] = time.monotonic  # returns the time
 
 
 @dataclass(eq=False)
 class Request:
-    """Bookkeeping of one sequence on the host. `computed` counts the tokens whose keys are in the pages, or
-    on their way there."""
+    """Bookkeeping of one sequence on the host. `num_computed_tokens` counts the tokens whose keys are in the
+    pages, or on their way there."""
 
     id: str
     prompt: list[int]
@@ -85,36 +94,36 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
-    text: Detokenizer | None = None
+    detokenizer: Detokenizer | None = None
     priority: int = 0
     arrival: int = 0
     score_from: int = 1  # first position of the prompt that is scored
-    pool: Pooler | None = None  # for an embedding of the prompt
-    record: TokenRecord | None = None  # of what steps observe
-    patience: float = 0.0  # seconds that its admission may be delayed to share a prefill
-    source: str | None = None  # address of the prefill engine that computes its prompt
+    pooler: Pooler | None = None  # for an embedding of the prompt
+    token_record: TokenRecord | None = None  # values that steps observe
+    max_prefill_delay: float = 0.0  # seconds that admission may be delayed to share a prefill
+    prefill_address: str | None = None  # address of the prefill engine that computes its prompt
     constraint: Constraint | TraceConstraint | None = None  # limits on the next token
     adapter: Adapter | None = None
+    cache_salt: bytes = b""  # digest; requests share pages only with an equal one
 
     tokens: list[int] = field(default_factory=list)
-    known: int = 0  # generated tokens that came with it
-    weights: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # first generated token, and version of the weights
-    computed: int = 0
+    num_resumed_tokens: int = 0  # generated tokens that another engine sampled
+    # Index of a generated token, and the version of the weights from there on.
+    weights_versions: list[tuple[int, int]] = field(default_factory=list)
+    num_computed_tokens: int = 0
     pages: list[list[int]] = field(default_factory=list)  # for each window
-    names: list[bytes] = field(default_factory=list)
-    marks: tuple[int, ...] = ()  # pages behind which recurrent states are kept
+    page_hashes: list[bytes] = field(default_factory=list)
+    state_checkpoints: tuple[int, ...] = ()  # pages after which recurrent states are kept
     slot: int | None = None
-    place: int = NO_ADAPTER  # of its adapter, while it has a slot
-    ticket: PageFetch | None = None  # for pages that are fetched from a tier
-    reach: int = 0  # tokens up to which it can stay in its slot
-    cached: int = 0
+    lora_slot: int = NO_ADAPTER  # LoRA slot of its adapter, while it has a slot
+    page_fetch: PageFetch | None = None  # for pages that are fetched from a tier
+    slot_end: int = 0  # tokens with which it leaves its slot at the latest
+    num_cached_tokens: int = 0
     preemptions: int = 0
     scores: ScoreLog = field(default_factory=ScoreLog)
-    prompt_scores: ScoreLog = field(default_factory=ScoreLog)  # of its tokens from `score_from` on
+    prompt_scores: ScoreLog = field(default_factory=ScoreLog)  # from position `score_from` on
     passes: list[Pass] = field(default_factory=list)  # kept with speculation only
-    clock: RequestTimes = field(default_factory=RequestTimes)
+    times: RequestTimes = field(default_factory=RequestTimes)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -122,7 +131,7 @@ class Request:
         self.tokens = list(self.prompt)
 
     @property
-    def rank(self) -> tuple[int, int]:
+    def queue_key(self) -> tuple[int, int]:
         """Key of every queue: lower priority values first, then first come, first served."""
         return self.priority, self.arrival
 
@@ -131,104 +140,125 @@ class Request:
         return id(self) < id(other)
 
     @property
-    def is_whole(self) -> bool:
-        """True if all of its tokens have to be computed, and no page is taken from the cache."""
-        return self.record is not None or (self.pool is not None and self.pool.is_whole)
+    def must_compute_all(self) -> bool:
+        """True if all tokens have to be computed: no page is taken from the prefix cache."""
+        return self.token_record is not None or (self.pooler is not None and self.pooler.needs_all_tokens)
 
     @property
-    def salt(self) -> bytes:
-        """Part of the names of its pages besides tokens: its adapter's digest."""
-        return b"" if self.adapter is None else self.adapter.digest
+    def page_hash_salt(self) -> bytes:
+        """Part of page hashes besides tokens: the digests of the adapter and of the cache salt."""
+        return self.cache_salt if self.adapter is None else self.adapter.digest + self.cache_salt
 
     @property
-    def scored(self) -> bool:
+    def needs_prompt_scores(self) -> bool:
         return self.params.prompt_logprobs is not None
 
     @property
-    def unscored(self) -> int:
+    def first_unscored(self) -> int:
         """First position of a scored prompt whose score is not known yet."""
         return self.score_from + len(self.prompt_scores.logprob)
 
     @property
-    def outputs(self) -> list[int]:
+    def output_tokens(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
 
     @property
-    def generated(self) -> int:
+    def num_output_tokens(self) -> int:
         return len(self.tokens) - len(self.prompt)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def obey(self) -> None:
-        """Pass new tokens to the grammar; abort a request that it cannot bring to an end."""
-        if self.constraint is not None and not self.finished:
-            self.constraint.follow(self.tokens)
+    @property
+    def has_failed(self) -> bool:
+        """True if the model computed NaN for the request, which ended by that."""
+        return self.finish_reason == "error"
+
+    @property
+    def has_nan(self) -> bool:
+        """True if a score of the prompt, or a hidden state that is pooled, is NaN."""
+        return self.prompt_scores.has_nan or (self.pooler is not None and self.pooler.has_nan)
+
+    def fail_with_nan(self) -> None:
+        """End the request with an error: the model computed NaN for it."""
+        self.finish("error", NAN_LOGITS)
+
+    def advance_grammar(self) -> None:
+        """Pass new tokens to the grammar. Abort the request if the grammar fails."""
+        if self.constraint is not None and not self.is_finished:
+            self.constraint.advance(self.tokens)
             if self.constraint.failure is not None:
                 self.finish("abort", f"structured_outputs: {self.constraint.failure}")
 
     def append(self, token: int) -> None:
         """Append a sampled token, and finish if it or the text so far ends the request."""
         self.tokens.append(token)
-        self.clock.last_token = self.clock.now()
-        self.clock.first_token = self.clock.first_token or self.clock.last_token
-        self._stop_at(token)
-        if not self.finished and len(self.tokens) >= self.end:
+        self.times.last_token = self.times.now()
+        self.times.first_token = self.times.first_token or self.times.last_token
+        self._finish_if_stopped(token)
+        if not self.is_finished and len(self.tokens) >= self.end:
             self.finish("length")
 
-    def resume(self, tokens: Sequence[int]) -> None:
+    def append_resumed_tokens(self, tokens: Sequence[int]) -> None:
         """Append tokens that another engine has sampled, whose scores are not known here. Raises ValueError
         for tokens behind the request's end."""
         for token in tokens:
-            if self.finished:
+            if self.is_finished:
                 raise ValueError(
-                    f"{len(tokens)} tokens are known, but the request ends after {self.generated}"
+                    f"{len(tokens)} tokens are known, but the request ends after {self.num_output_tokens}"
                 )
             self.append(token)
             if self.params.logprobs is not None:
                 self.scores.extend(*unknown_score(self.params.logprobs))
-        self.known, self.clock = self.generated, RequestTimes()
+        self.num_resumed_tokens, self.times = self.num_output_tokens, RequestTimes()
 
-    def made_by(self, version: int) -> None:
-        """Record that tokens are of this version of the weights from now on; before the first token, scores
-        too."""
-        if self.weights and self.weights[-1][0] == self.generated:
-            self.weights.pop()
-        self.weights.append((self.generated, version))
-        if self.generated == self.known:
+    def record_weights_version(self, version: int) -> None:
+        """Record that the next tokens come from this version of the weights.
+
+        Without a token yet, prompt scores are discarded: they are computed again.
+        """
+        if self.weights_versions and self.weights_versions[-1][0] == self.num_output_tokens:
+            self.weights_versions.pop()
+        self.weights_versions.append((self.num_output_tokens, version))
+        if self.num_output_tokens == self.num_resumed_tokens:
             self.prompt_scores = ScoreLog()
 
-    def _stop_at(self, token: int) -> None:
-        below_min = self.generated <= self.params.min_tokens
+    def _finish_if_stopped(self, token: int) -> None:
+        below_min = self.num_output_tokens <= self.params.min_tokens
         is_stop = token in self.stop_ids
-        if self.text is not None and (not is_stop or self.params.include_stop_str_in_output):
-            self.text.push([token], below_min=int(below_min))
-            if self.text.stop_hit is not None:
-                self.finish("stop", self.text.stop_hit)
-        if is_stop and not self.finished:
+        if self.detokenizer is not None and (not is_stop or self.params.include_stop_str_in_output):
+            self.detokenizer.push([token], num_below_min=int(below_min))
+            if self.detokenizer.stop_hit is not None:
+                self.finish("stop", self.detokenizer.stop_hit)
+        if is_stop and not self.is_finished:
             self.finish("stop", None if token in self.eos_ids else token)
 
     def finish(self, reason: str, stop: int | str | None = None) -> None:
-        assert not self.finished, f"request {self.id} finishes twice"
+        assert not self.is_finished, f"request {self.id} finishes twice"
         self.finish_reason, self.stop_reason = reason, stop
-        if len(self.weights) > 1 and self.weights[-1][0] == self.generated:  # which have made none
-            self.weights.pop()
-        self.clock.finish = self.clock.now()
-        if self.text is not None:
-            self.text.finish()
+        versions = self.weights_versions
+        if len(versions) > 1 and versions[-1][0] == self.num_output_tokens:  # no token came from the last
+            self.weights_versions.pop()
+        self.times.finish = self.times.now()
+        if self.detokenizer is not None:
+            self.detokenizer.finish()
 
     def metrics(self) -> RequestMetrics:
-        c, generated = self.clock, self.generated
-        admitted, first, finish = c.admitted or c.finish, c.first_token or c.finish, c.finish
+        times, generated = self.times, self.num_output_tokens
+        admitted, first, finish = (
+            times.admitted or times.finish,
+            times.first_token or times.finish,
+            times.finish,
+        )
         return RequestMetrics(
-            arrival=c.arrival,
-            queued=admitted - c.arrival,
-            ttft=first - c.arrival,
+            arrival=times.arrival,
+            queued=admitted - times.arrival,
+            ttft=first - times.arrival,
             tpot=(finish - first) / (generated - 1) if generated > 1 else 0.0,
-            e2e=finish - c.arrival,
+            e2e=finish - times.arrival,
             preemptions=self.preemptions,
             num_generation_tokens=generated,
-            arrival_time=c.wall,
-            last_token_ts=c.last_token,
+            arrival_time=times.wall_arrival,
+            last_token_ts=times.last_token,
         )

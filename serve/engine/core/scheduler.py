@@ -9,16 +9,16 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ....kvcache.page_hash import extend
-from ....kvcache.sharded_tables import shard_of
-from ....kvcache.tables import PageTables, Tables
-from ...kv.offload.tiering import NoOffload, PageFinder
+from ....kvcache.page_hash import extend_page_hashes
+from ....kvcache.sharded_tables import shard_number
+from ....kvcache.tables import IN_TIER, PageTables, SequenceTables
+from ...kv.offload.page_finder import PageFinder, PoolPageFinder
 from ...options.checks import round_up
-from ..lora.places import Places
+from ..lora.lora_slots import LoRASlots
 from .admission import AdmissionReason, WaitingReasons
-from .gathering import PrefillBatcher, fitting
-from .plan import Guess, ScheduledTokens, SchedulerConfig, SchedulerOutput
+from .prefill_batching import PrefillBatcher, counts_within_budget
 from .request import Request
+from .scheduler_output import ProposeDrafts, ScheduledTokens, SchedulerConfig, SchedulerOutput
 
 
 class Scheduler:
@@ -29,165 +29,179 @@ class Scheduler:
     the request that is last in the queue's order is preempted: it releases its pages and waits again. The
     first in that order always goes on, so everything finishes.
 
-    A sequence that grows beyond `boundary` tokens is preempted once: all of its keys change (longrope).
+    A sequence that grows beyond `longrope_boundary` tokens is preempted once: all of its keys change
+    (longrope).
 
     recompute_outputs: pages written by prefill and by decode have the same bits. Otherwise the pages of
-    decode have other names, and generated tokens of a preempted request that are not found are fed through
+    decode have other hashes, and generated tokens of a preempted request that are not found are fed through
     decode again, which writes the same bits as the first time.
     """
 
     def __init__(
         self,
-        limits: SchedulerConfig,
+        config: SchedulerConfig,
         tables: PageTables,
-        root: bytes | None,
+        root_hash: bytes | None,
         recompute_outputs: bool,
-        boundary: int | None = None,
-        gathering: PrefillBatcher | None = None,
+        longrope_boundary: int | None = None,
+        prefill_batcher: PrefillBatcher | None = None,
     ):
-        self.limits, self.tables, self.page_size, self.root = limits, tables, tables.page_size, root
-        self.recompute_outputs, self.boundary, self.gathering = recompute_outputs, boundary, gathering
+        self.config, self.tables, self.page_size, self.root_hash = config, tables, tables.page_size, root_hash
+        self.recompute_outputs = recompute_outputs
+        self.longrope_boundary = longrope_boundary
+        self.prefill_batcher = prefill_batcher
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}  # by slot
-        self.prefilling: dict[int, Request] = {}  # of these, with prompt tokens left to dispatch
-        self.free_slots = list(range(limits.max_num_seqs))
-        self.tiers: PageFinder = NoOffload(tables)
-        self.places = Places(0)
-        self.reasons = WaitingReasons()
-        self._why: AdmissionReason | None = None  # of the head, in this step
-        self.group = 0  # of slots, whose turn it is
-        self.preemptions = self.aborted = 0  # aborted in the queue and not removed from it yet
+        self.prefilling: dict[int, Request] = {}  # running requests with prompt tokens left to dispatch
+        self.free_slots = list(range(config.max_num_seqs))
+        self.page_finder: PageFinder = PoolPageFinder(tables)
+        self.lora_slots = LoRASlots(0)
+        self.waiting_reasons = WaitingReasons()
+        self._waiting_reason: AdmissionReason | None = None  # why the head of the queue waits in this step
+        self.group = 0  # group of slots that decodes in this step
+        self.preemptions = self.num_aborted = 0  # the latter are still in the queue
 
     def add(self, request: Request) -> None:
-        heapq.heappush(self.waiting, (request.rank, request))
-        if self.gathering is not None:
-            self.gathering.queued(request, len(self.waiting))
+        heapq.heappush(self.waiting, (request.queue_key, request))
+        if self.prefill_batcher is not None:
+            self.prefill_batcher.on_queued(request, len(self.waiting))
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
     @property
-    def decoding(self) -> int:
-        """Requests of the group whose turn it is that decode: their prompts are computed, or on their way."""
-        return self._decoding[self.group]
+    def num_decoding(self) -> int:
+        """Number of decoding requests in the current group. Their prompts are computed, or in flight."""
+        return self._decoding_by_group[self.group]
 
     @property
-    def steps(self) -> int:
+    def decode_steps(self) -> int:
         """Decode steps of one dispatch while no prompt can start: one while prompts are prefilled, or while a
         grammar has to read each sampled token before the next is sampled."""
-        is_read = any(request.constraint is not None for request in self.running.values())
-        return 1 if self.prefilling or is_read else self.limits.steps_for(self.running)
+        is_constrained = any(request.constraint is not None for request in self.running.values())
+        return 1 if self.prefilling or is_constrained else self.config.decode_steps_for(self.running)
 
     @property
-    def most_flights(self) -> int:
-        """Most steps in flight: one of each group that decodes, or of every group while prompts are
+    def max_in_flight(self) -> int:
+        """Maximum steps in flight: one for each group that decodes, or for every group while prompts are
         prefilled."""
-        groups = self.limits.groups
-        return groups if groups == 1 or self.prefilling else max(1, len(self._decoding))
+        groups = self.config.groups
+        return groups if groups == 1 or self.prefilling else max(1, len(self._decoding_by_group))
 
     @property
-    def _decoding(self) -> Counter[int]:
-        return Counter(slot % self.limits.groups for slot in self.running if slot not in self.prefilling)
+    def _decoding_by_group(self) -> Counter[int]:
+        return Counter(slot % self.config.groups for slot in self.running if slot not in self.prefilling)
 
     def group_of(self, request: Request) -> int | None:
         """Return the group of a request's slot: one group decodes while the next one's step is planned."""
-        return None if request.slot is None else request.slot % self.limits.groups
+        return None if request.slot is None else request.slot % self.config.groups
 
-    def next_turn(self) -> None:
-        """Give the turn to the next group that decodes."""
-        if (groups := self.limits.groups) > 1:
-            turns, active = [(self.group + 1 + i) % groups for i in range(groups)], self._decoding
-            self.group = next((group for group in turns if group in active), turns[0])
+    def select_next_group(self) -> None:
+        """Make the next group that decodes the current one."""
+        if (groups := self.config.groups) > 1:
+            order, active = [(self.group + 1 + i) % groups for i in range(groups)], self._decoding_by_group
+            self.group = next((group for group in order if group in active), order[0])
 
-    def plan(self, settled: bool, guess: Guess | None = None) -> SchedulerOutput | None:
-        """Return the next step, with decode of the group whose turn it is. None if that lacks a page: then
-        the steps in flight must be `settled`, their results read, before a request is preempted.
+    def schedule(
+        self, is_drained: bool, propose_drafts: ProposeDrafts | None = None
+    ) -> SchedulerOutput | None:
+        """Return the next step, with decode of the current group; None if decode lacks a page.
 
-        The group's must be settled too if `guess` is given.
+        is_drained: the results of all steps in flight are read. Only then may a request be preempted for a
+            page.
+        propose_drafts: proposes draft tokens. The results of the group's steps must be read before.
         """
-        most = self.admission_limit()
-        rows = self._decode(1 if most else self.steps, settled)
+        max_admitted = self.admission_limit()
+        rows = self._schedule_decode(1 if max_admitted else self.decode_steps, is_drained)
         if rows is None:
             return None
-        admitted = self.admit(most)
-        chunks = list(self.chunks())
-        if guess is not None:
-            rows = [self._with_draft_tokens(work, g) for work, g in zip(rows, guess(rows), strict=True)]
-        if any(work.guesses for work in rows):
+        admitted = self.admit(max_admitted)
+        chunks = list(self.schedule_prefill())
+        if propose_drafts is not None:
+            rows = [
+                self._with_draft_tokens(scheduled, draft_tokens)
+                for scheduled, draft_tokens in zip(rows, propose_drafts(rows), strict=True)
+            ]
+        if any(scheduled.draft_tokens for scheduled in rows):
             return SchedulerOutput(admitted, chunks, verify=rows)
         return SchedulerOutput(admitted, chunks, rows)
 
-    def dispatched(self, plan: SchedulerOutput) -> None:
-        """Record that a plan's tokens are on their way. Pages that prompts have filled can be found from now
-        on.
+    def on_dispatch(self, scheduler_output: SchedulerOutput) -> None:
+        """Record that a step is dispatched, and let the pages that its prompts fill be found by their hashes.
 
-        How many of its tokens a verified row has computed is known when its results are read.
+        A verified row counts its computed tokens later, when its results are read.
         """
-        for work in (*plan.prefill, *plan.decode):
-            work.request.computed = work.start + work.count
-        for work in plan.prefill:
-            if work.request.slot is not None and not self._prompt_left(work.request):
-                self.prefilling.pop(work.request.slot, None)
-            self.name_pages(work.request, work.start, work.request.computed)
-        if self.gathering is not None:
-            self.gathering.dispatched(len(plan.admitted), len(self.running))
+        for scheduled in (*scheduler_output.prefill, *scheduler_output.decode):
+            scheduled.request.num_computed_tokens = scheduled.start + scheduled.count
+        for scheduled in scheduler_output.prefill:
+            if scheduled.request.slot is not None and not self._prompt_tokens_left(scheduled.request):
+                self.prefilling.pop(scheduled.request.slot, None)
+            self.cache_pages(scheduled.request, scheduled.start, scheduled.request.num_computed_tokens)
+        if self.prefill_batcher is not None:
+            self.prefill_batcher.on_dispatch(len(scheduler_output.admitted), len(self.running))
 
-    def name_pages(self, request: Request, since: int, tokens: int) -> None:
-        """Name the pages filled by a request's tokens [since, tokens), of which the first `tokens` are known
-        and computed."""
+    def cache_pages(self, request: Request, start: int, tokens: int) -> None:
+        """Let the pages that a request's tokens [start, tokens) fill be found by their hashes. Its first
+        `tokens` tokens must be known and computed."""
         full = tokens // self.page_size
-        if self.root is None or since // self.page_size == full:
+        if self.root_hash is None or start // self.page_size == full:
             return
-        names = self._extend_names(request, full)
-        self.tables.name(request.pages, names, since // self.page_size, request.tokens, request.marks)
+        hashes = self._extend_page_hashes(request, full)
+        start, salt = start // self.page_size, request.cache_salt
+        self.tables.cache_pages(request.pages, hashes, start, request.tokens, request.state_checkpoints, salt)
 
-    def _extend_names(self, request: Request, pages: int) -> Sequence[bytes]:
-        assert self.root is not None
-        start = self.root + request.salt + (b"long" if self._is_long(request) else b"")
+    def _extend_page_hashes(self, request: Request, pages: int) -> Sequence[bytes]:
+        assert self.root_hash is not None
+        root = self.root_hash + request.page_hash_salt + (b"long" if self._is_past_boundary(request) else b"")
         prompt = None if self.recompute_outputs else len(request.prompt)
-        extend(request.names, request.tokens, pages, self.page_size, start, prompt)
-        return request.names[:pages]
+        extend_page_hashes(request.page_hashes, request.tokens, pages, self.page_size, root, prompt)
+        return request.page_hashes[:pages]
 
-    def _is_long(self, request: Request) -> bool:
-        return self.boundary is not None and len(request.tokens) > self.boundary
+    def _is_past_boundary(self, request: Request) -> bool:
+        return self.longrope_boundary is not None and len(request.tokens) > self.longrope_boundary
 
     def release(self, request: Request) -> None:
-        """Release the slot and the pages of a request that ends or is preempted. Steps run in order, so later
-        ones may write the pages."""
+        """Release the slot and the pages of a request that ends or is preempted.
+
+        Steps in flight may still read the pages: the device runs later steps after them.
+        """
         assert request.slot is not None
         self.tables.release(request.pages, request.end)
-        self.places.release(request.adapter)
+        self.lora_slots.release(request.adapter)
         del self.running[request.slot]
         self.prefilling.pop(request.slot, None)
         heapq.heappush(self.free_slots, request.slot)
-        request.pages, request.names, request.slot, request.computed = [], [], None, 0
-        self._drop_ticket(request)
+        request.pages, request.page_hashes, request.slot, request.num_computed_tokens = [], [], None, 0
+        self._cancel_page_fetch(request)
 
-    def drop_tickets(self) -> None:
-        """Cancel all page fetches of waiting requests, which begin others when they are at the head."""
+    def cancel_page_fetches(self) -> None:
+        """Cancel the page fetches of all waiting requests. A request starts a new fetch at the queue's
+        head."""
         for _, request in self.waiting:
-            self._drop_ticket(request)
+            self._cancel_page_fetch(request)
 
-    def _drop_ticket(self, request: Request) -> None:
-        self.tiers.drop(request.ticket)
-        request.ticket = None
+    def _cancel_page_fetch(self, request: Request) -> None:
+        self.page_finder.cancel_fetch(request.page_fetch)
+        request.page_fetch = None
 
     def abort(self, request: Request) -> None:
-        """Forget a finished request. Those in the queue are removed together once they are half of it, so
-        that aborting many is cheap."""
+        """Forget a finished request.
+
+        Requests in the queue are removed together once they are half of it, so that aborting many is cheap.
+        """
         if request.slot is not None:
             self.release(request)
         else:
-            self._drop_ticket(request)
-            self.aborted += 1
-        if 2 * self.aborted > len(self.waiting):
-            self.waiting, self.aborted = [entry for entry in self.waiting if not entry[1].finished], 0
+            self._cancel_page_fetch(request)
+            self.num_aborted += 1
+        if 2 * self.num_aborted > len(self.waiting):
+            self.waiting, self.num_aborted = [entry for entry in self.waiting if not entry[1].is_finished], 0
             heapq.heapify(self.waiting)
         self._drop_finished()
 
     def _drop_finished(self) -> None:
-        while self.waiting and self.waiting[0][1].finished:
+        while self.waiting and self.waiting[0][1].is_finished:
             heapq.heappop(self.waiting)
 
     def preempt(self, request: Request) -> None:
@@ -199,189 +213,223 @@ class Scheduler:
         self.add(request)
 
     def _prefill_end(self, request: Request) -> int:
-        """Return the tokens that prefill may compute: the prompt, and all but the last generated token if
-        that keeps the bits."""
+        """Return the number of tokens that prefill computes: the prompt's, and all generated ones but the
+        last if prefill gives the bits of decode."""
         if self.recompute_outputs and len(request.tokens) > len(request.prompt):
             return max(len(request.prompt), len(request.tokens) - 1)
         return len(request.prompt)
 
-    def _prompt_left(self, request: Request) -> int:
-        return max(0, self._prefill_end(request) - request.computed)
+    def _prompt_tokens_left(self, request: Request) -> int:
+        return max(0, self._prefill_end(request) - request.num_computed_tokens)
 
-    def _reach(self, request: Request) -> int:
-        if self.boundary is None or self._is_long(request):
+    def _slot_end(self, request: Request) -> int:
+        """Return the tokens with which a request leaves its slot: its end, or one beyond
+        `longrope_boundary`."""
+        if self.longrope_boundary is None or self._is_past_boundary(request):
             return request.end
-        return min(request.end, self.boundary + 1)
+        return min(request.end, self.longrope_boundary + 1)
 
-    def _queued_tokens(self) -> list[int]:
-        """Return the tokens to compute of the first prompts that fit a step. They are in the heap's order,
-        nearly the queue's."""
-        budget, row = self.limits.shards * self.limits.max_prefill_tokens, self.limits.row
-        line = (request for _, request in self.waiting[: max(budget // row, 1)] if not request.finished)
-        tokens = (self._prefill_end(r) - len(self._find(r)[0]) * self.page_size for r in line)
-        return fitting(tokens, budget, row)
+    def _queued_prefill_counts(self) -> list[int]:
+        """Return the tokens to compute of each of the first prompts that together fit a step.
+
+        Prompts are in the heap's order, which is nearly the queue's.
+        """
+        budget, row = self.config.shards * self.config.max_prefill_tokens, self.config.row_tokens
+        requests = (
+            request for _, request in self.waiting[: max(budget // row, 1)] if not request.is_finished
+        )
+        tokens = (self._prefill_end(r) - len(self._find_prefix(r)[0]) * self.page_size for r in requests)
+        return counts_within_budget(tokens, budget, row)
 
     def admission_limit(self) -> int:
         """Return how many requests may be admitted in this step, 0 if the head of the queue has to wait.
 
-        Prefills are held back to be batched only while no prompt is being prefilled, which they could join,
-        and while more requests wait than slots are free.
+        Prefills are held back to be batched only while no prompt is prefilled and more requests wait than
+        slots are free. A prompt could join a prefill that is not finished.
         """
-        self._why = None
+        self._waiting_reason = None
         if not self.waiting:
             return 0
-        found = self._admissible(self.waiting[0][1])
-        if isinstance(found, AdmissionReason):
-            self._why = found
+        prefix_or_reason = self._resolve_admission(self.waiting[0][1])
+        if isinstance(prefix_or_reason, AdmissionReason):
+            self._waiting_reason = prefix_or_reason
             return 0
-        most = free = len(self.free_slots)
-        if self.gathering is not None and not self.prefilling and len(self.waiting) > free:
-            most = self.gathering.limit(free, len(self.running), self.steps, self._queued_tokens())
-        self._why = AdmissionReason.PREFILL_BATCHING if most < free else AdmissionReason.NO_SLOT
-        return most
+        limit = free = len(self.free_slots)
+        if self.prefill_batcher is not None and not self.prefilling and len(self.waiting) > free:
+            limit = self.prefill_batcher.admission_limit(
+                free, len(self.running), self.decode_steps, self._queued_prefill_counts()
+            )
+        self._waiting_reason = AdmissionReason.PREFILL_BATCHING if limit < free else AdmissionReason.NO_SLOT
+        return limit
 
-    def admit(self, most: int) -> list[Request]:
-        """Move at most `most` requests from the head of the queue to the running ones: find the prefix that
-        is cached, check the budget, allocate pages and a slot. The first that does not fit ends it."""
+    def admit(self, max_requests: int) -> list[Request]:
+        """Admit at most `max_requests` requests from the head of the queue, up to the first that does not
+        fit.
+
+        Each gets its cached prefix, new pages and a slot.
+        """
         admitted = []
-        while self.waiting and len(admitted) < most:
+        while self.waiting and len(admitted) < max_requests:
             request = self.waiting[0][1]
-            found = self._admissible(request)
-            if isinstance(found, AdmissionReason):
-                self._why = found
+            prefix_or_reason = self._resolve_admission(request)
+            if isinstance(prefix_or_reason, AdmissionReason):
+                self._waiting_reason = prefix_or_reason
                 break
             heapq.heappop(self.waiting)
             self._drop_finished()
-            self._allocate(request, found)
+            self._assign_slot_and_pages(request, prefix_or_reason)
             admitted.append(request)
-        if self.waiting and self._why is not None:
-            self.reasons.note(self.waiting[0][1], self._why)
+        if self.waiting and self._waiting_reason is not None:
+            self.waiting_reasons.record(self.waiting[0][1], self._waiting_reason)
         return admitted
 
-    def _admissible(self, request: Request) -> Tables | AdmissionReason:
-        """Return the pages that are cached for the request at the head of the queue, in the best shard that
-        has room for the others, or the reason why it waits.
+    def _resolve_admission(self, request: Request) -> SequenceTables | AdmissionReason:
+        """Return the cached pages of the request at the head of the queue, or the reason why it waits.
 
-        It needs a slot, a place for its adapter, and the pages of its known tokens beside one spare page for
-        each running request; while pages are lent, those of all its tokens beside what running requests may
-        take. It waits for a page of its prompt that a running request is about to compute, and for pages that
-        come from a tier.
+        The pages are those of the best shard with room for the others. The request needs a slot, a LoRA slot
+        for its adapter, and pages for its known tokens. One spare page for each running request must remain.
+        While pages are lent, all its tokens need pages, and the pages that running requests may take must
+        remain. It waits for a page of its prompt that a running request computes, and for pages from a tier.
         """
         if not self.free_slots:
             return AdmissionReason.NO_SLOT
-        if not self.places.fits(request.adapter):
+        if not self.lora_slots.fits(request.adapter):
             return AdmissionReason.ADAPTER
-        names, loads = self.usable(request), self.limits.loads(self.running)
+        hashes, loads = self.prefix_hashes(request), self.config.shard_loads(self.running)
         if len(self.tables.shards) > 1:
-            shards = self.tables.in_order(names, loads, self.limits.shard_seats)
+            shards = self.tables.rank_shard_prefixes(hashes, loads, self.config.shard_slots)
         else:
-            found, request.ticket = self.tiers.look(names, request.ticket)
-            if found is None:
+            prefix, request.page_fetch = self.page_finder.find_or_fetch_prefix(hashes, request.page_fetch)
+            if prefix is None:
                 return AdmissionReason.KV_TRANSFER
-            shards = [found]
-        for found in shards:
-            if self._is_coming(names, found):
+            shards = [prefix]
+        for prefix in shards:
+            if self._is_prefix_in_flight(hashes, prefix):
                 return AdmissionReason.PREFIX_PENDING
-            tokens, spare = len(request.tokens), loads[shard_of(found)]
-            if self.tables.is_lending:
-                tokens, spare = request.end, self.growth
-            if self.tables.fits(found, tokens, request.end, spare):
-                return found
-        if self.tables.is_lending:
+            tokens, spare = len(request.tokens), loads[shard_number(prefix)]
+            if self.tables.has_warmup_claim:
+                tokens, spare = request.end, self.max_new_pages
+            if self.tables.fits(prefix, tokens, request.end, spare):
+                return prefix
+        if self.tables.has_warmup_claim:
             return AdmissionReason.PAGES_LENT
         return AdmissionReason.NO_PAGES if len(shards) == len(loads) else AdmissionReason.SHARD_FULL
 
-    def _allocate(self, request: Request, found: Tables) -> None:
-        request.marks = self.tables.marks(request.names, found)
-        request.pages = self.tables.admit(found, len(request.tokens), request.end)
-        request.computed = len(found[0]) * self.page_size
-        self.tiers.admit(found, request.names, request.tokens, request.pages, request.ticket)
+    def _assign_slot_and_pages(self, request: Request, prefix: SequenceTables) -> None:
+        request.state_checkpoints = self.tables.state_checkpoints(request.page_hashes, prefix)
+        request.pages = self.tables.admit(prefix, len(request.tokens), request.end)
+        request.num_computed_tokens = len(prefix[0]) * self.page_size
+        self.page_finder.assign_pool_pages(prefix, request.page_hashes, request.pages, request.page_fetch)
+        if any(IN_TIER in pages for pages in prefix):
+            self.cache_pages(request, 0, request.num_computed_tokens)
         if not request.preemptions:
-            request.cached = request.computed
-        request.place = self.places.take(request.adapter)
-        request.slot = self.limits.seat(self.free_slots, self.running, shard_of(request.pages))
-        request.reach = self._reach(request)
+            request.num_cached_tokens = request.num_computed_tokens
+        request.lora_slot = self.lora_slots.reserve(request.adapter)
+        request.slot = self.config.pop_slot(self.free_slots, self.running, shard_number(request.pages))
+        request.slot_end = self._slot_end(request)
         self.running[request.slot] = request
-        if self._prompt_left(request):  # what was preempted may be found whole
+        if self._prompt_tokens_left(request):  # all pages of a preempted request may be cached
             self.prefilling[request.slot] = request
 
     @property
-    def growth(self) -> int:
-        return sum(self.tables.growth(r.pages, r.end) for r in self.running.values())
+    def max_new_pages(self) -> int:
+        """Pages that running requests may yet take."""
+        return sum(self.tables.max_new_pages(r.pages, r.end) for r in self.running.values())
 
-    def _is_coming(self, names: Sequence[bytes], found: Tables) -> bool:
-        """Return whether the prefill of a running request of the same shard has yet to write the first page
-        that was not found."""
-        page = len(found[0])
-        if page >= len(names):
+    def _is_prefix_in_flight(self, hashes: Sequence[bytes], prefix: SequenceTables) -> bool:
+        """Return True if a running request of the same shard will compute the first page that was not
+        found."""
+        page = len(prefix[0])
+        if page >= len(hashes):
             return False
-        prefilling = self.limits.of(shard_of(found), self.prefilling)
-        return any(names[page] in r.names[r.computed // self.page_size :] for r in prefilling)
+        prefilling = self.config.requests_in_shard(shard_number(prefix), self.prefilling)
+        return any(
+            hashes[page] in r.page_hashes[r.num_computed_tokens // self.page_size :] for r in prefilling
+        )
 
-    def _find(self, request: Request) -> Tables:
-        """Return the pages of a request's known tokens that are written; at least one token is left to
-        compute."""
-        return self.tiers.find(self.usable(request), request.ticket)
+    def _find_prefix(self, request: Request) -> SequenceTables:
+        """Return the written pages of a request's known tokens; at least one token is left to compute."""
+        return self.page_finder.find_prefix(self.prefix_hashes(request), request.page_fetch)
 
-    def usable(self, request: Request) -> Sequence[bytes]:
-        """Return the names of the pages that a waiting request can use if they are found: full pages, at
-        least one token left to compute, and of a scored prompt none with tokens whose scores it lacks."""
-        if self.root is None or request.is_whole:
+    def prefix_hashes(self, request: Request) -> Sequence[bytes]:
+        """Return the hashes of the pages that a waiting request can use if they are cached.
+
+        They are full pages, and leave at least one token to compute. For a scored prompt they end before the
+        first token whose score is missing.
+        """
+        if self.root_hash is None or request.must_compute_all:
             return []
-        names = self._extend_names(request, (len(request.tokens) - 1) // self.page_size)
-        if request.scored and request.unscored < len(request.prompt):
-            return names[: (request.unscored - 1) // self.page_size]
-        return names
+        hashes = self._extend_page_hashes(request, (len(request.tokens) - 1) // self.page_size)
+        if request.needs_prompt_scores and request.first_unscored < len(request.prompt):
+            return hashes[: (request.first_unscored - 1) // self.page_size]
+        return hashes
 
-    def chunks(self) -> Iterable[ScheduledTokens]:
-        """Yield chunks of prompts in order of rank, within a shard's token budget; a row that is not full
-        counts as full."""
-        budget = [self.limits.max_prefill_tokens] * self.limits.shards
-        for request in sorted(self.prefilling.values(), key=lambda r: r.rank):
-            shard = shard_of(request.pages)
-            new = min(self._prompt_left(request), budget[shard])
+    def schedule_prefill(self) -> Iterable[ScheduledTokens]:
+        """Yield chunks of prompts in order of rank, within each shard's budget of tokens. A row that is not
+        full counts as full."""
+        budget = [self.config.max_prefill_tokens] * self.config.shards
+        for request in sorted(self.prefilling.values(), key=lambda r: r.queue_key):
+            shard = shard_number(request.pages)
+            new = min(self._prompt_tokens_left(request), budget[shard])
             if new > 0:
-                work = ScheduledTokens(request, request.computed, new)
-                self.tables.advance(request.pages, work.start, work.start + work.count, request.marks)
-                yield work
-                budget[shard] -= round_up(new, self.limits.row)
+                scheduled = ScheduledTokens(request, request.num_computed_tokens, new)
+                self.tables.advance_windows(
+                    request.pages,
+                    scheduled.start,
+                    scheduled.start + scheduled.count,
+                    request.state_checkpoints,
+                )
+                yield scheduled
+                budget[shard] -= round_up(new, self.config.row_tokens)
 
-    def _decode(self, steps: int, settled: bool) -> list[ScheduledTokens] | None:
-        """Return a row for every decoding request of the group; None if one lacks a page and no request may
-        be preempted yet."""
+    def _schedule_decode(self, steps: int, is_drained: bool) -> list[ScheduledTokens] | None:
+        """Return a row for every decoding request of the current group.
+
+        Returns None if a request lacks a page and no request may be preempted yet.
+        """
         rows = []
-        for request in sorted(self.running.values(), key=lambda r: r.rank):
+        for request in sorted(self.running.values(), key=lambda r: r.queue_key):
             if request.slot in self.prefilling or self.group_of(request) != self.group:
                 continue
-            count = min(steps, request.reach - 1 - request.computed)
+            count = min(steps, request.slot_end - 1 - request.num_computed_tokens)
             if count <= 0:
                 continue
-            if not self._grow(request, request.computed + count, settled):
-                if not settled:
+            if not self._grow_pages_or_preempt(request, request.num_computed_tokens + count, is_drained):
+                if not is_drained:
                     return None
                 continue
-            self.tables.advance(request.pages, request.computed, request.computed + count)
-            rows.append(ScheduledTokens(request, request.computed, count))
+            self.tables.advance_windows(
+                request.pages, request.num_computed_tokens, request.num_computed_tokens + count
+            )
+            rows.append(ScheduledTokens(request, request.num_computed_tokens, count))
         return rows
 
-    def _with_draft_tokens(self, work: ScheduledTokens, guesses: Sequence[int]) -> ScheduledTokens:
-        """Return a row of decode with as many draft tokens as its length and the free pages allow. No request
-        is preempted for them."""
-        request, count = work.request, min(len(guesses), work.request.reach - 2 - work.start)
-        while count > 0 and not self.tables.grow(request.pages, work.start + 1 + count):
+    def _with_draft_tokens(self, scheduled: ScheduledTokens, draft_tokens: Sequence[int]) -> ScheduledTokens:
+        """Return a decode row with as many draft tokens as its length and the free pages allow.
+
+        No request is preempted for them.
+        """
+        request = scheduled.request
+        count = min(len(draft_tokens), scheduled.request.slot_end - 2 - scheduled.start)
+        while count > 0 and not self.tables.grow(request.pages, scheduled.start + 1 + count):
             count -= 1
         if count <= 0:
-            return work
-        self.tables.advance(request.pages, work.start, work.start + 1 + count)
-        return ScheduledTokens(request, work.start, 1 + count, tuple(guesses[:count]))
+            return scheduled
+        self.tables.advance_windows(request.pages, scheduled.start, scheduled.start + 1 + count)
+        return ScheduledTokens(request, scheduled.start, 1 + count, tuple(draft_tokens[:count]))
 
-    def _grow(self, request: Request, tokens: int, settled: bool) -> bool:
-        """Allocate the pages of a request's first `tokens` tokens, if need be by preempting requests behind
-        it."""
+    def _grow_pages_or_preempt(self, request: Request, tokens: int, is_drained: bool) -> bool:
+        """Allocate pages for a request's first `tokens` tokens; returns True if it has them.
+
+        Once steps are settled, requests behind it are preempted for pages.
+        """
         while not self.tables.grow(request.pages, tokens):
-            if not settled:
+            if not is_drained:
                 return False
-            victim = max(self.limits.of(shard_of(request.pages), self.running), key=lambda r: r.rank)
+            victim = max(
+                self.config.requests_in_shard(shard_number(request.pages), self.running),
+                key=lambda r: r.queue_key,
+            )
             self.preempt(victim)
             if victim is request:
                 return False

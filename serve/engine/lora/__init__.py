@@ -1,1 +1,1 @@
-"""LoRA adapters by name, their places on the device, and their loading."""
+"""LoRA adapters by name, their slots on the device, and their loading."""

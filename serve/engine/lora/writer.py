@@ -1,4 +1,4 @@
-"""Writes adapters into their places on the device, beside the weights, without a compilation."""
+"""Writes adapters into the LoRA slots of a device, without a compilation."""
 
 from functools import partial
 from typing import Any
@@ -8,51 +8,66 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ....kvcache.stages import is_apart
+from ....kvcache.stages import has_separate_ffn
 from ....model.config import Experts, ModelConfig
+from ....model.draft_pair import EngineParams, target_params, with_target
 from ....model.layers import Weight
-from ....model.pair import Params, target_of, with_target
-from ....model.sharding import listed, rules_for, sharding
+from ....model.sharding import axis_tuple, make_axis_rules, make_sharding
 from ....model.transformer import Decoder
 from ....model.tree import Spec
-from ....model.weights.adapted import AdapterSizes, adaptable, adapted, places_in, stacks_of
+from ....model.weights.lora import (
+    AdapterSizes,
+    adaptable_specs,
+    lora_stacks,
+    num_lora_slots,
+    with_lora_stacks,
+)
 from ...options.engine import EngineOptions
-from .places import Places
+from .lora_slots import LoRASlots
 
 
-def with_room(params: Decoder, config: ModelConfig, sizes: AdapterSizes) -> Decoder:
-    """Return parameters, or ShapeDtypeStructs, with places for adapters beside them.
+def add_lora_slots(params: Decoder, config: ModelConfig, sizes: AdapterSizes) -> Decoder:
+    """Return parameters, or ShapeDtypeStructs, with stacks of LoRA slots for each weight.
 
-    Each lies where its weight does. All places hold the same random numbers, so that the comparison of
+    A stack has the sharding of its weight. All slots hold the same random numbers, so that the comparison of
     shapes before serving covers adapters too.
     """
     rng, dtype = np.random.default_rng(0), params.embed.dtype
-    found = adaptable(config, isinstance(params.embed.sharding, NamedSharding), sizes.experts)
-    at = shardings(params)
+    weights = adaptable_specs(config, isinstance(params.embed.sharding, NamedSharding), sizes.experts)
+    weight_shardings = shardings_by_path(params)
 
-    def where(spec: Spec, own: Any) -> Any:
-        if not isinstance(own, NamedSharding):
-            return own
-        rules = rules_for(own.mesh)
-        split = {name for axes in rules.values() for name in listed(axes)} <= set(own.mesh.axis_names)
-        return sharding(spec, own.mesh, rules) if split else NamedSharding(own.mesh, PartitionSpec())
+    def sharding_like(spec: Spec, weight_sharding: Any) -> Any:
+        if not isinstance(weight_sharding, NamedSharding):
+            return weight_sharding
+        rules = make_axis_rules(weight_sharding.mesh)
+        split = {name for axes in rules.values() for name in axis_tuple(axes)} <= set(
+            weight_sharding.mesh.axis_names
+        )
+        return (
+            make_sharding(spec, weight_sharding.mesh, rules)
+            if split
+            else NamedSharding(weight_sharding.mesh, PartitionSpec())
+        )
 
-    def drawn(spec: Spec, axis: int, own: Any) -> Any:
+    def draw_stack(spec: Spec, axis: int, weight_sharding: Any) -> Any:
         if isinstance(params.embed, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=where(spec, own))
-        one = spec.scale * rng.standard_normal([*spec.shape[:axis], 1, *spec.shape[axis + 1 :]])
-        alike = np.broadcast_to(one.astype(np.float32), spec.shape).astype(dtype)
-        return jax.device_put(alike, where(spec, own))
+            return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding_like(spec, weight_sharding))
+        values = spec.scale * rng.standard_normal([*spec.shape[:axis], 1, *spec.shape[axis + 1 :]])
+        stack = np.broadcast_to(values.astype(np.float32), spec.shape).astype(dtype)
+        return jax.device_put(stack, sharding_like(spec, weight_sharding))
 
     stacks = {}
-    for path, weight in found.items():
+    for path, weight in weights.items():
         a, b = sizes.specs(weight)
-        stacks[path] = drawn(a, len(a.shape) - 2, at[path]), drawn(b, 0, at[path])
-    return adapted(params, stacks)
+        stacks[path] = (
+            draw_stack(a, len(a.shape) - 2, weight_shardings[path]),
+            draw_stack(b, 0, weight_shardings[path]),
+        )
+    return with_lora_stacks(params, stacks)
 
 
-def shardings(params: Decoder) -> dict[str, Any]:
-    """Where each weight lies, an array or a record, by its path."""
+def shardings_by_path(params: Decoder) -> dict[str, Any]:
+    """Return the sharding of each weight by its path. A weight is an array or a record of arrays."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Weight))
     return {
         jax.tree_util.keystr(key, simple=True, separator="."): jax.tree.leaves(w)[0].sharding
@@ -60,75 +75,85 @@ def shardings(params: Decoder) -> dict[str, Any]:
     }
 
 
-def roomy(params: Decoder, config: ModelConfig, options: EngineOptions) -> Decoder:
-    """The same as options say, or the parameters alone. Raises ValueError for halves of layers, and for
-    routed experts that are not there, or that devices share."""
+def add_lora_if_enabled(params: Decoder, config: ModelConfig, options: EngineOptions) -> Decoder:
+    """Return parameters with the LoRA slots that the options ask for; unchanged without `enable_lora`.
+
+    Raises ValueError if feed-forward layers have devices of their own. Raises ValueError for `lora_experts`
+    of a model without experts, or on a mesh.
+    """
     if not options.enable_lora:
         return params
-    if is_apart(params):
+    if has_separate_ffn(params):
         raise ValueError("enable_lora is not allowed: feed-forward layers lie on devices of their own")
     if options.lora_experts and not any(isinstance(kind.ffn, Experts) for kind in config.layers):
         raise ValueError("lora_experts is not allowed: the model has no experts")
     if options.lora_experts and isinstance(params.embed.sharding, NamedSharding):
         raise ValueError("lora_experts is not allowed on a mesh: only on one device")
     sizes = AdapterSizes(options.max_loras, options.max_lora_rank, options.lora_experts)
-    return with_room(params, config, sizes)
+    return add_lora_slots(params, config, sizes)
 
 
-class Writer:
-    """Writes adapters into the places of parameters like these, by programs compiled when it is made.
+class AdapterWriter:
+    """Writes adapters into the LoRA slots of parameters, by programs that are compiled at the start.
 
-    Arrays are changed in place, but for those of a pipeline, whose threads may yet have to dispatch steps
-    with them.
+    Stacks are donated to the programs and so updated in place. Under a pipeline they are not: its threads may
+    have yet to dispatch steps with them.
     """
 
     def __init__(self, params: Decoder):
-        self.places = Places(places_in(params))
+        self.lora_slots = LoRASlots(num_lora_slots(params))
         self._programs: dict[Any, Any] = {}
-        own = [one for pair in stacks_of(params).values() for one in with_axes(pair)]
-        groups = {frozenset(stack.sharding.device_set) for stack, _ in own if stack.sharding is not None}
+        stack_axes = [
+            stack_axis for pair in lora_stacks(params).values() for stack_axis in stacks_with_slot_axes(pair)
+        ]
+        groups = {
+            frozenset(stack.sharding.device_set) for stack, _ in stack_axes if stack.sharding is not None
+        }
         donate = (0,) if len(groups) <= 1 else ()
-        for stack, axis in own:
-            if kind(stack, axis) not in self._programs:
-                self._programs[kind(stack, axis)] = compiled(stack, axis, donate)
+        for stack, axis in stack_axes:
+            if slot_program_key(stack, axis) not in self._programs:
+                self._programs[slot_program_key(stack, axis)] = compile_slot_write(stack, axis, donate)
 
-    def write(self, params: Params) -> Params:
-        """Write the adapters that are due; returns the parameters, whose arrays of adapters may be
-        consumed."""
-        due = self.places.due()
+    def write_due_adapters(self, params: EngineParams) -> EngineParams:
+        """Write the adapters that are due, and return the new parameters. The old stacks may be donated."""
+        due = self.lora_slots.pop_due()
         if not due:
             return params
-        stacks = stacks_of(target_of(params))
-        for place, adapter in due.items():
+        stacks = lora_stacks(target_params(params))
+        for slot, adapter in due.items():
             assert adapter.terms.keys() <= stacks.keys(), f"{adapter.name} has terms beside other weights"
             for path, pair in stacks.items():
                 terms = adapter.terms.get(path, (None, None))
-                (a, own), (b, first) = with_axes(pair)
-                stacks[path] = self._put(a, own, terms[0], place), self._put(b, first, terms[1], place)
-        return with_target(params, adapted(target_of(params), stacks))
+                (a, a_axis), (b, b_axis) = stacks_with_slot_axes(pair)
+                stacks[path] = (
+                    self._write_slot(a, a_axis, terms[0], slot),
+                    self._write_slot(b, b_axis, terms[1], slot),
+                )
+        return with_target(params, with_lora_stacks(target_params(params), stacks))
 
-    def _put(self, stack: jax.Array, axis: int, term: np.ndarray | None, place: int) -> jax.Array:
-        """A stack with a term in a place, which fills it up with zeros."""
+    def _write_slot(self, stack: jax.Array, axis: int, term: np.ndarray | None, slot: int) -> jax.Array:
+        """Return a stack with a term in a slot, padded with zeros; None writes zeros alone."""
         new = np.zeros((*stack.shape[:axis], *stack.shape[axis + 1 :]), stack.dtype)
         if term is not None:
             new[tuple(map(slice, term.shape))] = term
-        return self._programs[kind(stack, axis)](stack, new, np.int32(place))
+        return self._programs[slot_program_key(stack, axis)](stack, new, np.int32(slot))
 
 
-def with_axes(pair: tuple[Any, Any]) -> tuple[tuple[Any, int], tuple[Any, int]]:
-    """`a` and `b` of a weight, each with the axis of its places."""
+def stacks_with_slot_axes(pair: tuple[Any, Any]) -> tuple[tuple[Any, int], tuple[Any, int]]:
+    """Return the stacks `a` and `b` of a weight, each with its axis of slots."""
     a, b = pair
     return (a, a.ndim - 2), (b, 0)
 
 
-def kind(stack: Any, axis: int) -> Any:
+def slot_program_key(stack: Any, axis: int) -> Any:
+    """Return the key of the program that writes into a stack like this one."""
     return axis, stack.shape, str(stack.dtype), stack.sharding
 
 
-def compiled(stack: Any, axis: int, donate: tuple[int, ...]) -> Any:
-    """The program that writes into one place of a stack, which stays where it is."""
+def compile_slot_write(stack: Any, axis: int, donate: tuple[int, ...]) -> Any:
+    """Compile the program that writes into one slot of a stack. The result has the sharding of the stack."""
     new = jax.ShapeDtypeStruct((*stack.shape[:axis], *stack.shape[axis + 1 :]), stack.dtype)
-    place = jax.ShapeDtypeStruct((), jnp.int32)
+    slot = jax.ShapeDtypeStruct((), jnp.int32)
     put_at = partial(jax.lax.dynamic_update_index_in_dim, axis=axis)
     put = jax.jit(put_at, donate_argnums=donate, out_shardings=stack.sharding)
-    return put.lower(stack, new, place).compile()
+    return put.lower(stack, new, slot).compile()

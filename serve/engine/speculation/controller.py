@@ -1,14 +1,14 @@
 """Number of draft tokens that a step verifies for each row: the fastest choice by the times of recent steps.
 
-A pass over k draft tokens gives 1 + a1 + a1 a2 + ... tokens a row (Leviathan et al., arXiv 2211.17192), with
-an acceptance of its own for each place and for the row's last results. A compiled verification computes a
-fixed number of tokens: its places go to the draft tokens that are likeliest to be kept, of any row.
+A pass over k draft tokens gives 1 + a1 + a1 a2 + ... tokens a row (Leviathan et al., arXiv 2211.17192). Each
+acceptance a depends on the position in the draft and on the row's last results. A compiled verification
+computes a fixed number of tokens. They go to the draft tokens of any row that are likeliest to be accepted.
 
-A speculative step needs the last step's tokens, so it waits for them, and its time has the host's work on
-them. A plain step overlaps with that work, which makes it the cheaper way to verify nothing. Its time is
-stored in units of the pace of speculative steps, since contexts and the load of the machine slow both alike.
-What speculative steps lost against plain ones is recorded, and bounds how often they are tried while they do
-not pay. Choices follow from the calls of this class, in their order.
+A speculative step waits for the last step's tokens, so its time contains the host's work on them. A plain
+step overlaps with that work: to verify nothing, it is cheaper. The time of a plain step is stored in units of
+the pace of speculative steps, since contexts and other load slow both alike. The ledger records the time that
+speculative steps lost against plain ones. It bounds how often they are tried while they do not pay. Choices
+depend only on the calls of this class and their order.
 """
 
 from collections import Counter
@@ -20,288 +20,346 @@ from typing import NamedTuple
 from .acceptance import Acceptance, Offer
 
 TIME_WEIGHT = 0.05  # weight of the newest time of a shape
-PLAIN_WEIGHT = 0.1  # the same for plain steps, which are measured seldom
-USUAL_WEIGHT, PACE_WEIGHT = 0.02, 0.3  # the same for a shape's usual time, and for the pace
-MOST_TIMES_EXPECTED = 2.0  # a time counts as at most this many times what was expected
-ASKING_SHARE = 0.003  # of the time may be lost by speculative steps that do not pay
-MOST_FAILURES = 2  # times in a row that they did not, each of which halves that share
-LOAN = 0.5  # plain steps' time that may be lost at a stretch before steps are plain
-LEAST_WAIT = 0.1  # least loss of a speculative step without draft tokens, in plain steps
-FIRST_LOAN = 4.0  # the same before any measurement
-CREDIT = 4.0  # plain steps' time that was won and may be lost again
-CREDIT_OF_ONE = 60.0  # the same for one row, whose gain varies most
-TRIAL_SHARE = 0.002  # of all time may be spent on trying what does not look best
+PLAIN_WEIGHT = 0.1  # weight of the newest time of plain steps, which are measured seldom
+USUAL_WEIGHT, PACE_WEIGHT = 0.02, 0.3  # weights of the newest usual time of a shape, and of the pace
+MAX_TIMES_EXPECTED = 2.0  # a time counts as at most this multiple of the expected time
+MAX_LOSS_SHARE = 0.003  # share of the time that speculative steps may lose while they do not pay
+MAX_LOSING_STRETCHES = 2  # losing stretches in succession that halve that share, each once more
+MAX_DEBT = 0.5  # debt, in times of a plain step, at which steps become plain
+MIN_WAIT_LOSS = 0.1  # minimum loss of a speculative step without draft tokens, in times of a plain step
+FIRST_MAX_DEBT = 4.0  # debt at which steps become plain for the first time
+MAX_CREDIT = 4.0  # time won that may be lost again, in times of a plain step
+MAX_CREDIT_ONE_ROW = 60.0  # MAX_CREDIT for one row, whose gain varies most
+MAX_TRIAL_SHARE = 0.002  # share of all time that trials of other choices may lose
 STEPS_BETWEEN_TRIALS = 20  # steps between two trials
-MARGIN = 0.06  # gain that a speculative step must have, in plain steps: times are not exact
-STEPS_BETWEEN_PLAIN = 100  # speculative steps after which plain ones are measured in any case
-FIRST_PLAIN, MEASURED_PLAIN = 16.0, 4.0  # plain steps measured before the first speculative one, and later
-SHORTEST = 1e-6  # seconds that a step takes at least: a coarse clock measures 0
-UNMEASURED = 0.25  # counts as this much of a measured plain step if it could not be measured
+MIN_GAIN = 0.06  # minimum gain of a speculative step, in times of a plain step: times are not exact
+STEPS_BETWEEN_PLAIN = 100  # speculative steps after which plain steps are measured again
+FIRST_PLAIN_STEPS = 16.0  # plain steps to measure at the start
+MEASURED_PLAIN_STEPS = 4.0  # plain steps to measure each time after
+MIN_SECONDS = 1e-6  # minimum seconds of a step: a coarse clock measures 0
+UNMEASURED_WEIGHT = 0.25  # part of a measured plain step that a plain step without a measurement counts
 
-Key = tuple[int, int]  # tokens of a step or call, and the most draft tokens of a row, 0 in a decode
+StepKey = tuple[int, int]  # tokens of a step or call, and maximum draft tokens of a row (0: decode)
 
 
 @dataclass
 class StepTime:
-    """Running average of the time of one kind of step. `age` is the number of speculative steps since it was
-    measured."""
+    """Running average of the time of one kind of step.
+
+    seconds: the average.
+    measured: number of measurements.
+    age: speculative steps since the last one.
+    """
 
     seconds: float
     measured: int = 0
     age: int = 0
 
-    def learn(self, seconds: float, least: float) -> None:
+    def learn(self, seconds: float, min_weight: float) -> None:
         self.measured, self.age = self.measured + 1, 0
-        weight = max(least, 1 / self.measured)
-        self.seconds += weight * (min(seconds, MOST_TIMES_EXPECTED * self.seconds) - self.seconds)
+        weight = max(min_weight, 1 / self.measured)
+        self.seconds += weight * (min(seconds, MAX_TIMES_EXPECTED * self.seconds) - self.seconds)
 
 
 @dataclass
-class Times:
-    """Seconds of steps of one kind. A key without a measurement has the warm-up's time, plus what its nearest
-    measured neighbour took longer than the warm-up's."""
+class StepTimeTable:
+    """Seconds of steps by key, from the warm-up and from measurements.
 
-    warmup: Mapping[Key, float]
+    A key without a measurement has the warm-up's time. If its nearest measured key has become slower since
+    the warm-up, the difference is added.
+
+    warmup_seconds: seconds by key, measured at the warm-up.
+    weight: weight of the newest measurement.
+    measured: measured times by key.
+    """
+
+    warmup_seconds: Mapping[StepKey, float]
     weight: float = TIME_WEIGHT
-    found: dict[Key, StepTime] = field(default_factory=dict)
+    measured: dict[StepKey, StepTime] = field(default_factory=dict)
 
-    def of(self, key: Key) -> float:
-        if key in self.found:
-            return self.found[key].seconds
-        near = min(self.found, key=lambda other: distance(key, other), default=None)
-        more = 0.0 if near is None else self.found[near].seconds - self.warmed_up(near)
-        return self.warmed_up(key) + max(more, 0.0)
+    def seconds_for(self, key: StepKey) -> float:
+        """Return the seconds of a step with this key, measured or estimated."""
+        if key in self.measured:
+            return self.measured[key].seconds
+        nearest = min(self.measured, key=lambda measured_key: key_distance(key, measured_key), default=None)
+        excess = 0.0 if nearest is None else self.measured[nearest].seconds - self.seconds_in_warmup(nearest)
+        return self.seconds_in_warmup(key) + max(excess, 0.0)
 
-    def warmed_up(self, key: Key) -> float:
-        """Return the warm-up's time; more tokens than the largest shape has take several calls."""
-        if key in self.warmup:
-            return self.warmup[key]
-        largest = max(shape for shape in self.warmup if shape[1] == key[1])
-        return self.warmup[largest] + self.warmed_up((key[0] - largest[0], key[1]))
+    def seconds_in_warmup(self, key: StepKey) -> float:
+        """Return the warm-up's seconds for a key. More tokens than the largest shape holds take several
+        calls."""
+        if key in self.warmup_seconds:
+            return self.warmup_seconds[key]
+        largest = max(shape for shape in self.warmup_seconds if shape[1] == key[1])
+        return self.warmup_seconds[largest] + self.seconds_in_warmup((key[0] - largest[0], key[1]))
 
-    def learn(self, key: Key, seconds: float) -> None:
-        self.found.setdefault(key, StepTime(self.of(key))).learn(seconds, self.weight)
+    def learn(self, key: StepKey, seconds: float) -> None:
+        self.measured.setdefault(key, StepTime(self.seconds_for(key))).learn(seconds, self.weight)
 
-    def age(self, key: Key) -> float:
-        return self.found[key].age if key in self.found else float("inf")
+    def measurement_age(self, key: StepKey) -> float:
+        return self.measured[key].age if key in self.measured else float("inf")
 
 
-def computed(sizes: Sequence[int], tokens: int) -> int:
+def count_padded_tokens(sizes: Sequence[int], tokens: int) -> int:
     """Return the tokens that a step of `tokens` computes in calls of these sizes, padding included."""
     full, rest = divmod(tokens, sizes[-1])
     return full * sizes[-1] + (next(size for size in sizes if size >= rest) if rest else 0)
 
 
-def distance(a: Key, b: Key) -> float:
+def key_distance(a: StepKey, b: StepKey) -> float:
     return max(a[0], b[0]) / min(a[0], b[0]) + abs(a[1] - b[1])
 
 
 @dataclass
 class Ledger:
-    """Seconds that speculative steps have lost against plain ones of the same tokens; negative if they
-    won. `failures` counts the stretches of them that have lost since the last one that won."""
+    """Account of the time that speculative steps lose against plain ones of the same tokens.
+
+    debt: seconds lost; negative if they won.
+    limit: debt at which steps become plain, in times of a plain step.
+    plain_steps_left: plain steps to measure in any case.
+    speculative_steps: speculative steps since a plain one.
+    failures: stretches of speculative steps that lost, since the last one that won.
+    is_speculative: True while steps may be speculative.
+    """
 
     debt: float = 0.0
-    limit: float = FIRST_LOAN  # debt, in plain steps, up to which steps are speculative
-    left: float = FIRST_PLAIN  # plain steps to measure in any case
-    asked: int = 0  # steps since a plain one
+    limit: float = FIRST_MAX_DEBT
+    plain_steps_left: float = FIRST_PLAIN_STEPS
+    speculative_steps: int = 0
     failures: int = 0
-    awake: bool = True
+    is_speculative: bool = True
 
-    def learn(self, lost: float, plain: float, rows: int) -> None:
-        """Record the loss of a speculative step. Its gain varies more with few rows, which may lose more
-        credit."""
-        most = CREDIT + (CREDIT_OF_ONE - CREDIT) / rows
-        self.debt = max(self.debt + lost + MARGIN * plain, -most * plain)
-        self.asked += 1
-        if self.asked == STEPS_BETWEEN_PLAIN:
-            self.left = MEASURED_PLAIN
-        if self.debt > self.limit * plain:
-            first = self.limit == FIRST_LOAN  # which is never paid back in full
-            self.debt, self.awake = LOAN * plain if first else self.debt, False
-            self.failures, self.left = min(self.failures + 1, MOST_FAILURES), MEASURED_PLAIN
+    def record_speculative(self, lost_seconds: float, plain_seconds: float, rows: int) -> None:
+        """Record a speculative step that lost `lost_seconds` seconds; a plain one takes `plain_seconds`
+        seconds.
+
+        With few rows the gain varies more, so they may have more credit.
+        """
+        max_credit = MAX_CREDIT + (MAX_CREDIT_ONE_ROW - MAX_CREDIT) / rows
+        self.debt = max(self.debt + lost_seconds + MIN_GAIN * plain_seconds, -max_credit * plain_seconds)
+        self.speculative_steps += 1
+        if self.speculative_steps == STEPS_BETWEEN_PLAIN:
+            self.plain_steps_left = MEASURED_PLAIN_STEPS
+        if self.debt > self.limit * plain_seconds:
+            is_first = self.limit == FIRST_MAX_DEBT  # the first debt is never paid back in full
+            self.debt, self.is_speculative = MAX_DEBT * plain_seconds if is_first else self.debt, False
+            self.failures = min(self.failures + 1, MAX_LOSING_STRETCHES)
+            self.plain_steps_left = MEASURED_PLAIN_STEPS
         elif self.debt < 0:
             self.failures = 0
 
-    def rest(self, plain: float) -> None:
-        """Record a plain step, in which a part of the debt is paid off."""
+    def record_plain(self, plain_seconds: float) -> None:
+        """Record a plain step of `plain_seconds` seconds, which pays off a part of the debt."""
         if self.debt > 0:
-            self.debt -= ASKING_SHARE / 2**self.failures * plain
-        self.left, self.asked = max(self.left - UNMEASURED, 0.0), 0
-        if self.debt <= 0 and not self.awake:
-            self.awake, self.limit = True, LOAN
+            self.debt -= MAX_LOSS_SHARE / 2**self.failures * plain_seconds
+        self.plain_steps_left, self.speculative_steps = max(self.plain_steps_left - UNMEASURED_WEIGHT, 0.0), 0
+        if self.debt <= 0 and not self.is_speculative:
+            self.is_speculative, self.limit = True, MAX_DEBT
 
-    def wake(self, plain: float) -> None:
-        """Allow a small loss again, as draft tokens look likely to pay."""
-        if not self.awake and self.debt < 2 * LOAN * plain:
-            self.awake, self.limit = True, self.debt / plain + LOAN / 2
+    def allow_loss(self, plain_seconds: float) -> None:
+        """Allow speculative steps a small loss again, because draft tokens look likely to pay."""
+        if not self.is_speculative and self.debt < 2 * MAX_DEBT * plain_seconds:
+            self.is_speculative, self.limit = True, self.debt / plain_seconds + MAX_DEBT / 2
 
 
-class Choice(NamedTuple):
-    """A kind of step, its expected tokens, and the row of each draft token."""
+class StepChoice(NamedTuple):
+    """A kind of step.
 
-    key: Key
+    key: tokens of the step, and maximum draft tokens of a row.
+    tokens: expected tokens that it gives.
+    rows: row of each draft token.
+    """
+
+    key: StepKey
     tokens: float
-    places: Sequence[int] = ()
+    rows: Sequence[int] = ()
 
 
 @dataclass
 class Controller:
     """Chooses the number of draft tokens of each row.
 
-    seconds: of a call by its `Key`, as the warm-up measured them; a step takes as many calls as it needs.
-    unit: places that a draft token takes beside the one of its row: 1, or 0 if each row is computed with all
-    the draft tokens that it may have.
+    call_seconds: seconds of a call by its `StepKey`, measured at the warm-up. A step takes the calls that it
+        needs.
+    unit: tokens that a draft token adds to a step: 1, or 0 if every row has all draft tokens that it may
+        have.
+    ledgers: accounts of lost time, by tokens of a decode.
+    trial_seconds: seconds lost by trials.
+    elapsed_seconds: seconds of all steps.
+    steps_since_trial: steps since the last trial.
     """
 
-    seconds: Mapping[Key, float]
+    call_seconds: Mapping[StepKey, float]
     unit: int = 1
-    ledgers: dict[int, Ledger] = field(default_factory=dict)  # by width of decode
-    spent: float = 0.0  # seconds lost by trials
-    elapsed: float = 0.0
-    since: int = 0  # steps since the last trial
+    ledgers: dict[int, Ledger] = field(default_factory=dict)
+    trial_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
+    steps_since_trial: int = 0
 
     def __post_init__(self):
-        self.depths = sorted({k for _, k in self.seconds if k})
-        self.sizes = {k: sorted(n for n, depth in self.seconds if depth == k) for k in (0, *self.depths)}
-        self.acceptance = Acceptance.of_places(self.depths[-1])
-        self.asked, self.plain = Times(self.seconds), Times(self.seconds, PLAIN_WEIGHT)
-        self.usual, self.pace = Times(self.seconds, USUAL_WEIGHT), 1.0
+        self.depths = sorted({k for _, k in self.call_seconds if k})
+        self.sizes = {k: sorted(n for n, depth in self.call_seconds if depth == k) for k in (0, *self.depths)}
+        self.acceptance = Acceptance.make_empty(self.depths[-1])
+        self.speculative_times = StepTimeTable(self.call_seconds)
+        self.plain_times = StepTimeTable(self.call_seconds, PLAIN_WEIGHT)
+        self.usual_times, self.pace = StepTimeTable(self.call_seconds, USUAL_WEIGHT), 1.0
 
-    # ------------------------------------------------------------ a step to come
+    # ------------------------------------------------------------ choice of the next step
 
     def should_speculate(self, rows: int) -> bool:
-        """Return True if the next step of `rows` rows is speculative, and waits for the last tokens; else it
-        is plain."""
-        ledger, plain = self._ledger(rows), self._plain(rows)
-        if ledger.awake and not ledger.left:
+        """Return True if the next step of `rows` rows is speculative, and waits for the last tokens.
+
+        A plain step is recorded in the ledger.
+        """
+        ledger, plain_seconds = self._ledger(rows), self._plain_seconds(rows)
+        if ledger.is_speculative and not ledger.plain_steps_left:
             return True
-        ledger.rest(plain)
-        self.elapsed += plain
+        ledger.record_plain(plain_seconds)
+        self.elapsed_seconds += plain_seconds
         return False
 
-    def choose(self, offers: Sequence[Offer]) -> list[int]:
+    def choose_draft_counts(self, offers: Sequence[Offer]) -> list[int]:
         """Return the number of draft tokens of each row of a speculative step."""
-        choices = self._choices(offers)
-        best = max(choices, key=self._rate)
-        chosen = self._trial(choices, best)
-        for time in self.asked.found.values():
+        choices = self._list_choices(offers)
+        best_choice = max(choices, key=self._tokens_per_second)
+        choice = self._choose_best_or_trial(choices, best_choice)
+        for time in self.speculative_times.measured.values():
             time.age += 1
-        self.elapsed += self.asked.of(chosen.key)
-        guesses = Counter(chosen.places)
-        return [guesses[row] for row in range(len(offers))]
+        self.elapsed_seconds += self.speculative_times.seconds_for(choice.key)
+        counts = Counter(choice.rows)
+        return [counts[row] for row in range(len(offers))]
 
-    def glance(self, rows: int, offers: Sequence[Offer]) -> None:
-        """While steps are plain, learn what some of the `rows` rows would have drafted."""
-        if self._ledger(rows).awake or not offers:
+    def learn_shadow_offers(self, rows: int, offers: Sequence[Offer]) -> None:
+        """Learn from draft tokens that plain steps of `rows` rows could have verified; they may allow
+        speculation again."""
+        if self._ledger(rows).is_speculative or not offers:
             return
         steps = [
             [offers[(first + i) % len(offers)] for i in range(rows)] for first in range(0, len(offers), rows)
         ]
-        best = [max(self._choices(step), key=self._rate) for step in steps]
-        plain = self.plain.of((self._width(rows), 0))
-        seconds = sum(self.usual.of(choice.key) for choice in best)
-        if any(choice.places for choice in best) and seconds / plain < sum(c.tokens for c in best) / rows:
-            self._ledger(rows).wake(self._plain(rows))
+        best_choices = [max(self._list_choices(step), key=self._tokens_per_second) for step in steps]
+        plain_seconds = self.plain_times.seconds_for((self._padded_decode_tokens(rows), 0))
+        seconds = sum(self.usual_times.seconds_for(choice.key) for choice in best_choices)
+        if (
+            any(choice.rows for choice in best_choices)
+            and seconds / plain_seconds < sum(c.tokens for c in best_choices) / rows
+        ):
+            self._ledger(rows).allow_loss(self._plain_seconds(rows))
 
-    def _choices(self, offers: Sequence[Offer]) -> list[Choice]:
-        """Return the kinds of steps that hold the rows; places go to the draft tokens that are likeliest to
-        be kept."""
-        rows, gains = len(offers), self.acceptance.gains()
-        choices = [Choice((self._width(rows), 0), float(rows))]
+    def _list_choices(self, offers: Sequence[Offer]) -> list[StepChoice]:
+        """Return the kinds of steps that hold the rows. Each verifies the draft tokens that are likeliest
+        to be accepted."""
+        rows, gains = len(offers), self.acceptance.expected_gains()
+        choices = [StepChoice((self._padded_decode_tokens(rows), 0), float(rows))]
         for k in self.depths:
             ranked = sorted(
-                ((gain, row) for row, o in enumerate(offers) for gain in gains[o.form][: min(k, o.guesses)]),
+                (
+                    (gain, row)
+                    for row, o in enumerate(offers)
+                    for gain in gains[o.streak_class][: min(k, o.num_draft_tokens)]
+                ),
                 reverse=True,
             )
             tokens = list(accumulate((gain for gain, _ in ranked), initial=float(rows)))
-            places = [row for _, row in ranked]
-            for size in self._sizes(k, rows, rows + self.unit * len(places)):
-                taken = min(size - rows, len(places)) if self.unit else len(places)
-                if taken:
-                    choices.append(Choice((size, k), tokens[taken], places[:taken]))
+            draft_rows = [row for _, row in ranked]
+            for size in self._step_sizes(k, rows, rows + self.unit * len(draft_rows)):
+                count = min(size - rows, len(draft_rows)) if self.unit else len(draft_rows)
+                if count:
+                    choices.append(StepChoice((size, k), tokens[count], draft_rows[:count]))
         return choices
 
-    def _sizes(self, k: int, least: int, most: int) -> Iterator[int]:
-        """Yield the token counts of steps that hold at least `least` and need no more than `most`."""
-        size = computed(self.sizes[k], least)
-        while size < most:
+    def _step_sizes(self, k: int, min_tokens: int, max_tokens: int) -> Iterator[int]:
+        """Yield the token counts of steps that hold at least `min_tokens` and need no more than
+        `max_tokens`."""
+        size = count_padded_tokens(self.sizes[k], min_tokens)
+        while size < max_tokens:
             yield size
-            size = computed(self.sizes[k], size + 1)
+            size = count_padded_tokens(self.sizes[k], size + 1)
         yield size
 
-    def _rate(self, choice: Choice) -> float:
-        return choice.tokens / self.asked.of(choice.key)
+    def _tokens_per_second(self, choice: StepChoice) -> float:
+        return choice.tokens / self.speculative_times.seconds_for(choice.key)
 
-    def _trial(self, choices: list[Choice], best: Choice) -> Choice:
-        """Return now and then another choice than the best, the one measured longest ago, if its loss is
-        affordable."""
-        self.since += 1
-        others = [choice for choice in choices if choice is not best]
-        if self.since <= STEPS_BETWEEN_TRIALS or not others:
-            return best
-        other = max(others, key=lambda choice: self.asked.age(choice.key))
-        lost = self.asked.of(other.key) - other.tokens / self._rate(best)
-        if not self._afford(lost):
-            return best
-        self.since = 0
+    def _choose_best_or_trial(self, choices: list[StepChoice], best_choice: StepChoice) -> StepChoice:
+        """Return the best choice, or once in STEPS_BETWEEN_TRIALS another one, measured longest ago.
+
+        The trial is charged, and happens only if its loss is within the share.
+        """
+        self.steps_since_trial += 1
+        others = [choice for choice in choices if choice is not best_choice]
+        if self.steps_since_trial <= STEPS_BETWEEN_TRIALS or not others:
+            return best_choice
+        other = max(others, key=lambda choice: self.speculative_times.measurement_age(choice.key))
+        lost_seconds = self.speculative_times.seconds_for(other.key) - other.tokens / self._tokens_per_second(
+            best_choice
+        )
+        if not self._charge_trial(lost_seconds):
+            return best_choice
+        self.steps_since_trial = 0
         return other
 
-    def _afford(self, lost: float) -> bool:
-        """Return True if a trial that loses `lost` seconds is within the share, and charge it."""
-        if self.spent + lost > TRIAL_SHARE * self.elapsed:
+    def _charge_trial(self, lost_seconds: float) -> bool:
+        """Charge a trial that loses `lost_seconds` seconds; returns False, and charges nothing, if that
+        exceeds MAX_TRIAL_SHARE."""
+        if self.trial_seconds + lost_seconds > MAX_TRIAL_SHARE * self.elapsed_seconds:
             return False
-        self.spent += lost
+        self.trial_seconds += lost_seconds
         return True
 
-    # ------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------ results of a step
 
-    def record_verified(
-        self, guesses: Sequence[int], tokens: int, seconds: float, prompts: bool = False
+    def record_speculative(
+        self, draft_counts: Sequence[int], tokens: int, seconds: float, has_prompts: bool = False
     ) -> None:
         """Record a speculative step: the draft tokens of each row, the tokens that it gave and its seconds.
 
-        Host work on `prompts` is in its time: it is charged, but not used to predict other steps.
+        Host work on `has_prompts` is in its time: it is charged, but not used to predict other steps.
         """
-        rows, key, seconds = len(guesses), self._key(guesses), max(seconds, SHORTEST)
-        if not prompts:
-            self.usual.learn(key, seconds)
-            self._learn_pace(seconds / self.usual.of(key))
-            self.asked.learn(key, seconds)
-        plain = self._plain(rows)
-        expected = self.asked.of(key)
-        lost = min(seconds, MOST_TIMES_EXPECTED * expected) - tokens / rows * plain
-        self._ledger(rows).learn(lost if key[1] else max(lost, LEAST_WAIT * plain), plain, rows)
+        rows, key, seconds = len(draft_counts), self._step_key(draft_counts), max(seconds, MIN_SECONDS)
+        if not has_prompts:
+            self.usual_times.learn(key, seconds)
+            self._learn_pace(seconds / self.usual_times.seconds_for(key))
+            self.speculative_times.learn(key, seconds)
+        plain_seconds = self._plain_seconds(rows)
+        expected = self.speculative_times.seconds_for(key)
+        lost_seconds = min(seconds, MAX_TIMES_EXPECTED * expected) - tokens / rows * plain_seconds
+        self._ledger(rows).record_speculative(
+            lost_seconds if key[1] else max(lost_seconds, MIN_WAIT_LOSS * plain_seconds), plain_seconds, rows
+        )
 
     def record_plain(self, rows: int, seconds: float) -> None:
         """Record the seconds of a plain step."""
-        key, ledger, seconds = (self._width(rows), 0), self._ledger(rows), max(seconds, SHORTEST)
-        if ledger.left:  # the pace is fresh from speculative steps
-            self.plain.learn(key, seconds / self.pace)
-            ledger.left = max(ledger.left - (1 - UNMEASURED), 0.0)
+        key, ledger, seconds = (
+            (self._padded_decode_tokens(rows), 0),
+            self._ledger(rows),
+            max(seconds, MIN_SECONDS),
+        )
+        if ledger.plain_steps_left:  # the pace is fresh from speculative steps
+            self.plain_times.learn(key, seconds / self.pace)
+            ledger.plain_steps_left = max(ledger.plain_steps_left - (1 - UNMEASURED_WEIGHT), 0.0)
         else:
-            self._learn_pace(seconds / self.plain.of(key))
+            self._learn_pace(seconds / self.plain_times.seconds_for(key))
 
-    def _learn_pace(self, found: float) -> None:
-        self.pace += PACE_WEIGHT * (min(found, MOST_TIMES_EXPECTED * self.pace) - self.pace)
+    def _learn_pace(self, pace: float) -> None:
+        self.pace += PACE_WEIGHT * (min(pace, MAX_TIMES_EXPECTED * self.pace) - self.pace)
 
-    def _plain(self, rows: int) -> float:
+    def _plain_seconds(self, rows: int) -> float:
         """Return the seconds of a plain step at the present pace."""
-        return self.pace * self.plain.of((self._width(rows), 0))
+        return self.pace * self.plain_times.seconds_for((self._padded_decode_tokens(rows), 0))
 
-    def record_acceptance(self, form: int, offered: int, accepted: int) -> None:
+    def record_acceptance(self, streak_class: int, offered: int, accepted: int) -> None:
         """Record that the first `accepted` of a row's draft tokens were right."""
-        self.acceptance.learn(form, offered, accepted)
+        self.acceptance.learn(streak_class, offered, accepted)
 
-    def _key(self, guesses: Sequence[int]) -> Key:
-        if not any(guesses):
-            return self._width(len(guesses)), 0
-        k = next((depth for depth in self.depths if depth >= max(guesses)), self.depths[-1])
-        return computed(self.sizes[k], len(guesses) + self.unit * sum(guesses)), k
+    def _step_key(self, draft_counts: Sequence[int]) -> StepKey:
+        if not any(draft_counts):
+            return self._padded_decode_tokens(len(draft_counts)), 0
+        k = next((depth for depth in self.depths if depth >= max(draft_counts)), self.depths[-1])
+        return count_padded_tokens(self.sizes[k], len(draft_counts) + self.unit * sum(draft_counts)), k
 
-    def _width(self, rows: int) -> int:
-        return computed(self.sizes[0], rows)
+    def _padded_decode_tokens(self, rows: int) -> int:
+        return count_padded_tokens(self.sizes[0], rows)
 
     def _ledger(self, rows: int) -> Ledger:
-        first = FIRST_LOAN if not self.ledgers else LOAN
-        return self.ledgers.setdefault(self._width(rows), Ledger(limit=first))
+        first = FIRST_MAX_DEBT if not self.ledgers else MAX_DEBT
+        return self.ledgers.setdefault(self._padded_decode_tokens(rows), Ledger(limit=first))

@@ -16,15 +16,15 @@ class Drafter(Protocol):
     """Proposes what follows the tokens of requests. Preemption is no event here: a request keeps its
     tokens."""
 
-    def begin(self, request: Hashable, prompt: Sequence[int]) -> None:
-        """Register a request with its prompt."""
+    def begin(self, request: Hashable, prompt: Sequence[int], salt: bytes = b"") -> None:
+        """Register a request with its prompt and its cache salt: outputs of other salts may not serve it."""
         ...
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None:
         """Append tokens that a request generated."""
         ...
 
-    def guess(self, request: Hashable, k: int) -> list[int]:
+    def propose(self, request: Hashable, k: int) -> list[int]:
         """Return at most k draft tokens; none if nothing is known."""
         ...
 
@@ -35,25 +35,25 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class ConstantDrafter:
-    """Proposes one token again and again, whatever was generated; None proposes nothing."""
+    """Proposes one token again and again, independently of the text; None proposes nothing."""
 
     token: int | None = None
 
-    def begin(self, request: Hashable, prompt: Sequence[int]) -> None: ...
+    def begin(self, request: Hashable, prompt: Sequence[int], salt: bytes = b"") -> None: ...
 
     def extend(self, request: Hashable, tokens: Sequence[int]) -> None: ...
 
-    def guess(self, request: Hashable, k: int) -> list[int]:
+    def propose(self, request: Hashable, k: int) -> list[int]:
         return [] if self.token is None else [self.token] * k
 
     def end(self, request: Hashable) -> None: ...
 
 
-NONE, ON_THE_DEVICE = ConstantDrafter(), ConstantDrafter(ON_DEVICE)  # the latter stands for what it proposes
+NO_DRAFTER, DEVICE_DRAFTER = ConstantDrafter(), ConstantDrafter(ON_DEVICE)  # the latter: the device proposes
 
 
-def host_drafter(config: SpeculativeConfig) -> Drafter:
-    """Return the drafter of a method; methods on the device have one that stands for them."""
+def make_host_drafter(config: SpeculativeConfig) -> Drafter:
+    """Return the drafter of a method; for methods on the device the placeholder DEVICE_DRAFTER."""
     if config.method == "ngram":
         assert config.prompt_lookup_min is not None and config.prompt_lookup_max is not None
         return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
@@ -61,7 +61,7 @@ def host_drafter(config: SpeculativeConfig) -> Drafter:
         return SuffixDrafter(
             depth=config.suffix_decoding_max_tree_depth,
             capacity=config.suffix_decoding_max_cached_tokens,
-            factor=config.suffix_decoding_max_spec_factor,
-            least=config.suffix_decoding_min_token_prob,
+            spec_factor=config.suffix_decoding_max_spec_factor,
+            min_token_prob=config.suffix_decoding_min_token_prob,
         )
-    return NONE if config.method == "none" else ON_THE_DEVICE
+    return NO_DRAFTER if config.method == "none" else DEVICE_DRAFTER

@@ -8,19 +8,20 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....checkpoints import huggingface, orbax
-from ....cpu_kernels.library import library
+from ....cpu_kernels.library import load_library
 from ....model.config import ModelConfig
-from ....model.gpus import E4M3, Gpu, gpu_of
+from ....model.gpus import E4M3_CAPABILITY, Gpu, gpu_from_device
 from ...options.engine import EngineOptions
-from ...runtime.multihost.rendezvous import of_rank_0
-from .trial import bfloat16_gain
+from ...runtime.multihost.rendezvous import is_chosen_by_rank_0
+from .bfloat16_gain import bfloat16_gain
 
-LEAST_GAIN = 1.1  # of bfloat16 on a host: below it float32 is chosen, which loses nothing
+MIN_BFLOAT16_GAIN = 1.1  # minimum speed of bfloat16 over float32 on a CPU; below it float32, which is exact
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SHORT_NAMES = {"half": "float16", "float": "float32"}
+TOO_LARGE = "numbers of this model are too large for float16"
 
 
-def dtype_name(dtype: Any) -> str:
+def normalise_dtype_name(dtype: Any) -> str:
     """Return one of DTYPES for its name (vLLM's "half" and "float" too), or for a dtype of numpy, jax or
     torch. Raises ValueError."""
     if isinstance(dtype, str) or str(dtype).startswith("torch."):
@@ -39,63 +40,88 @@ def dtype_name(dtype: Any) -> str:
 def compute_dtype(
     dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None, cpu_kernels: bool | None = None
 ) -> Any:
-    """The dtype to load the weights of a folder in, or random ones, which are as if stored in bfloat16.
+    """Return the dtype in which to load the weights of a folder; without a folder, of random weights.
 
-    "auto" is the checkpoint's own; float16 in place of bfloat16 on GPUs that do not multiply that. On CPUs it
-    is float32, which holds every checkpoint's numbers, unless these are bfloat16 and the processor multiplies
-    that faster: by `cpu_kernels`, or as a first start measures (`trial`). No CPU has a product of float16
-    that XLA uses.
+    "auto" is the checkpoint's dtype, with exceptions. A GPU without bfloat16 products takes float16 for
+    bfloat16. A model that overflows float16 takes bfloat16 for it. A CPU takes float32, which holds the
+    numbers of every checkpoint. If they are bfloat16 and the processor multiplies that faster, it takes
+    bfloat16: by `cpu_kernels`, or as a first start measures (`bfloat16_gain`). XLA uses no CPU's float16
+    products. Random weights count as stored in bfloat16.
 
-    Raises ValueError for "auto" where the model overflows float16.
+    Raises ValueError if the model overflows float16 and the device has no other dtype for it.
     """
-    name = dtype_name(dtype)
+    name = normalise_dtype_name(dtype)
+    if name == "float16" and may_overflow_float16(config):
+        raise ValueError(f'dtype "float16" is not allowed: {TOO_LARGE}; use "bfloat16" or "float32"')
     if name != "auto":
         return jnp.dtype(name)
-    found = gpu_of(device)
-    if device.platform != "cpu" and (found is None or found.auto_dtype == "bfloat16"):
-        return "auto"
-    is_own = folder is None or stored_dtype(folder) == jnp.bfloat16
-    if found is not None:
-        return narrow_dtype(found, config) if is_own else "auto"
-    is_faster = is_own and (
-        (cpu_kernels and library().multiplies_bfloat16) or bfloat16_gain(device, config) >= LEAST_GAIN
+    gpu = gpu_from_device(device)
+    if device.platform != "cpu" and (gpu is None or gpu.auto_dtype == "bfloat16"):
+        is_too_narrow = may_overflow_float16(config) and default_stored_dtype(folder) == jnp.float16
+        return jnp.dtype("bfloat16") if is_too_narrow else "auto"
+    stored = default_stored_dtype(folder)
+    if gpu is not None:
+        return dtype_without_bfloat16(gpu, config, stored)
+    is_faster = stored == jnp.bfloat16 and (
+        (cpu_kernels and load_library().has_bfloat16) or bfloat16_gain(device, config) >= MIN_BFLOAT16_GAIN
     )
     return jnp.dtype("bfloat16" if is_faster else "float32")
 
 
-def narrow_dtype(found: Gpu, config: ModelConfig) -> Any:
-    """The dtype in place of bfloat16. Raises ValueError for Gemma, which scales its embeddings by the root of
-    the model's width: float16 does not hold the numbers of its layers."""
-    if config.embedding_scale == config.hidden_size**0.5:
+def default_stored_dtype(folder: Path | None) -> Any:
+    """Return the dtype in which a folder stores weights; bfloat16 without a folder. Raises
+    CheckpointError."""
+    return jnp.dtype("bfloat16") if folder is None else checkpoint_dtype(folder)
+
+
+def may_overflow_float16(config: ModelConfig) -> bool:
+    """Return True for models with norms before and after each sublayer (Gemma 2 to 4, GLM-4-0414).
+
+    Nothing bounds their residual stream, which may exceed float16.
+    """
+    return config.pre_norms and config.post_norms
+
+
+def dtype_without_bfloat16(gpu: Gpu, config: ModelConfig, stored: Any) -> Any:
+    """Return the dtype for a checkpoint on a GPU that multiplies no bfloat16.
+
+    Raises ValueError for a 16-bit checkpoint of a model that overflows float16, and of the first Gemma, which
+    scales embeddings by the square root of its width.
+    """
+    is_scaled = config.embedding_scale == config.hidden_size**0.5
+    if stored in (jnp.bfloat16, jnp.float16) and (may_overflow_float16(config) or is_scaled):
         raise ValueError(
-            f'dtype "auto" is not allowed on {found.name}: it multiplies no bfloat16, and numbers of this '
-            'model are too large for float16; use "float32"'
+            f'dtype "auto" is not allowed on {gpu.name}: it multiplies no bfloat16, and {TOO_LARGE}; '
+            'use "float32"'
         )
-    return jnp.dtype(found.auto_dtype)
+    return jnp.dtype(gpu.auto_dtype) if stored == jnp.bfloat16 else "auto"
 
 
-def check_cache(options: EngineOptions, device: Any) -> None:
-    """Raise ValueError if the device's compiler cannot keep the cache in the type of the options: XLA may
-    abort the process on it."""
-    found, kept = gpu_of(device), options.kv_cache_dtype
-    if found is not None and found.capability < E4M3 and kept in ("fp8", "fp8_e4m3"):
+def check_kv_cache_dtype(options: EngineOptions, device: Any) -> None:
+    """Raise ValueError if the device cannot store a cache of `kv_cache_dtype`. XLA might abort the
+    process."""
+    gpu, kv_cache_dtype = gpu_from_device(device), options.kv_cache_dtype
+    if gpu is not None and gpu.capability < E4M3_CAPABILITY and kv_cache_dtype in ("fp8", "fp8_e4m3"):
         raise ValueError(
-            f'kv_cache_dtype "{kept}" is not allowed: float8_e4m3fn needs compute capability 8.9, '
-            f'{found.name} has {found.version}; use "int8"'
+            f'kv_cache_dtype "{kv_cache_dtype}" is not allowed: float8_e4m3fn needs compute capability 8.9, '
+            f'{gpu.name} has {gpu.capability_text}; use "int8"'
         )
 
 
-def shared_dtype(
+def agree_on_dtype(
     dtype: Any, device: Any, config: ModelConfig, folder: Path | None = None, cpu_kernels: bool | None = None
 ) -> Any:
-    """The same in all processes of a group: where it is measured, rank 0's. A collective of all of them."""
-    if dtype_name(dtype) != "auto" or device.platform != "cpu":
+    """Return `compute_dtype`, equal in all processes of a group: rank 0 decides if a measurement decides.
+
+    All processes of the group have to call it.
+    """
+    if normalise_dtype_name(dtype) != "auto" or device.platform != "cpu":
         return compute_dtype(dtype, device, config, folder)
     chosen = partial(compute_dtype, dtype, device, config, folder, cpu_kernels)
-    is_narrow = of_rank_0(lambda: chosen() == jnp.bfloat16)
+    is_narrow = is_chosen_by_rank_0(lambda: chosen() == jnp.bfloat16)
     return jnp.dtype("bfloat16" if is_narrow else "float32")
 
 
-def stored_dtype(folder: Path) -> Any:
-    """The checkpoint's own dtype. Raises CheckpointError."""
-    return (orbax if orbax.is_orbax(folder) else huggingface).stored_dtype(folder)
+def checkpoint_dtype(folder: Path) -> Any:
+    """Return the dtype in which a folder stores weights. Raises CheckpointError."""
+    return orbax.read_orbax_dtype(folder) if orbax.is_orbax(folder) else huggingface.read_hf_dtype(folder)

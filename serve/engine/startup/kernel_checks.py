@@ -19,15 +19,15 @@ import numpy as np
 from ....model.config import ModelConfig
 from ....model.transformer import Decoder
 from ...host import progress
-from ...host.streams import first_line, warn
+from ...host.streams import error_headline, warn_once
 from ...runtime.compiled import executable_cache
 from ...runtime.compiled.shapes import Sizes
 from .kernel_cases import KernelCase, kernel_cases
 
-MOST_OFF = {2: 2.0**-6, 4: 1e-4}  # of the largest number, by bytes of a number
-RUNS = 3  # of a kernel, with equal bits
-LIMIT = 300.0  # seconds in which a kernel that is compiled has run
-HUNG, EARLIER = "did not end within", "at an earlier start it"  # reasons begin with them
+MAX_DIFFERENCE = {2: 2.0**-6, 4: 1e-4}  # maximum difference over the largest number, by bytes of a number
+NUM_RUNS = 3  # runs of a kernel, which must have equal bits
+RUN_SECONDS = 300.0  # maximum seconds of a run of a compiled kernel
+HUNG_REASON, EARLIER_REASON = "did not end within", "at an earlier start it"  # first words of reasons
 T = TypeVar("T")
 
 
@@ -35,10 +35,10 @@ T = TypeVar("T")
 class KernelCheck:
     """Result of a check.
 
-    kernel: its name; a kernel may be checked with several sizes.
+    kernel: name of the kernel, which may be checked with several sizes.
     reason: why programs do not use it; empty if they do.
-    difference: the largest, of the largest number; None if the kernel did not run.
-    seconds: of compiling and running it.
+    difference: largest difference from the reference over the largest number; None if the kernel did not run.
+    seconds: time of compiling and running it.
     """
 
     kernel: str
@@ -47,149 +47,164 @@ class KernelCheck:
     seconds: float = 0.0
 
     @property
-    def ran(self) -> bool:
-        """True if the check itself has decided, not a rule."""
+    def was_tried(self) -> bool:
+        """True if the kernel was checked; False if a rule had refused it before."""
         return self.seconds > 0
 
     @property
-    def raised(self) -> bool:
-        return self.ran and self.difference is None and HUNG not in self.reason
+    def has_raised(self) -> bool:
+        return self.was_tried and self.difference is None and HUNG_REASON not in self.reason
 
     @property
-    def hung(self) -> bool:
-        """True if it has just been started and did not end, so its device may never be free again."""
-        return self.reason.startswith(HUNG)
+    def has_hung(self) -> bool:
+        """True if a run of the kernel has not ended: its device may never be free again."""
+        return self.reason.startswith(HUNG_REASON)
 
     @property
-    def kept(self) -> "KernelCheck":
-        """The result as later starts read it, which go on without a kernel that hung."""
-        return replace(self, reason=f"{EARLIER} {self.reason}") if self.hung else self
+    def as_stored(self) -> "KernelCheck":
+        """Result to store for later starts. If the kernel hung, they do without it."""
+        return replace(self, reason=f"{EARLIER_REASON} {self.reason}") if self.has_hung else self
 
 
 KernelChecks = Mapping[str, KernelCheck]
 
 
-def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, anew: bool = False) -> KernelChecks:
-    """Return what is known of each kernel that an engine would use, by kernel and sizes, checked now if no
-    start has done it, or `anew`. One line says each that is refused. Behind one that hung, the last, nothing
-    is checked."""
-    every = list(kernel_cases(config, params, sizes))
-    if not every:
+def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, is_anew: bool = False) -> KernelChecks:
+    """Return the check of each kernel that an engine would use, by kernel and sizes.
+
+    A kernel is checked now if no start has checked it, or if `is_anew`. Each refused kernel is reported in a
+    line. After a kernel that hung, none is checked.
+    """
+    cases = list(kernel_cases(config, params, sizes))
+    if not cases:
         return {}
     device = next(iter(params.embed.sharding.addressable_devices))
-    facts = executable_cache.environment(device), [case.name for case in every]
-    key = executable_cache.combined([], "kernels", *facts)
-    found = {} if anew else executable_cache.read(key, dict[str, KernelCheck]) or {}
-    if missing := [case for case in every if case.name not in found]:
-        with progress.stage("checking kernels", len(missing), progress.PATIENCE) as done:
-            found |= {case.name: done(check) for case, check in all_checked(missing, device)}
+    facts = executable_cache.describe_environment(device), [case.name for case in cases]
+    key = executable_cache.combine_keys([], "kernels", *facts)
+    checks = {} if is_anew else executable_cache.read_record(key, dict[str, KernelCheck]) or {}
+    if missing := [case for case in cases if case.name not in checks]:
+        with progress.show_stage("checking kernels", len(missing), progress.PATIENCE_SECONDS) as done:
+            checks |= {case.name: done(check) for case, check in run_kernel_checks(missing, device)}
         # what raised is checked again by the next start, which may have more memory
-        executable_cache.write(key, {name: check.kept for name, check in found.items() if not check.raised})
-    replaced = {case.kernel.name: case.kernel.replaced_by for case in every}
-    for name, check in found.items():
+        executable_cache.write_record(
+            key, {name: check.as_stored for name, check in checks.items() if not check.has_raised}
+        )
+    replaced = {case.kernel.name: case.kernel.fallback for case in cases}
+    for name, check in checks.items():
         if check.reason:
-            say = warn if check.ran else progress.say
+            say = warn_once if check.was_tried else progress.write_progress_line
             say(f"{replaced[check.kernel]}: {name} is not used: {check.reason}")
-    return found
+    return checks
 
 
-def refused_by(found: KernelChecks) -> set[str]:
-    """Return the kernels that did not pass; rules refuse others wherever they are chosen."""
-    return {check.kernel for check in found.values() if check.reason and check.ran}
+def failed_kernel_names(checks: KernelChecks) -> set[str]:
+    """Return the names of kernels that failed their check. Rules refuse kernels where these are chosen."""
+    return {check.kernel for check in checks.values() if check.reason and check.was_tried}
 
 
-def require_ended(found: KernelChecks) -> None:
+def require_no_hang(checks: KernelChecks) -> None:
     """Raise RuntimeError for a kernel that hung. The next start does without it."""
-    for name, check in found.items():
-        if check.hung:
+    for name, check in checks.items():
+        if check.has_hung:
             raise RuntimeError(f"{name} {check.reason}: start again, without it")
 
 
-def all_checked(cases: list[KernelCase], device: Any) -> Iterator[tuple[KernelCase, KernelCheck]]:
-    """Yield cases with their checks, in their order, up to the first that hung. Threads compile them, and
-    outlive the caller; the kernels run one after the other, so one that hangs holds up no other's result."""
-    futures: list[Future[Callable[[], KernelCheck]]] = [Future() for _ in cases]
-    every, stopped = iter(list(zip(futures, cases, strict=True))), Event()
+def run_kernel_checks(cases: list[KernelCase], device: Any) -> Iterator[tuple[KernelCase, KernelCheck]]:
+    """Yield each case with its check, in order, up to the first kernel that hung.
 
-    def work() -> None:
-        for future, case in every:
+    Threads compile the cases, and may outlive the caller. Kernels run one after another, so that a kernel
+    that hangs delays no other's result.
+    """
+    futures: list[Future[Callable[[], KernelCheck]]] = [Future() for _ in cases]
+    queue, stopped = iter(list(zip(futures, cases, strict=True))), Event()
+
+    def compile_next_cases() -> None:
+        for future, case in queue:
             if stopped.is_set():
                 return
-            future.set_result(compiled(case, device))
+            future.set_result(compile_kernel_case(case, device))
 
-    for _ in range(min(executable_cache.cores() or 1, len(cases))):
-        Thread(target=work, name="kernel check", daemon=True).start()
+    for _ in range(min(executable_cache.num_cores() or 1, len(cases))):
+        Thread(target=compile_next_cases, name="kernel check", daemon=True).start()
     for case in cases:
-        check = futures.pop(0).result()()  # popped, as it holds arrays of the device
-        if check.hung:
+        check = futures.pop(0).result()()  # popped: a future holds arrays of the device
+        if check.has_hung:
             stopped.set()
         yield case, check
-        if check.hung:
+        if check.has_hung:
             return
 
 
-def checked(case: KernelCase, device: Any = None) -> KernelCheck:
+def check_kernel_case(case: KernelCase, device: Any = None) -> KernelCheck:
     """Compile a case and run it on a device, unless a rule refuses it."""
-    return compiled(case, device)()
+    return compile_kernel_case(case, device)()
 
 
-def compiled(case: KernelCase, device: Any = None) -> Callable[[], KernelCheck]:
-    """Compute a case's reference and compile its kernel; return what runs it. A reference that cannot run
-    refuses nothing."""
-    refused = partial(KernelCheck, case.kernel.name)
+def compile_kernel_case(case: KernelCase, device: Any = None) -> Callable[[], KernelCheck]:
+    """Compute a case's reference and compile its kernel; returns a function that runs and checks it.
+
+    If the reference cannot run, the kernel is not refused.
+    """
+    make_check = partial(KernelCheck, case.kernel.name)
     if case.reason is not None:
-        return partial(refused, case.reason)
+        return partial(make_check, case.reason)
     begin = time.perf_counter()
     with jax.default_device(device):  # a setting of each thread
         try:
-            given = case.inputs()
-            expected = jax.device_get(case.reference(*given))
-        except Exception as error:  # noqa: BLE001 - such as memory that other work takes
-            warn(f"{case.name} is not checked: {first_line(error)}")
-            return partial(refused, seconds=time.perf_counter() - begin)
+            inputs = case.inputs()
+            expected = jax.device_get(case.reference(*inputs))
+        except Exception as error:  # noqa: BLE001 - such as too little memory
+            warn_once(f"{case.name} is not checked: {error_headline(error)}")
+            return partial(make_check, seconds=time.perf_counter() - begin)
         try:
-            program = jax.jit(case.run).lower(*given).compile()
+            program = jax.jit(case.run).lower(*inputs).compile()
         except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the reference serves
-            return partial(refused, first_line(error), None, time.perf_counter() - begin)
+            return partial(make_check, error_headline(error), None, time.perf_counter() - begin)
     spent = time.perf_counter() - begin
-    return lambda: compared(case.kernel.name, lambda: jax.device_get(program(*given)), expected, spent)
+    return lambda: compare_kernel_runs(
+        case.kernel.name, lambda: jax.device_get(program(*inputs)), expected, spent
+    )
 
 
-def compared(kernel: str, run: Callable[[], Any], expected: Any, spent: float) -> KernelCheck:
+def compare_kernel_runs(kernel: str, run: Callable[[], Any], expected: Any, spent: float) -> KernelCheck:
     """Run a kernel that took `spent` seconds to compile, and compare its results."""
     begin, reason, difference = time.perf_counter(), "", None
     try:
-        found, *others = [in_time(run) for _ in range(RUNS)]
-        difference, most = largest_difference(found, expected), MOST_OFF[min(found.dtype.itemsize, 4)]
-        if difference > most:
+        result, *others = [run_in_time_limit(run) for _ in range(NUM_RUNS)]
+        difference = largest_difference(result, expected)
+        limit = MAX_DIFFERENCE[min(result.dtype.itemsize, 4)]
+        if difference > limit:
             reason = f"it differs from the reference by {difference:.2g} of the largest number"
-        elif any(np.asarray(other).tobytes() != np.asarray(found).tobytes() for other in others):
+        elif any(np.asarray(other).tobytes() != np.asarray(result).tobytes() for other in others):
             reason = "its runs have different bits"
     except TimeoutError:
-        reason = f"{HUNG} {LIMIT:g} s"
+        reason = f"{HUNG_REASON} {RUN_SECONDS:g} s"
     except Exception as error:  # noqa: BLE001 - whatever a kernel raises, the reference serves
-        reason = first_line(error)
+        reason = error_headline(error)
     return KernelCheck(kernel, reason, difference, spent + time.perf_counter() - begin)
 
 
-def in_time(run: Callable[[], T]) -> T:
-    """Return what a function returns. Raises TimeoutError after LIMIT; a thread goes on, perhaps for ever."""
+def run_in_time_limit(run: Callable[[], T]) -> T:
+    """Run a function in a thread; returns its result. Raises TimeoutError after RUN_SECONDS, while the
+    thread goes on."""
     future: Future[T] = Future()
 
-    def work() -> None:
+    def run_in_thread() -> None:
         try:
             future.set_result(run())
         except Exception as error:  # noqa: BLE001 - the caller raises it
             future.set_exception(error)
 
-    Thread(target=work, name="kernel run", daemon=True).start()
-    return future.result(LIMIT)
+    Thread(target=run_in_thread, name="kernel run", daemon=True).start()
+    return future.result(RUN_SECONDS)
 
 
-def largest_difference(found: Any, expected: Any) -> float:
-    """The largest difference of two arrays, of the largest number expected. Raises ValueError if the first
-    has another shape or is not finite."""
-    a, b = (np.asarray(x, np.float32) for x in (found, expected))
+def largest_difference(result: Any, expected: Any) -> float:
+    """Return the largest difference of two arrays over the largest expected number.
+
+    Raises ValueError if `result` has another shape or is not finite.
+    """
+    a, b = (np.asarray(x, np.float32) for x in (result, expected))
     if a.shape != b.shape or not np.isfinite(a).all():
         raise ValueError("its result has another shape, or is not finite")
     return float(np.abs(a - b).max() / max(float(np.abs(b).max()), 1e-30))

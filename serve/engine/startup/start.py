@@ -1,4 +1,4 @@
-"""From parameters at hand to a warm engine."""
+"""Start of an engine: parameters are placed and prepared, programs compiled and warmed up."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,134 +9,163 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ....kvcache.stages import attending, devices, feeding, is_apart, params_of, stages, stations
+from ....kvcache.stages import (
+    ffn_params_by_layer,
+    has_separate_ffn,
+    num_device_groups,
+    params_without_ffn,
+    pipeline_stages,
+    stage_params,
+    tree_devices,
+)
 from ....model.config import Experts, ModelConfig
-from ....model.pair import PairConfig, Params, target_of
-from ....model.transformer import Decoder, Observe
-from ....model.tree import not_finite, paths
-from ....model.weights.compress import in_form
-from ....model.weights.cpu.packed import kernels_in
-from ....model.weights.prepared import prepared
-from ....sampling.custom import processors_of
+from ....model.draft_pair import EngineParams, PairConfig, target_params
+from ....model.transformer import Decoder, ObserveOptions
+from ....model.tree import find_non_finite, leaves_by_path
+from ....model.weights.compress import convert_weight_form
+from ....model.weights.cpu.packed import kernel_isa
+from ....model.weights.device_forms import convert_to_device_forms
+from ....sampling.custom_processors import trace_processors
 from ...host import progress
 from ...host.devices import memory_limit
-from ...host.process import keep_freed, use_huge_pages
-from ...host.streams import warn
-from ...kv.offload.opening import OnRealm, check, mover_of
-from ...kv.offload.peer import RemoteKV
+from ...host.process import keep_freed_memory, use_huge_pages
+from ...host.streams import warn_once
+from ...kv.offload.remote_kv import RemoteKV
+from ...kv.offload.tier_setup import OnRealm, check_offload_options, start_mover
 from ...options.checks import round_up
 from ...options.engine import EngineOptions
 from ...runtime.compiled import executable_cache, jaxcache
 from ...runtime.compiled.compile import Programs
 from ...runtime.compiled.shapes import (
-    Canonical,
+    CanonicalShapes,
     Shape,
     Sizes,
-    decided,
-    least_row,
-    shapes_of,
+    engine_shapes,
+    min_row_tokens,
+    resolve_cpu_options,
 )
 from ...runtime.compiled.sizing import choose_sizes
-from ...runtime.equal_bits.classes import ShapeClasses, choose_classes, record, step_seconds
+from ...runtime.equal_bits.classes import (
+    ShapeClasses,
+    classes_key,
+    load_or_probe_classes,
+    measure_step_seconds,
+)
 from ...runtime.equal_bits.warmup import Warmup, WarmupGoal, first_shapes
 from ...runtime.multihost.programs import SharedPrograms
-from ...runtime.multihost.rendezvous import group, in_any_rank
+from ...runtime.multihost.rendezvous import any_across_ranks, current_group
 from ...runtime.pipeline.programs import StagedPrograms
 from ..core.engine import Engine
-from ..core.guessing import Speculation
-from ..core.plan import SchedulerConfig
-from ..lora.writer import roomy
-from ..speculation.beside import check_states, read_beside
+from ..core.scheduler_output import SchedulerConfig
+from ..core.speculation import Speculation
+from ..lora.writer import add_lora_if_enabled
 from ..speculation.controller import Controller
-from ..speculation.drafter import host_drafter
-from .cpu_kernels import build_kernels, kernels_refusal
-from .dtype import check_cache
-from .kernel_checks import KernelChecks, check_kernels, refused_by, require_ended
-from .mesh import check_experts, layout_of, spread
-from .stages import with_head
+from ..speculation.drafter import make_host_drafter
+from ..speculation.speculator_weights import check_recurrent_states, read_speculator
+from .cpu_kernels import build_kernels_if_requested, explain_unused_cpu_kernels
+from .dtype import check_kv_cache_dtype
+from .kernel_checks import KernelChecks, check_kernels, failed_kernel_names, require_no_hang
+from .mesh import check_expert_shardings, make_layout, shard_params
+from .stage_shardings import with_last_stage_head
 
 
 def start_engine(
     config: ModelConfig,
     params: Decoder,
     options: EngineOptions,
-    peer: RemoteKV | None = None,
+    remote_kv: RemoteKV | None = None,
     on_realm: OnRealm | None = None,
 ) -> Engine:
     """Size, compile and warm up an engine for parameters that are on their device. Raises TypeError for other
     parameters.
 
-    peer: prefill engine that computes prompts for this one.
-    on_realm: called with the realm of the pages, if the engine sends them to others.
+    remote_kv: prefill engine that computes prompts for this one.
+    on_realm: called with the realm of the pages if the engine sends pages to other engines.
     """
     if options.has_tiers:
-        check(options)
-    with progress.telling(options.use_tqdm_on_load):
-        engine = warm_engine(config, params, options)
-        if options.has_tiers or peer is not None:
-            engine.attach(mover_of(options, engine.programs, engine.everything, peer, on_realm))
-    jaxcache.seal()
+        check_offload_options(options)
+    with progress.progress_enabled(options.use_tqdm_on_load):
+        engine = build_warm_engine(config, params, options)
+        if options.has_tiers or remote_kv is not None:
+            engine.attach_mover(start_mover(options, engine.programs, engine.all_params, remote_kv, on_realm))
+    jaxcache.store_checksums()
     return engine
 
 
-def warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
-    params = on_devices(params)
+def build_warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
+    """Return an engine without tiers that can serve: all programs are ready, or a warm-up compiles the
+    rest."""
+    params = check_param_placement(params)
     device = next(iter(params.embed.sharding.addressable_devices))
-    options = options.on(memory_limit(device))
-    options.require_unstored("these are parameters")
-    check_cache(options, device)
-    build_kernels(options, device.platform)
-    params = spread(config, params, layout_of(options))
-    params = in_form(params, options.quantization, params.embed.dtype)
-    check_experts(params)
-    params = prepared(params, options.batch_invariant_matmul, bool(options.cpu_kernels), options.tied_head)
-    options, without = settled(options, device, config, params)
+    options = options.with_device_load(memory_limit(device))
+    options.refuse_checkpoint_quantization("these are parameters")
+    check_kv_cache_dtype(options, device)
+    build_kernels_if_requested(options, device.platform)
+    params = prepare_engine_params(config, params, options)
+    options, cpu_kernels_reason = adapt_options_to_kernels(options, device, config, params)
     if device.platform == "cpu":
-        keep_freed()
-    count = stations(params)
-    options.check_stages(count)
-    params = roomy(params, config, options)
-    beside = read_beside(options.speculation, config, params)
-    pair, everything = PairConfig(config, beside.config), beside.join(params)
-    use_huge_pages(everything)
-    check_states(pair, options.speculation, count)
-    sizes = choose_sizes(pair, options, everything, memory_limit(device))
-    own = processors_of(options.logits_processors, config.vocab_size, sizes.max_model_len)
-    sizes = replace(sizes, hidden=config.hidden_size if beside.is_head else 0, processors=own)
-    shapes = shapes_of(options, sizes, pair.layers, device.platform, params.embed.dtype)
-    canonical = Canonical.on(device.platform, options, sizes)
-    observe = observed_in(config, options)
-    phases = beside.phases(pair.within(sizes.max_model_len), options.speculation, observe)
-    early = first_shapes(shapes, canonical) if may_serve_early(options, everything) else shapes
+        keep_freed_memory()
+    num_groups = num_device_groups(params)
+    options.check_stages(num_groups)
+    params = add_lora_if_enabled(params, config, options)
+    speculator = read_speculator(options.speculation, config, params)
+    pair, all_params = PairConfig(config, speculator.config), speculator.pair_with(params)
+    use_huge_pages(all_params)
+    check_recurrent_states(pair, options.speculation, num_groups)
+    sizes = choose_sizes(pair, options, all_params, memory_limit(device))
+    processors = trace_processors(options.logits_processors, config.vocab_size, sizes.max_model_len)
+    sizes = replace(sizes, hidden=config.hidden_size if speculator.is_head else 0, processors=processors)
+    shapes = engine_shapes(options, sizes, pair.layers, device.platform, params.embed.dtype)
+    canonical = CanonicalShapes.choose(device.platform, options, sizes)
+    observe = choose_observed_values(config, options)
+    reached = pair.drop_unreached_limits(sizes.max_model_len)
+    phases = speculator.make_phases(reached, options.speculation, observe)
+    early_shapes = first_shapes(shapes, canonical) if may_serve_early(options, all_params) else shapes
     kernels = check_kernels(config, params, sizes)
-    require_ended(kernels)
-    programs = kind_of(everything)(
-        phases, everything, sizes, shapes, early, refused_of(kernels), options.reproducible
+    require_no_hang(kernels)
+    programs = programs_class(all_params)(
+        phases, all_params, sizes, shapes, early_shapes, gather_refused_kernels(kernels), options.reproducible
     )
-    state, aim = (
-        programs.empty(everything),
-        WarmupGoal(canonical, options.reproducible, timed_depths(options)),
+    arguments = programs.fresh_arguments(all_params)
+    goal = WarmupGoal(canonical, options.reproducible, timed_depths(options))
+    scheduler_config = make_scheduler_config(options, sizes, shapes, pair.prefill_alignment, num_groups)
+    make_engine = partial(
+        Engine,
+        programs,
+        scheduler_config=scheduler_config,
+        prefix_caching=options.enable_prefix_caching,
+        make_deferred_sampling_warmup=deferred_sampling_warmup_factory(options, programs, canonical),
+        kernels=kernels,
+        cpu_kernels_reason=cpu_kernels_reason,
     )
-    limits = limits_of(options, sizes, shapes, pair.block, count)
-    prefixes, later = options.enable_prefix_caching, deferral(options, programs, canonical)
-    make = partial(Engine, programs, limits=limits, prefix_caching=prefixes, later=later, kernels=kernels)
-    make = partial(make, without_cpu_kernels=without)
-    if set(early) < set(shapes) and not are_known(programs, everything, aim):
-        classes = ShapeClasses.of(early, same_bits=not options.reproducible)
-        found = record(programs, everything, canonical) if aim.reproducible else None
-        warmup = Warmup(programs, shapes, classes, aim, partial(late_speculation, options), found)
-        return make(classes, state, warmup=warmup)
-    classes, state = choose_classes(programs, state, canonical, options.reproducible)
+    if set(early_shapes) < set(shapes) and not are_programs_stored(programs, all_params, goal):
+        classes = ShapeClasses.from_shapes(early_shapes, same_bits=not options.reproducible)
+        record_key = classes_key(programs, all_params, canonical) if goal.reproducible else None
+        make_late = partial(make_speculation_or_warn, options)
+        warmup = Warmup(programs, shapes, classes, goal, make_late, record_key)
+        return make_engine(classes, arguments, warmup=warmup)
+    classes, arguments = load_or_probe_classes(programs, arguments, canonical, options.reproducible)
     seconds = None
-    if aim.depths and classes.verify:
-        seconds, state = step_seconds(programs, state, canonical, classes, aim.depths)
-    speculation = speculation_of(options, classes, seconds)
-    programs.begin(state)
-    return make(classes, state, speculation=speculation)
+    if goal.depths and classes.verify:
+        seconds, arguments = measure_step_seconds(programs, arguments, canonical, classes, goal.depths)
+    speculation = make_speculation(options, classes, seconds)
+    programs.start_serving(arguments)
+    return make_engine(classes, arguments, speculation=speculation)
 
 
-def observed_in(config: ModelConfig, options: EngineOptions) -> Observe | None:
-    """Return the inner values that steps report, if any. Raises ValueError for what the model lacks."""
+def prepare_engine_params(config: ModelConfig, params: Decoder, options: EngineOptions) -> Decoder:
+    """Return the parameters on the options' devices, in the forms that steps multiply by."""
+    params = shard_params(config, params, make_layout(options))
+    params = convert_weight_form(params, options.quantization, params.embed.dtype)
+    check_expert_shardings(params)
+    return convert_to_device_forms(
+        params, options.batch_invariant_matmul, bool(options.cpu_kernels), options.tied_head_scheme
+    )
+
+
+def choose_observed_values(config: ModelConfig, options: EngineOptions) -> ObserveOptions | None:
+    """Return the values inside the model that steps report, or None. Raises ValueError for values it
+    lacks."""
     if not options.is_observing:
         return None
     layers, experts = tuple(options.hidden_state_layers or ()), options.enable_return_routed_experts
@@ -145,150 +174,168 @@ def observed_in(config: ModelConfig, options: EngineOptions) -> Observe | None:
         raise ValueError(f"hidden_state_layers {wrong[0]} is not allowed: 0 to {config.num_layers}")
     if experts and not any(isinstance(kind.ffn, Experts) for kind in config.layers):
         raise ValueError("enable_return_routed_experts is not allowed: the model has no experts")
-    return Observe(experts, layers)
+    return ObserveOptions(experts, layers)
 
 
-def settled(
+def adapt_options_to_kernels(
     options: EngineOptions, device: Any, config: ModelConfig, params: Decoder
 ) -> tuple[EngineOptions, str]:
-    """Return the options with `cpu_kernels` where it has an effect on prepared parameters, and why an engine
-    on a CPU has none, or not the best."""
-    asked, isa = options.cpu_kernels, kernels_in(params)
-    options = decided(options, params) if asked else options
-    without = kernels_refusal(options, device, config, params.embed.dtype, len(devices(params)))
-    if asked:
+    """Return the options adapted to `cpu_kernels`, and the reason why a CPU uses none, or not the best ones.
+
+    `params` are prepared.
+    """
+    is_asked, isa = options.cpu_kernels, kernel_isa(params)
+    options = resolve_cpu_options(options, params) if is_asked else options
+    reason = explain_unused_cpu_kernels(
+        options, device, config, params.embed.dtype, len(tree_devices(params))
+    )
+    if is_asked:
         none = "cpu_kernels has no effect: none of the weights is one that CPU kernels multiply"
-        named = "; ".join(filter(None, (isa, without)))
-        progress.say(f"products by CPU kernels ({named})" if isa else none)
-    return options, without
+        details = "; ".join(filter(None, (isa, reason)))
+        progress.write_progress_line(f"products by CPU kernels ({details})" if isa else none)
+    return options, reason
 
 
-def refused_of(kernels: KernelChecks) -> tuple[str, ...]:
-    """Return the kernels that programs are traced without: those that any process of a group has refused."""
-    names, bad = sorted({check.kernel for check in kernels.values()}), refused_by(kernels)
-    flags = in_any_rank([name in bad for name in names])
+def gather_refused_kernels(kernels: KernelChecks) -> tuple[str, ...]:
+    """Return the names of kernels that a process of the group has refused: programs are traced without
+    them."""
+    names, bad = sorted({check.kernel for check in kernels.values()}), failed_kernel_names(kernels)
+    flags = any_across_ranks([name in bad for name in names])
     return tuple(name for name, is_bad in zip(names, flags, strict=True) if is_bad)
 
 
-def limits_of(
-    options: EngineOptions, sizes: Sizes, shapes: Sequence[Shape], block: int, stages: int
+def make_scheduler_config(
+    options: EngineOptions, sizes: Sizes, shapes: Sequence[Shape], row_multiple: int, stages: int
 ) -> SchedulerConfig:
-    """Return the limits of an engine with these shapes; prefills begin at multiples of `block`."""
+    """Return the limits of an engine with these shapes; prefills begin at multiples of `row_multiple`."""
     return SchedulerConfig(
-        max_num_seqs=sizes.seats,
-        max_prefill_tokens=round_up(options.prefill_tokens, block),
-        row=least_row(shapes),
-        decode_steps=options.most_steps,
-        guesses=options.guesses,
+        max_num_seqs=sizes.num_slots,
+        max_prefill_tokens=round_up(options.prefill_tokens, row_multiple),
+        row_tokens=min_row_tokens(shapes),
+        decode_steps=options.max_decode_steps,
+        max_draft_tokens=options.max_draft_tokens,
         groups=options.micro_batches or min(stages, sizes.max_num_seqs),
         shards=sizes.shards,
     )
 
 
-def kind_of(params: Params) -> type[Programs]:
+def programs_class(params: EngineParams) -> type[Programs]:
     """Return the class of programs for the placement of the parameters."""
-    if stations(params) > 1:
+    if num_device_groups(params) > 1:
         return StagedPrograms
-    return Programs if target_of(params).embed.is_fully_addressable else SharedPrograms
+    return Programs if target_params(params).embed.is_fully_addressable else SharedPrograms
 
 
-def may_serve_early(options: EngineOptions, params: Params) -> bool:
-    """Return True if an engine may serve before all of its programs are compiled: on one device, without
-    adapters, whose places are used to compare programs, and if programs may come late."""
-    return not options.enable_lora and len(devices(params)) == 1 and may_compile_late(options)
+def may_serve_early(options: EngineOptions, params: EngineParams) -> bool:
+    """Return True if an engine may serve before all of its programs are compiled.
+
+    It needs one device, and no adapters: their slots are used to compare programs.
+    """
+    return not options.enable_lora and len(tree_devices(params)) == 1 and may_compile_late(options)
 
 
 def may_compile_late(options: EngineOptions) -> bool:
-    """Return True if programs may be compiled while an engine serves: threads see jax's settings as they are
-    here, not only in a block of code."""
+    """Return True if programs may be compiled while an engine serves.
+
+    Threads must see jax's settings as they are here. Settings of a `with` block hold for its thread alone.
+    """
     if not options.background_compilation:
         return False
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: jax.config.values).result() == jax.config.values
 
 
-def deferral(
-    options: EngineOptions, programs: Programs, canonical: Canonical
+def deferred_sampling_warmup_factory(
+    options: EngineOptions, programs: Programs, canonical: CanonicalShapes
 ) -> Callable[[ShapeClasses], Warmup] | None:
-    """Return a maker of deferred draws, which wait for the masks of grammars while other rows go on; None if
-    programs may not come late, if steps verify draft tokens, or if a step has several programs or
-    processes."""
-    several = isinstance(programs, StagedPrograms | SharedPrograms)
-    if several or options.guesses or options.is_observing or not may_compile_late(options):
+    """Return a function that makes the warm-up of deferred sampling; None if steps may not defer it.
+
+    Deferred sampling waits for the masks of grammars while other rows go on. It is not possible if programs
+    may not be compiled late, if steps verify draft tokens or report inner values, or if a step has several
+    programs or processes.
+    """
+    has_several = isinstance(programs, StagedPrograms | SharedPrograms)
+    if has_several or options.max_draft_tokens or options.is_observing or not may_compile_late(options):
         return None
-    aim = WarmupGoal(canonical, options.reproducible, depths=())
+    goal = WarmupGoal(canonical, options.reproducible, depths=())
 
-    def later(classes: ShapeClasses) -> Warmup:
-        return Warmup(programs, [s.deferred for s in classes.single_steps], classes, aim, lambda *_: None)
+    def make_warmup(classes: ShapeClasses) -> Warmup:
+        return Warmup(
+            programs, [s.deferred_twin for s in classes.single_step_shapes], classes, goal, lambda *_: None
+        )
 
-    return later
+    return make_warmup
 
 
 def timed_depths(options: EngineOptions) -> tuple[int, ...]:
-    """Return the numbers of draft tokens in steps that are timed, if their number adapts: several if a model
-    drafts them one by one."""
-    k, speculation = options.guesses, options.speculation
+    """Return the numbers of draft tokens whose steps are timed; () if the number does not adapt.
+
+    Several numbers are timed if a model drafts tokens one by one.
+    """
+    k, speculation = options.max_draft_tokens, options.speculation
     if not k or not speculation.adaptive:
         return ()
-    in_turn = speculation.model is not None and not options.nodes
-    return tuple(sorted({min(n, k) for n in (1, 3, k)})) if in_turn else (k,)
+    is_sequential = speculation.model is not None and not options.tree_nodes
+    return tuple(sorted({min(n, k) for n in (1, 3, k)})) if is_sequential else (k,)
 
 
-def are_known(programs: Programs, params: Params, aim: WarmupGoal) -> bool:
-    """Return True if all programs were read from disk, and their classes with them."""
-    if not programs.loaded or not aim.reproducible:
-        return programs.loaded
-    return executable_cache.read(record(programs, params, aim.canonical), ShapeClasses) is not None
+def are_programs_stored(programs: Programs, params: EngineParams, goal: WarmupGoal) -> bool:
+    """Return True if all programs were read from disk, and their classes too if they are needed."""
+    if not programs.are_all_stored or not goal.reproducible:
+        return programs.are_all_stored
+    return (
+        executable_cache.read_record(classes_key(programs, params, goal.canonical), ShapeClasses) is not None
+    )
 
 
-def speculation_of(
+def make_speculation(
     options: EngineOptions, classes: ShapeClasses, seconds: Mapping[tuple[int, int], float] | None
 ) -> Speculation | None:
     """Return the drafter, with a controller if the number of draft tokens adapts; None without speculation.
 
     Raises ValueError if verification cannot keep the reproducibility contract.
     """
-    if not options.guesses:
+    if not options.max_draft_tokens:
         return None
     if not classes.verify:
         raise ValueError(
             "speculative_config: on this device no verification gives the bits of decode: "
             "set reproducible=False"
         )
-    k = min(options.guesses, max(s.tokens for s in classes.verify) - 1)
-    if seconds is not None:  # a step computes as many tokens in each shard
+    k = min(options.max_draft_tokens, max(s.tokens for s in classes.verify) - 1)
+    if seconds is not None:  # each shard computes this number of tokens
         seconds = {(size * options.data_parallel_size, n): t for (size, n), t in seconds.items()}
-    controller = None if seconds is None else Controller(seconds, unit=0 if options.nodes else 1)
-    return Speculation(host_drafter(options.speculation), k, controller)
+    controller = None if seconds is None else Controller(seconds, unit=0 if options.tree_nodes else 1)
+    return Speculation(make_host_drafter(options.speculation), k, controller)
 
 
-def late_speculation(
+def make_speculation_or_warn(
     options: EngineOptions, classes: ShapeClasses, seconds: Mapping[tuple[int, int], float] | None
 ) -> Speculation | None:
-    """Do the same in an engine that serves already; it goes on without draft tokens if there can be none."""
+    """Like `make_speculation`, for an engine that serves already: errors are warnings, and it gets no draft
+    tokens."""
     try:
-        return speculation_of(options, classes, seconds)
+        return make_speculation(options, classes, seconds)
     except ValueError as error:
-        warn(str(error))
+        warn_once(str(error))
         return None
 
 
-def on_devices(params: Decoder) -> Decoder:
-    """The parameters, a pipeline's with a head. Raises TypeError unless each is on a device: others would be
-    copied there in every step.
+def check_param_placement(params: Decoder) -> Decoder:
+    """Check the placement of parameters, and return them; a pipeline's get a head on the last stage.
 
-    Raises ValueError for one that lies on other devices than the embedding, and on several without saying
-    how.
+    Raises TypeError unless each is a jax.Array: others would be copied to the device in every step. Raises
+    ValueError unless all of a stage are on the same devices, with a NamedSharding if these are several.
     """
     require_arrays(params)
-    if is_apart(params):
-        require_together(attending(params))
-        require_together(feeding(params))
+    if has_separate_ffn(params):
+        require_same_devices(params_without_ffn(params))
+        require_same_devices(ffn_params_by_layer(params))
         return params
-    params = with_head(params)
-    found = stages(params) if params.layers else []
-    for span in found if len(found) > 1 else [range(len(params.layers))]:
-        require_together(params_of(params, span) if len(found) > 1 else params)
+    params = with_last_stage_head(params)
+    spans = pipeline_stages(params) if params.layers else []
+    for span in spans if len(spans) > 1 else [range(len(params.layers))]:
+        require_same_devices(stage_params(params, span) if len(spans) > 1 else params)
     return params
 
 
@@ -296,7 +343,7 @@ def require_arrays(params: Decoder) -> None:
     """Raise TypeError for a parameter that is no array."""
     if not isinstance(params, Decoder) or params.embed is None:
         raise TypeError(f"parameters are a Decoder, not {type(params).__name__}")
-    for path, leaf in paths(params).items():
+    for path, leaf in leaves_by_path(params).items():
         if not isinstance(leaf, jax.Array):
             raise TypeError(
                 f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put"
@@ -304,31 +351,33 @@ def require_arrays(params: Decoder) -> None:
 
 
 def require_finite(params: Decoder) -> None:
-    """Raise ValueError, naming a parameter, where one of this process holds NaN or infinity."""
-    own = {path: leaf for path, leaf in paths(params).items() if leaf.is_fully_addressable}
-    if (path := not_finite(own)) is not None:
+    """Raise ValueError with the name of a parameter of this process that holds NaN or infinity."""
+    local_params = {path: leaf for path, leaf in leaves_by_path(params).items() if leaf.is_fully_addressable}
+    if (path := find_non_finite(local_params)) is not None:
         raise ValueError(f"parameter {path} holds NaN or infinity, expected finite numbers")
 
 
-def require_together(params: Any) -> None:
-    """Raise ValueError unless all parameters lie on the same devices, in shardings with names if these are
-    several."""
-    path, first = next(iter(paths(params).items()))
+def require_same_devices(params: Any) -> None:
+    """Raise ValueError unless all parameters are on the same devices. On several they need a
+    NamedSharding."""
+    path, first = next(iter(leaves_by_path(params).items()))
     expected = first.sharding.device_set
-    for other, leaf in paths(params).items():
-        own, found = leaf.sharding, leaf.sharding.device_set
-        if found != expected:
+    for leaf_path, leaf in leaves_by_path(params).items():
+        sharding, devices_of_leaf = leaf.sharding, leaf.sharding.device_set
+        if devices_of_leaf != expected:
             raise ValueError(
-                f"parameter {other} lies on {named(found)}, {path} on {named(expected)}: "
-                "all must lie on the same devices"
+                f"parameter {leaf_path} lies on {join_device_names(devices_of_leaf)}, "
+                f"{path} on {join_device_names(expected)}: all must lie on the same devices"
             )
-        if len(found) > 1 and not isinstance(own, NamedSharding):
-            raise ValueError(f"parameter {other} has a {type(own).__name__}, expected a NamedSharding")
-        if not leaf.is_fully_addressable and group() is None:
+        if len(devices_of_leaf) > 1 and not isinstance(sharding, NamedSharding):
             raise ValueError(
-                f"parameter {other} lies on other processes' devices too, expected this one's: set nnodes"
+                f"parameter {leaf_path} has a {type(sharding).__name__}, expected a NamedSharding"
+            )
+        if not leaf.is_fully_addressable and current_group() is None:
+            raise ValueError(
+                f"parameter {leaf_path} lies on other processes' devices too, expected this one's: set nnodes"
             )
 
 
-def named(devices: set[Any]) -> str:
+def join_device_names(devices: set[Any]) -> str:
     return " and ".join(sorted(map(str, devices)))

@@ -7,27 +7,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from ....model.pair import Params, target_of, with_target
+from ....model.draft_pair import EngineParams, target_params, with_target
 from ...host.process import use_huge_pages
 from ...runtime.compiled.compile import StepArguments
-from .params import require_own
+from .weight_update import require_one_process
 
-TAGS = ("weights", "kv_cache", "scheduling")  # what sleeps, and what `wake_up` may name; vLLM's words
+TAGS = ("weights", "kv_cache", "scheduling")  # parts of an engine that `wake_up` may name; vLLM's words
 
 
 @dataclass
-class Sleep:
+class SleepState:
     """Sleep of one engine.
 
     missing: tags to get back before the engine steps again.
-    params: the parameters while they are off the device: arrays on the host, shapes of discarded ones.
+    params: parameters that are off the device: arrays on the host, or shapes if they were discarded.
+    discarded: True until new parameters replace discarded ones.
     """
 
     missing: set[str] = field(default_factory=set)
     params: Any = None
     discarded: bool = False
 
-    def check(self) -> None:
+    def check_awake(self) -> None:
         """Raise RuntimeError unless steps can be taken."""
         if self.missing:
             what = " and ".join(sorted(self.missing))
@@ -37,36 +38,46 @@ class Sleep:
             raise RuntimeError("sleep(level=2) has discarded the parameters: give others with update_params")
 
     def pause(self) -> None:
+        """Stop steps, and keep all arrays."""
         self.missing.add("scheduling")
 
-    def begin(self, state: StepArguments, like: StepArguments, discard: bool) -> StepArguments:
-        """Release a state's arrays; returns their shapes. Parameters are copied to the host, and the target's
-        dropped instead if `discard`. Cache and slots may be futures, so their shapes are those of `like`.
+    def release_arguments(
+        self, arguments: StepArguments, argument_shapes: StepArguments, discard: bool
+    ) -> StepArguments:
+        """Release the device's arrays; returns their shapes.
+
+        arguments: arrays to release. Cache and slots may be futures.
+        argument_shapes: shapes of cache and slots.
+        discard: drop the target's parameters. Otherwise all parameters are copied to the host.
 
         Raises ValueError in a group of processes.
         """
-        require_own(state.params, "sleep")
-        params = state.params if self.params is None else self.params
+        require_one_process(arguments.params, "sleep")
+        params = arguments.params if self.params is None else self.params
         if discard:
-            params = with_target(params, shapes_of(target_of(state.params)))
-        self.missing, self.params = set(TAGS), on_host(params)
+            params = with_target(params, shapes_with_shardings(target_params(arguments.params)))
+        self.missing, self.params = set(TAGS), copy_to_host(params)
         self.discarded = self.discarded or discard
-        return replace(like, params=shapes_of(state.params))
+        return replace(argument_shapes, params=shapes_with_shardings(arguments.params))
 
-    def end(
-        self, state: StepArguments, tags: Iterable[str], empty: Callable[[Params], StepArguments]
+    def restore(
+        self,
+        arguments: StepArguments,
+        tags: Iterable[str],
+        make_fresh_arguments: Callable[[EngineParams], StepArguments],
     ) -> StepArguments:
-        """Restore what `tags` name; `empty` makes an unused cache and unused slots."""
-        for tag in self.chosen_tags(tags):
+        """Restore the parts that `tags` name; `make_fresh_arguments` returns parameters with an unused cache
+        and slots."""
+        for tag in self.missing_tags(tags):
             if tag == "weights":
-                state = replace(state, params=on_device(self.params, state.params))
+                arguments = replace(arguments, params=copy_to_device(self.params, arguments.params))
             elif tag == "kv_cache":
-                state = empty(state.params)
-            self.woke(tag)
-        return state
+                arguments = make_fresh_arguments(arguments.params)
+            self.on_restored(tag)
+        return arguments
 
-    def chosen_tags(self, tags: Iterable[str]) -> list[str]:
-        """Return the tags that are missing. Raises ValueError for an unknown one."""
+    def missing_tags(self, tags: Iterable[str]) -> list[str]:
+        """Return the given tags that are missing. Raises ValueError for an unknown one."""
         tags = {tags} if isinstance(tags, str) else set(tags)
         if not tags <= set(TAGS):
             raise ValueError(
@@ -74,34 +85,34 @@ class Sleep:
             )
         return sorted(self.missing & tags)
 
-    def woke(self, tag: str) -> None:
-        """Record that a tag is restored; once nothing else is missing, steps are allowed."""
+    def on_restored(self, tag: str) -> None:
+        """Record that the part of a tag is restored. Once all parts are there, steps are allowed."""
         if tag == "weights":
             self.params = None
         self.missing -= {tag} if self.missing - {tag, "scheduling"} else {tag, "scheduling"}
 
-    def replaced(self, target: Any) -> None:
+    def on_params_replaced(self, target: Any) -> None:
         """Record that other parameters are served from now on."""
         self.params = None if self.params is None else with_target(self.params, target)
         self.discarded = False
 
 
-def shapes_of(tree: Any) -> Any:
+def shapes_with_shardings(tree: Any) -> Any:
     """Return the shapes, dtypes and placement of a tree's arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-def on_host(params: Any) -> Any:
+def copy_to_host(params: Any) -> Any:
     """Copy arrays to the host; shapes stay shapes."""
     return jax.tree.map(lambda x: x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x), params)
 
 
-def on_device(params: Any, shapes: Any) -> Any:
-    """Put parameters where their shapes say; shapes stay shapes."""
+def copy_to_device(params: Any, shapes: Any) -> Any:
+    """Copy parameters to the devices, in the shardings of `shapes`; shapes stay shapes."""
 
-    def placed(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
+    def place_array(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
         return x if isinstance(x, jax.ShapeDtypeStruct) else jax.device_put(x, shape.sharding)
 
-    there = jax.block_until_ready(jax.tree.map(placed, params, shapes))
-    use_huge_pages(there)
-    return there
+    placed_params = jax.block_until_ready(jax.tree.map(place_array, params, shapes))
+    use_huge_pages(placed_params)
+    return placed_params

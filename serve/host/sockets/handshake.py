@@ -6,26 +6,26 @@ from typing import TypeVar
 
 import msgspec
 
-from .link import Link
-from .secret import Refusal, Secret
+from .message_link import Link
+from .secret import HandshakeError, Secret
 
 M = TypeVar("M")
 A = TypeVar("A")
-LONGEST = 1 << 16  # bytes of a message
+MAX_HANDSHAKE_BYTES = 1 << 16  # bytes of a message
 
 
 class Handshake(msgspec.Struct, tag="Hello", frozen=True):
     """The caller's first message.
 
-    facts: what must be equal at both ends, by name; empty of a caller that speaks another protocol.
-    rank: the caller's number in its group of processes; 0 without a group.
+    facts: values that must be equal at both ends, by name; empty if the caller speaks another protocol.
+    rank: rank of the caller in its group of processes; 0 without a group.
     """
 
     facts: dict[str, str] = {}
     rank: int = 0
 
-    def differing(self, facts: dict[str, str]) -> list[str]:
-        """Return the names of the facts that are not equal."""
+    def differing_facts(self, facts: dict[str, str]) -> list[str]:
+        """Return the names of facts that differ from the caller's."""
         names = sorted(facts.keys() | self.facts.keys())
         return [name for name in names if facts.get(name) != self.facts.get(name)]
 
@@ -36,44 +36,51 @@ class HandshakeRejected(msgspec.Struct, tag="Refused", frozen=True):
     why: str
 
 
-def greet(
+def receive_handshake(
     connection: socket.socket, seconds: float, decoder: msgspec.msgpack.Decoder[M]
 ) -> tuple[Link[M], Handshake]:
-    """Return the link of a caller, and its facts. Raises ValueError for another message, and what a link
-    raises."""
+    """Receive the first message of a caller; returns its link and the message.
+
+    Raises ValueError for another message, and the errors of a link.
+    """
     link = Link(connection, seconds, decoder)
-    match link.receive(LONGEST):
+    match link.receive(MAX_HANDSHAKE_BYTES):
         case Handshake() as hello:
             return link, hello
     raise ValueError("the first message is no Hello")
 
 
-def meet(
+def connect_to_listener(
     address: tuple[str, int],
     secret: Secret,
-    hello: Handshake,
-    accepted: type[A],
+    handshake: Handshake,
+    accepted_type: type[A],
     decoder: msgspec.msgpack.Decoder[M],
     seconds: float,
-    patience: float | None = None,
+    acceptance_seconds: float | None = None,
 ) -> tuple[Link[M], A]:
-    """Connect to a listener; return the link and the message by which it accepts the caller. Each message
-    has `seconds`, the acceptance `patience` seconds (default: the same). Raises Refusal where the listener
-    rejects the key or the facts, and what a link raises."""
+    """Connect to a listener; returns the link and the message by which the listener accepts.
+
+    accepted_type: type of that message.
+    seconds: time limit of each message.
+    acceptance_seconds: time limit of that message in seconds; default: `seconds`.
+
+    Raises HandshakeError if the listener rejects the key or the facts, and the errors of a link.
+    """
     connection = socket.create_connection(address, seconds)
     try:
-        secret.prove(connection)
-        link = Link(connection, patience or seconds, decoder)
-        link.send(hello)
+        secret.authenticate_to_listener(connection)
+        link = Link(connection, acceptance_seconds or seconds, decoder)
+        link.send(handshake)
         try:
-            answer = link.receive(LONGEST)
+            answer = link.receive(MAX_HANDSHAKE_BYTES)
         except EOFError:
             raise ConnectionError("it closed the connection unanswered, as another version may") from None
-        if isinstance(answer, accepted):
-            link.wait_for(seconds)
+        if isinstance(answer, accepted_type):
+            link.set_timeout(seconds)
             return link, answer
         if isinstance(answer, HandshakeRejected):
-            raise Refusal(answer.why)
+            raise HandshakeError(answer.why)
         raise ValueError(f"{type(answer).__name__} does not accept a caller")
     except BaseException:
         connection.close()

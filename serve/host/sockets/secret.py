@@ -15,19 +15,19 @@ from typing import Literal
 
 import msgspec
 
-from ....user_folders import owned
-from .link import Link
+from ....user_folders import is_user_owned
+from .message_link import Link
 
-SECONDS = 10.0  # for each message of a handshake
-NONCE = 32  # bytes
-LONGEST = 256  # bytes of a message
-SHORTEST, MOST = 16, 1 << 16  # bytes of a key
-OTHERS = stat.S_IRWXG | stat.S_IRWXO
-OTHER_KEY = "cluster_key_file: the other end has another key, or one end has none"
-Side = Literal["caller", "listener"]
+MESSAGE_SECONDS = 10.0  # time limit of each message of a handshake
+NONCE_BYTES = 32  # bytes
+MAX_AUTH_MESSAGE_BYTES = 256  # bytes of a message
+MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 1 << 16  # minimum and maximum bytes of a key
+OTHERS_MODE = stat.S_IRWXG | stat.S_IRWXO
+WRONG_KEY = "cluster_key_file: the other end has another key, or one end has none"
+AuthSide = Literal["caller", "listener"]
 
 
-class Refusal(Exception):
+class HandshakeError(Exception):
     """The other end has another key, or serves something else."""
 
 
@@ -54,8 +54,8 @@ class Denied(msgspec.Struct, tag=True, frozen=True):
     """The caller's proof is of another key."""
 
 
-Message = Challenge | ChallengeResponse | Proof | Denied
-DECODER = msgspec.msgpack.Decoder(Message)
+AuthMessage = Challenge | ChallengeResponse | Proof | Denied
+DECODER = msgspec.msgpack.Decoder(AuthMessage)
 
 
 @dataclass(frozen=True)
@@ -68,62 +68,70 @@ class Secret:
     purpose: str
     key: bytes = field(default=b"", repr=False)
 
-    def check(self, connection: socket.socket) -> None:
-        """The listener's side. Raises Refusal for a caller with another key, and what a link raises."""
-        link, own = self._link(connection), secrets.token_bytes(NONCE)
-        link.send(Challenge(own))
-        answer = link.receive(LONGEST)
-        if not isinstance(answer, ChallengeResponse) or len(answer.nonce) != NONCE:
+    def authenticate_caller(self, connection: socket.socket) -> None:
+        """Authenticate a caller, as the listener. Raises HandshakeError for another key, and the errors of a
+        link."""
+        link, nonce = self._link(connection), secrets.token_bytes(NONCE_BYTES)
+        link.send(Challenge(nonce))
+        answer = link.receive(MAX_AUTH_MESSAGE_BYTES)
+        if not isinstance(answer, ChallengeResponse) or len(answer.nonce) != NONCE_BYTES:
             raise ValueError(f"{type(answer).__name__} is no answer")
-        if not hmac.compare_digest(answer.proof, self._proof("caller", own, answer.nonce)):
+        if not hmac.compare_digest(answer.proof, self._proof("caller", nonce, answer.nonce)):
             link.send(Denied())
-            raise Refusal(OTHER_KEY)
-        link.send(Proof(self._proof("listener", own, answer.nonce)))
+            raise HandshakeError(WRONG_KEY)
+        link.send(Proof(self._proof("listener", nonce, answer.nonce)))
 
-    def prove(self, connection: socket.socket) -> None:
-        """The caller's side. Raises Refusal for a listener with another key, and what a link raises."""
-        link, own = self._link(connection), secrets.token_bytes(NONCE)
-        challenge = link.receive(LONGEST)
-        if not isinstance(challenge, Challenge) or len(challenge.nonce) != NONCE:
+    def authenticate_to_listener(self, connection: socket.socket) -> None:
+        """Prove the key to a listener, as the caller. Raises HandshakeError for another key, and the errors
+        of a link."""
+        link, nonce = self._link(connection), secrets.token_bytes(NONCE_BYTES)
+        challenge = link.receive(MAX_AUTH_MESSAGE_BYTES)
+        if not isinstance(challenge, Challenge) or len(challenge.nonce) != NONCE_BYTES:
             raise ValueError(f"{type(challenge).__name__} is no challenge")
-        link.send(ChallengeResponse(own, self._proof("caller", challenge.nonce, own)))
-        reply = link.receive(LONGEST)
+        link.send(ChallengeResponse(nonce, self._proof("caller", challenge.nonce, nonce)))
+        reply = link.receive(MAX_AUTH_MESSAGE_BYTES)
         theirs = reply.proof if isinstance(reply, Proof) else b""
-        if not hmac.compare_digest(theirs, self._proof("listener", challenge.nonce, own)):
-            raise Refusal(OTHER_KEY)
+        if not hmac.compare_digest(theirs, self._proof("listener", challenge.nonce, nonce)):
+            raise HandshakeError(WRONG_KEY)
 
-    def _link(self, connection: socket.socket) -> Link[Message]:
-        return Link(connection, SECONDS, DECODER)
+    def _link(self, connection: socket.socket) -> Link[AuthMessage]:
+        return Link(connection, MESSAGE_SECONDS, DECODER)
 
-    def _proof(self, side: Side, listeners: bytes, callers: bytes) -> bytes:
-        message = f"duetto 1 {self.purpose} {side} ".encode() + listeners + callers
+    def _proof(self, side: AuthSide, listener_nonce: bytes, caller_nonce: bytes) -> bytes:
+        """Return one side's HMAC over the nonces of the listener and of the caller."""
+        message = f"duetto 1 {self.purpose} {side} ".encode() + listener_nonce + caller_nonce
         return hmac.digest(self.key, message, "sha256")
 
 
-def key_in(path: str | None) -> bytes:
-    """Read the key from a file, without white space around it; empty where no file is named. Raises
-    ValueError for a file that is missing, too short, or readable by other users."""
+def read_key(path: str | None) -> bytes:
+    """Read the key from a file, without white space around it; empty if no file is named.
+
+    Raises ValueError for a file that is missing, too short, or readable by other users.
+    """
     if path is None:
         return b""
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            why = exposure(os.fstat(file.fileno()))
-            key = b"" if why else file.read(MOST + 1).strip()
+            reason = find_exposure(os.fstat(file.fileno()))
+            key = b"" if reason else file.read(MAX_KEY_BYTES + 1).strip()
     except OSError as error:
-        why, key = error.strerror or str(error), b""
-    if not why and not SHORTEST <= len(key) <= MOST:
-        why = f"{len(key)} bytes, expected {SHORTEST} to {MOST}; make one with `openssl rand -hex 32`"
-    if why:
-        raise ValueError(f"cluster_key_file {path!r} is not allowed: {why}")
+        reason, key = error.strerror or str(error), b""
+    if not reason and not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        expected = f"expected {MIN_KEY_BYTES} to {MAX_KEY_BYTES}"
+        reason = f"{len(key)} bytes, {expected}; make one with `openssl rand -hex 32`"
+    if reason:
+        raise ValueError(f"cluster_key_file {path!r} is not allowed: {reason}")
     return key
 
 
-def exposure(found: os.stat_result) -> str:
-    """Return the reason why other users may read or change a file; empty where none may. A group may read a
-    file that root owns: Kubernetes mounts secrets so."""
-    if not stat.S_ISREG(found.st_mode):
+def find_exposure(status: os.stat_result) -> str:
+    """Return the reason why other users may read or change a file; "" if they may not.
+
+    A group may read a file that root owns: Kubernetes mounts secrets so.
+    """
+    if not stat.S_ISREG(status.st_mode):
         return "it is no file"
-    allowed = stat.S_IRGRP if found.st_uid == 0 else 0
-    if not owned(found) or stat.S_IMODE(found.st_mode) & OTHERS & ~allowed:
-        return f"others own it or may read it (mode {stat.S_IMODE(found.st_mode):04o}): chmod 600"
+    allowed = stat.S_IRGRP if status.st_uid == 0 else 0
+    if not is_user_owned(status) or stat.S_IMODE(status.st_mode) & OTHERS_MODE & ~allowed:
+        return f"others own it or may read it (mode {stat.S_IMODE(status.st_mode):04o}): chmod 600"
     return ""

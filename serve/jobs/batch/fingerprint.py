@@ -1,4 +1,4 @@
-"""The fingerprint of a batch job: all that decides its answers besides its input and its own flags."""
+"""The fingerprint of a batch job: the facts that decide its answers, except its input and its own flags."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -8,19 +8,20 @@ from pathlib import Path
 
 from ....checkpoints import orbax
 from ....checkpoints.hub import resolve_draft
-from ....cpu_kernels.library import library, target
-from ....sampling.custom import sources_of
+from ....checkpoints.huggingface import read_config
+from ....cpu_kernels.library import ffi_target_name, load_library
+from ....sampling.custom_processors import hash_functions
 from ...host.devices import default_device
-from ...llm.audit.facts import machine
+from ...llm.audit.facts import machine_facts
 from ...options.engine import EngineOptions
-from ...options.keywords import FORMER
-from ...options.lora import modules_of
-from .source import file_hash
+from ...options.keywords import FORMER_NAMES
+from ...options.lora import parse_lora_modules
+from .job_input import hash_file
 
 MODEL_FILES = (".json", ".safetensors", ".jinja", ".model", ".tiktoken", ".txt")
 
-# Options that decide no answer, and those that are known by more than their values.
-ELSEWHERE = (
+# Options that decide no answer, and options whose folders or functions are hashed instead of their values.
+IGNORED_OPTIONS = (
     "seed", "audit_log", "use_tqdm_on_load", "lora_modules", "max_prefill_delay", "background_compilation",
     "speculative_config", "swap_space", "kv_disk_space", "kv_disk_path", "kv_role", "kv_address",
     "kv_transport", "kv_transfer_timeout", "node_rank", "master_addr", "master_port",
@@ -28,63 +29,74 @@ ELSEWHERE = (
     "enable_return_routed_experts", "hidden_state_layers",
 )  # fmt: skip
 # Journals and reports have options under the names of their first version: a rename ends no job.
-WRITTEN = {name: former for former, name in FORMER.items()}
+JOURNAL_NAMES = {name: former for former, name in FORMER_NAMES.items()}
 
 
-def fingerprint(model: Path, tokenizer: Path | None, dtype: str, options: EngineOptions) -> dict[str, str]:
-    """Return hashes of the folders' contents, the engine's flags, the device, versions and settings. Raises
-    OSError."""
-    words = {} if tokenizer is None else {"tokenizer": contents(tokenizer)}
-    flags = {WRITTEN.get(k, k): str(v) for k, v in asdict(options).items() if k not in ELSEWHERE}
+def job_fingerprint(
+    model: Path, tokenizer: Path | None, dtype: str, options: EngineOptions
+) -> dict[str, str]:
+    """Return the fingerprint by names of facts: hashes of folders, the engine's flags, device, versions and
+    settings. Raises OSError."""
+    tokenizer_hash = {} if tokenizer is None else {"tokenizer": hash_folder(tokenizer)}
+    flags = {JOURNAL_NAMES.get(k, k): str(v) for k, v in asdict(options).items() if k not in IGNORED_OPTIONS}
     return {
-        "model": contents(model),
-        **words,
-        **machine(default_device()),
-        **kernels(options),
+        "model": hash_folder(model),
+        **tokenizer_hash,
+        **machine_facts(default_device()),
+        **kernel_facts(options),
         "--dtype": dtype,
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
-        **speculation(options),
-        **adapters(options),
-        **processors(options),
+        **speculation_facts(options),
+        **adapter_hashes(options),
+        **processor_facts(model, options),
     }
 
 
-def kernels(options: EngineOptions) -> dict[str, str]:
-    """Return the name of the CPU kernels, if the options ask for them on a CPU."""
-    found = library() if options.cpu_kernels and default_device().platform == "cpu" else None
-    return {"CPU kernels": target("product", found.isa)} if found and found.isas else {}
+def kernel_facts(options: EngineOptions) -> dict[str, str]:
+    """Return the name of the CPU kernels; empty on an accelerator, or if the options do not enable them."""
+    kernel_library = load_library() if options.cpu_kernels and default_device().platform == "cpu" else None
+    return (
+        {"CPU kernels": ffi_target_name("product", kernel_library.isa)}
+        if kernel_library and kernel_library.isas
+        else {}
+    )
 
 
-def contents(folder: Path) -> str:
-    """Return a hash of the files of a model or a tokenizer. Raises OSError."""
+def hash_folder(folder: Path) -> str:
+    """Return the SHA-256 of the names and contents of a model's or a tokenizer's files. Raises OSError."""
     files = [f for f in folder.iterdir() if f.suffix in MODEL_FILES]
     if orbax.is_orbax(folder):
-        files += [f for f in (folder / orbax.PARAMS).rglob("*") if f.is_file()]
+        files += [f for f in (folder / orbax.PARAMS_FOLDER).rglob("*") if f.is_file()]
     files.sort()
-    with ThreadPoolExecutor() as pool:
-        hashes = pool.map(file_hash, files)
-        listed = [f"{f.relative_to(folder)} {found}" for f, found in zip(files, hashes, strict=True)]
-    return sha256(" ".join(listed).encode()).hexdigest()
+    with ThreadPoolExecutor(thread_name_prefix="duetto-hash-files") as pool:
+        hashes = pool.map(hash_file, files)
+        entries = [f"{f.relative_to(folder)} {digest}" for f, digest in zip(files, hashes, strict=True)]
+    return sha256(" ".join(entries).encode()).hexdigest()
 
 
-def adapters(options: EngineOptions) -> dict[str, str]:
-    """Return the hashes of the adapters that lines may name, by their names."""
+def adapter_hashes(options: EngineOptions) -> dict[str, str]:
+    """Return the hash of each adapter's folder, by the name that a line gives as its model."""
     return {
-        f"adapter {request.lora_name}": contents(Path(request.lora_path))
-        for request in modules_of(options.lora_modules)
+        f"adapter {request.lora_name}": hash_folder(Path(request.lora_path))
+        for request in parse_lora_modules(options.lora_modules)
     }
 
 
-def processors(options: EngineOptions) -> dict[str, str]:
-    """Return the names of logits processors in their order, with the hashes of their files."""
-    found = sources_of(options.logits_processors)
-    return {"logits_processors": ", ".join(found)} if found else {}
+def processor_facts(model: Path, options: EngineOptions) -> dict[str, str]:
+    """Return the names of the logits processors in order, each with a hash of its computation for this model.
+    Raises ValueError or TypeError for a function that an engine refuses."""
+    if not options.logits_processors:
+        return {}
+    config = read_config(model)
+    longest = options.max_model_len or config.max_position
+    return {
+        "logits_processors": ", ".join(hash_functions(options.logits_processors, config.vocab_size, longest))
+    }
 
 
-def speculation(options: EngineOptions) -> dict[str, str]:
-    """Return the speculative configuration, with a hash of the draft model's or the heads' folder in place of
-    its name."""
-    given = dict(options.speculative_config or {})
-    folder = given.pop("model", None)
-    flags = {"--speculative-config": json.dumps(given, sort_keys=True, default=str)}
-    return flags if folder is None else {**flags, "draft": contents(resolve_draft(folder))}
+def speculation_facts(options: EngineOptions) -> dict[str, str]:
+    """Return the speculative configuration, with the hash of the draft's folder in place of its name."""
+    settings = dict(options.speculative_config or {})
+    folder = settings.pop("model", None)
+    flags = {"--speculative-config": json.dumps(settings, sort_keys=True, default=str)}
+    return flags if folder is None else {**flags, "draft": hash_folder(resolve_draft(folder))}

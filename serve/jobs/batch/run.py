@@ -1,7 +1,7 @@
 """The batch command: JSON lines in, JSON lines out.
 
-Answers go through a journal (see `journal`), so that the same command resumes a killed one, and the finished
-file is byte for byte that of a run without interruption.
+Answers go through a journal (see `journal`), so that the same command resumes a killed one. The finished file
+has the same bytes as after a run without interruption.
 """
 
 import filecmp
@@ -19,18 +19,18 @@ from typing import Any
 import msgspec
 
 from ....sampling.params import SamplingParams
-from ...host.files import PRIVATE, JobError, disk, status, write_whole
+from ...host.files import PRIVATE_MODE, JobError, file_status, wrap_os_errors, write_atomically
 from ...host.signals import Interrupted, Interrupts
-from ...host.streams import tell
-from .job import BatchEngine, BatchJob, BatchOptions, OrderedStream, Sink
-from .journal import Header, Journal, differing
-from .lines import INTERNAL
-from .source import JobInput, file_hash
+from ...host.streams import print_stderr
+from .job import AnswerSink, BatchEngine, BatchJob, BatchOptions, OrderedStream
+from .job_input import JobInput, hash_file
+from .journal import Header, Journal, fingerprint_differences
+from .lines import INTERNAL_ERROR
 
 Report = dict[str, Any]
-# A job's options that decide its answers.
-GRAMMARS = "llguidance"  # decides the answers of constrained lines alone
-DECIDING = "seed", "model_name", "max_line_bytes", "tool_call_parser"
+# Options of a job that decide its answers, and the package that decides only answers of constrained lines.
+GRAMMAR_LIBRARY = "llguidance"
+DECIDING_OPTIONS = "seed", "model_name", "max_line_bytes", "tool_call_parser"
 
 
 def run_batch(
@@ -39,43 +39,44 @@ def run_batch(
     output: str,
     options: BatchOptions,
     fingerprint: Mapping[str, str],
-    summary: Callable[[Report], None] | None = None,
-    summary_file: str | None = None,
+    on_report: Callable[[Report], None] | None = None,
+    report_file: str | None = None,
 ) -> int:
     """Answer every line of `input` in `output`; `-` is standard input and output.
 
-    `fingerprint` is all that decides the answers besides the input and `options`: the model, the device, the
-    libraries' versions, the engine's flags. A journal or an output with another one is refused. The engine is
-    started when a line needs it; `summary` gets its report at the end, and writes it to `summary_file`, if
-    that is given.
+    start_engine: called when the first line needs the engine
+    fingerprint: facts that decide the answers besides the input and `options`, such as model, device and
+        engine flags; a journal or an output with another fingerprint is refused
+    on_report: called at the end with the engine's report
+    report_file: file that `on_report` writes, if any; it must not be one of the job's files
 
     Returns the process's exit code: 0 is success (a wrong line has an error as its answer), 1 a refusal or a
     failure that standard error explains, 130 (Ctrl-C) and 143 (SIGTERM) a job that the same command resumes.
     Raises BrokenPipeError if standard output has lost its reader.
     """
     try:
-        check_defaults(options.sampling)
-        with Interrupts() as interrupts, JobInput.open(input, options.max_line_bytes) as source:
-            call = BatchRun(start_engine, source, options, interrupts, summary)
+        check_sampling_defaults(options.sampling)
+        with Interrupts() as interrupts, JobInput.open(input, options.max_line_bytes) as job_input:
+            batch_run = BatchRun(start_engine, job_input, options, interrupts, on_report)
             if output == "-":
-                return call.to_stdout()
-            place = JobFiles(Path(os.path.realpath(output)))
-            check_distinct(source, place, summary_file)
-            known = {"input": source.sha256, **own_fingerprint(options), **fingerprint}
-            if not (source.has_grammars or options.sampling.get("structured_outputs")):
-                known.pop(GRAMMARS, None)  # installing it changes no answer
-            return call.to_file(place, known)
+                return batch_run.run_to_stdout()
+            files = JobFiles(Path(os.path.realpath(output)))
+            check_distinct_files(job_input, files, report_file)
+            full_fingerprint = {"input": job_input.sha256, **options_fingerprint(options), **fingerprint}
+            if not (job_input.has_grammars or options.sampling.get("structured_outputs")):
+                full_fingerprint.pop(GRAMMAR_LIBRARY, None)  # installing it changes no answer
+            return batch_run.run_to_file(files, full_fingerprint)
     except JobError as error:
-        say(str(error), error.hint)
+        print_batch_message(str(error), error.hint)
         return 1
     except Interrupted as interrupted:
-        say("interrupted", interrupted.hint)
+        print_batch_message("interrupted", interrupted.hint)
         return interrupted.code
 
 
 @dataclass(frozen=True)
 class JobFiles:
-    """The files of a job: the output, and those in its folder that belong to it."""
+    """The files of a job, all in the output's folder: output, journal, report, and a partial output."""
 
     output: Path
 
@@ -88,170 +89,174 @@ class JobFiles:
         return self.output.with_name(self.output.name + ".report.json")
 
     def partial(self, token: str) -> Path:
-        """Return the file that a job with this token writes before it takes its final name."""
+        """Return the file that a job writes before it gets its final name. `token` is the journal's."""
         return self.output.with_name(f".duetto-{token}.partial")
 
 
 @dataclass(frozen=True)
 class BatchRun:
-    """A call of the command with an open input."""
+    """A run of the command, with an open input. `on_report` is called with the engine's report at the end."""
 
     start_engine: Callable[[], BatchEngine]
-    source: JobInput
+    job_input: JobInput
     options: BatchOptions
     interrupts: Interrupts
-    summary: Callable[[Report], None] | None
+    on_report: Callable[[Report], None] | None
 
-    def to_stdout(self) -> int:
-        """Write the answers in order as they come; an interrupted run leaves nothing to resume."""
+    def run_to_stdout(self) -> int:
+        """Write the answers to standard output, in the order of the lines. An interrupted run cannot be
+        resumed."""
         if sys.stdout is None:
             raise JobError("standard output is closed")
-        with disk("standard output"):
-            onto_input = self.source.is_file(os.fstat(1))
-        if onto_input:
+        with wrap_os_errors("standard output"):
+            is_input = self.job_input.is_same_file(os.fstat(1))
+        if is_input:
             raise JobError("standard output is the input: answers would be read as lines")
         sys.stdout.flush()
-        self._run(OrderedStream(1), datetime.now())
+        self._run_job(OrderedStream(1), datetime.now())
         return 0
 
-    def to_file(self, place: JobFiles, fingerprint: dict[str, str]) -> int:
-        """Resume or begin a job, and make the finished file from its journal. Raises JobError or
-        Interrupted."""
-        if finished(place, fingerprint) and not place.journal.exists():
-            return self._nothing_to_do(place)
-        check_folder(place)
+    def run_to_file(self, files: JobFiles, fingerprint: dict[str, str]) -> int:
+        """Resume or begin a job, and write the output from its journal. Raises JobError or Interrupted."""
+        if is_job_complete(files, fingerprint) and not files.journal.exists():
+            return self._report_complete(files)
+        check_output_folder(files)
         header = Header(fingerprint, datetime.now().isoformat(timespec="seconds"))
-        found = status(place.output)
-        mode = PRIVATE if found is None else found.st_mode & 0o666
-        with Journal(place.journal, header, self.source.count, mode) as journal:
-            if journal.damaged:
-                records = f"{journal.damaged} damaged record" + "s" * (journal.damaged > 1)
-                say(f"{records} in {place.journal} skipped; what was lost with them is answered again")
-            if finished(place, fingerprint):
-                journal.remove()
-                return self._nothing_to_do(place)
-            if journal.count < self.source.count or not journal.count:
-                self._check_free(place, journal, fingerprint)
-            try:
-                self._finish(place, journal, self._answer(journal))
-            except (JobError, Interrupted) as error:
-                kept = (
-                    f"{journal.count} of {self.source.count} lines are answered and kept in {place.journal}"
+        old_status = file_status(files.output)
+        mode = PRIVATE_MODE if old_status is None else old_status.st_mode & 0o666
+        with Journal(files.journal, header, self.job_input.num_lines, mode) as journal:
+            if journal.num_damaged:
+                records = f"{journal.num_damaged} damaged record" + "s" * (journal.num_damaged > 1)
+                print_batch_message(
+                    f"{records} in {files.journal} skipped; what was lost with them is answered again"
                 )
-                error.hint = f"{kept}; run the same command again to go on"
+            if is_job_complete(files, fingerprint):
+                journal.remove()
+                return self._report_complete(files)
+            if journal.num_answered < self.job_input.num_lines or not journal.num_answered:
+                self._require_free_names(files, journal, fingerprint)
+            try:
+                self._write_output_and_report(files, journal, self._answer_lines(journal))
+            except (JobError, Interrupted) as error:
+                answered = f"{journal.num_answered} of {self.job_input.num_lines} lines are answered"
+                error.hint = f"{answered} and kept in {files.journal}; run the same command again to go on"
                 raise
         return 0
 
-    def _nothing_to_do(self, place: JobFiles) -> int:
-        say(f"{place.output} is already complete: same input, model and flags")
+    def _report_complete(self, files: JobFiles) -> int:
+        print_batch_message(f"{files.output} is already complete: same input, model and flags")
         return 0
 
-    def _check_free(self, place: JobFiles, journal: Journal, fingerprint: dict[str, str]) -> None:
-        """Raise JobError, and remove an empty journal, if another file has the output's name."""
-        reason = obstacle(place, fingerprint) or foreign(place.report)
-        if reason and not journal.count and not journal.damaged:
+    def _require_free_names(self, files: JobFiles, journal: Journal, fingerprint: dict[str, str]) -> None:
+        """Raise JobError if another file has the output's or the report's name. An empty journal is then
+        removed."""
+        reason = output_obstacle(files, fingerprint) or report_obstacle(files.report)
+        if reason and not journal.num_answered and not journal.num_damaged:
             journal.remove()
-        refuse(reason)
+        raise_if_refused(reason)
 
-    def _answer(self, journal: Journal) -> Report | None:
-        if journal.count:
-            say(f"{journal.count} of {self.source.count} lines are answered already")
-        return self._run(journal, datetime.fromisoformat(journal.header.started))
+    def _answer_lines(self, journal: Journal) -> Report | None:
+        if journal.num_answered:
+            print_batch_message(
+                f"{journal.num_answered} of {self.job_input.num_lines} lines are answered already"
+            )
+        return self._run_job(journal, datetime.fromisoformat(journal.header.started))
 
-    def _run(self, sink: Sink, now: datetime) -> Report | None:
-        job = BatchJob(self.start_engine, self.source, sink, self.options, self.interrupts, now)
+    def _run_job(self, sink: AnswerSink, now: datetime) -> Report | None:
+        job = BatchJob(self.start_engine, self.job_input, sink, self.options, self.interrupts, now)
         job.run()
-        if job.engine_report is not None and self.summary is not None:
-            self.summary(job.engine_report)
+        if job.engine_report is not None and self.on_report is not None:
+            self.on_report(job.engine_report)
         return job.engine_report
 
-    def _finish(self, place: JobFiles, journal: Journal, ran: Report | None) -> None:
-        """Write the output, then the report with its hash, then remove the journal: the next run completes
-        what a kill leaves."""
-        count, result = self.source.count, Result()
-        partial, like = place.partial(journal.header.token), status(place.output)
-        write_whole(
-            place.output,
-            result.lines(journal.answers(count)),
+    def _write_output_and_report(
+        self, files: JobFiles, journal: Journal, engine_report: Report | None
+    ) -> None:
+        """Write the output, then the report with its hash, then remove the journal. After a kill in between,
+        the next run completes this."""
+        count, result = self.job_input.num_lines, OutputSummary()
+        partial, old_status = files.partial(journal.header.token), file_status(files.output)
+        write_atomically(
+            files.output,
+            result.hash_lines(journal.read_answers(count)),
             partial,
-            check=lambda partial: check_replaceable(place.output, partial),
-            like=like,
+            check=lambda partial: check_replaceable(files.output, partial),
+            like=old_status,
         )
         about = {
             "fingerprint": journal.header.fingerprint,
             "started": journal.header.started,
-            "output": result.as_report(),
-            "run": ran,
+            "output": result.to_report(),
+            "run": engine_report,
         }
-        write_whole(
-            place.report,
-            report_pieces(about, (about for about, _ in journal.answers(count))),
+        write_atomically(
+            files.report,
+            encode_report_pieces(about, (about for about, _ in journal.read_answers(count))),
             partial,
-            check=lambda _: refuse(foreign(place.report)),
-            like=status(place.report) or like,
+            check=lambda _: raise_if_refused(report_obstacle(files.report)),
+            like=file_status(files.report) or old_status,
         )
-        with disk(place.journal):
+        with wrap_os_errors(files.journal):
             journal.remove()
-        say(f"{count} lines are answered in {place.output}{result.remark}")
+        print_batch_message(f"{count} lines are answered in {files.output}{result.error_summary}")
 
 
-class Result:
-    """A finished output's hash, its number of lines, and their errors by code."""
+class OutputSummary:
+    """Summary of a finished output: its hash, its number of lines, and the number of errors by code."""
 
     def __init__(self):
         self._sha256 = hashlib.sha256()
-        self._count = 0
+        self._num_lines = 0
         self._errors = Counter[str]()
 
-    def lines(self, answers: Iterator[tuple[dict[str, Any], bytes]]) -> Iterator[bytes]:
-        """Yield the output's lines, and count them."""
+    def hash_lines(self, answers: Iterator[tuple[dict[str, Any], bytes]]) -> Iterator[bytes]:
+        """Yield the output's lines, while hashing and counting them."""
         for about, answer in answers:
             line = answer + b"\n"
             self._sha256.update(line)
-            self._count += 1
+            self._num_lines += 1
             self._errors.update([str(about["error"])] if "error" in about else [])
             yield line
 
-    def as_report(self) -> Report:
-        errors = {"errors": self._errors.total(), "internal_errors": self._errors[INTERNAL]}
-        return {"sha256": self._sha256.hexdigest(), "lines": self._count, **errors}
+    def to_report(self) -> Report:
+        errors = {"errors": self._errors.total(), "internal_errors": self._errors[INTERNAL_ERROR]}
+        return {"sha256": self._sha256.hexdigest(), "lines": self._num_lines, **errors}
 
     @property
-    def remark(self) -> str:
-        """The end of the final message: the number of errors, if there are any."""
-        wrong, internal = self._errors.total(), self._errors[INTERNAL]
+    def error_summary(self) -> str:
+        """End of the final message: the number of errors; empty if there are none."""
+        wrong, internal = self._errors.total(), self._errors[INTERNAL_ERROR]
         text = f", {wrong} of them with an error" if wrong else ""
         return text + (f" ({internal} internal: the report says where)" if internal else "")
 
 
-def refuse(reason: str) -> None:
+def raise_if_refused(reason: str) -> None:
     if reason:
         raise JobError(reason)
 
 
-def finished(place: JobFiles, fingerprint: Mapping[str, str]) -> bool:
-    """Return whether the output is this job's, complete and unchanged."""
-    with disk(place.output):
-        report = read_report(place.report)
+def is_job_complete(files: JobFiles, fingerprint: Mapping[str, str]) -> bool:
+    """Return whether the output exists, is complete and unchanged, and has this fingerprint."""
+    with wrap_os_errors(files.output):
+        report = read_job_report(files.report)
         return bool(
             report
             and report["fingerprint"] == fingerprint
-            and place.output.is_file()
-            and report["output"]["sha256"] == file_hash(place.output)
+            and files.output.is_file()
+            and report["output"]["sha256"] == hash_file(files.output)
         )
 
 
-def obstacle(place: JobFiles, fingerprint: Mapping[str, str]) -> str:
-    """Return why the output cannot be written: a file there would be lost. "" if there is none, or an empty
-    one."""
-    output = place.output
-    with disk(output):
+def output_obstacle(files: JobFiles, fingerprint: Mapping[str, str]) -> str:
+    """Return why the output must not be written: a file with content has its name. Returns "" if none has."""
+    output = files.output
+    with wrap_os_errors(output):
         if not output.exists() or (output.is_file() and not output.stat().st_size):
             return ""
-        report = read_report(place.report)
+        report = read_job_report(files.report)
         if report is None or not output.is_file():
             return f"{output} exists and is not a result of this command; remove it or choose another output"
-        differences = differing(report["fingerprint"], fingerprint)
+        differences = fingerprint_differences(report["fingerprint"], fingerprint)
         if differences:
             return (
                 f"{output} is the result of another job:\n{differences}\nremove it or choose another output"
@@ -259,69 +264,76 @@ def obstacle(place: JobFiles, fingerprint: Mapping[str, str]) -> str:
         return f"{output} was changed since it was finished; remove it or choose another output"
 
 
-def foreign(report: Path) -> str:
-    """Return why a report cannot be written: another file has its name. "" if none has, or a report of this
-    command."""
-    with disk(report):
-        if not os.path.lexists(report) or (not report.is_symlink() and read_report(report) is not None):
+def report_obstacle(report_path: Path) -> str:
+    """Return why the report must not be written: a file that is no report of this command has its name.
+    Returns "" if none has."""
+    with wrap_os_errors(report_path):
+        if not os.path.lexists(report_path) or (
+            not report_path.is_symlink() and read_job_report(report_path) is not None
+        ):
             return ""
-    return f"{report} exists and is not a report of this command; remove it, or choose another output"
+    return f"{report_path} exists and is not a report of this command; remove it, or choose another output"
 
 
-def check_distinct(source: JobInput, place: JobFiles, summary_file: str | None) -> None:
-    """Raise JobError if two of the input, the output and its files are one, by whatever names."""
-    named = {"the output": place.output, "the job's journal": place.journal, "the job's report": place.report}
-    summary = None if summary_file is None else Path(os.path.realpath(summary_file))
-    for what, path in {**named, "--report": summary}.items():
-        found = None if path is None else status(path)
-        if found is not None and source.is_file(found):
+def check_distinct_files(job_input: JobInput, files: JobFiles, report_file: str | None) -> None:
+    """Raise JobError if the input, the output, its journal or reports are the same file, also under other
+    names."""
+    named_paths = {
+        "the output": files.output,
+        "the job's journal": files.journal,
+        "the job's report": files.report,
+    }
+    report_path = None if report_file is None else Path(os.path.realpath(report_file))
+    for what, path in {**named_paths, "--report": report_path}.items():
+        path_status = None if path is None else file_status(path)
+        if path_status is not None and job_input.is_same_file(path_status):
             raise JobError(f"{path} is the input and {what}: they must be two files")
-    for what, path in named.items():
-        if summary == Path(os.path.realpath(path)):
+    for what, path in named_paths.items():
+        if report_path == Path(os.path.realpath(path)):
             raise JobError(f"{path} is --report and {what}: they must be two files")
 
 
-def check_folder(place: JobFiles) -> None:
-    if not place.output.parent.is_dir():
-        raise JobError(f"{place.output.parent} is not a folder")
-    if place.output.exists() and not place.output.is_file():
-        raise JobError(f"{place.output} is not a file that could be replaced; use - to write to a stream")
+def check_output_folder(files: JobFiles) -> None:
+    if not files.output.parent.is_dir():
+        raise JobError(f"{files.output.parent} is not a folder")
+    if files.output.exists() and not files.output.is_file():
+        raise JobError(f"{files.output} is not a file that could be replaced; use - to write to a stream")
 
 
 def check_replaceable(output: Path, partial: Path) -> None:
-    """Raise JobError if a file at the output's place has content that is not the same."""
+    """Raise JobError if a file with the output's name has content that differs from `partial`."""
     if output.exists() and output.stat().st_size and not filecmp.cmp(output, partial, shallow=False):
         raise JobError(f"{output} appeared or was changed while the job ran; move it away")
 
 
-def check_defaults(sampling: Mapping[str, Any]) -> None:
+def check_sampling_defaults(sampling: Mapping[str, Any]) -> None:
     try:
         SamplingParams.from_dict(sampling)
     except (TypeError, ValueError) as error:
         raise JobError(str(error)) from None
 
 
-def own_fingerprint(options: BatchOptions) -> dict[str, str]:
-    """Return the options that decide answers, and this program's version."""
+def options_fingerprint(options: BatchOptions) -> dict[str, str]:
+    """Return the job's options that decide answers, and duetto's version, as facts of the fingerprint."""
     return {
         "duetto": version("duetto"),
         "sampling": msgspec.json.encode(dict(options.sampling), order="sorted").decode(),
-        **{name: str(vars(options)[name]) for name in DECIDING},
+        **{name: str(vars(options)[name]) for name in DECIDING_OPTIONS},
     }
 
 
-def read_report(path: Path) -> Report | None:
-    """Return a finished job's report; None if there is none, or another file has its name."""
+def read_job_report(path: Path) -> Report | None:
+    """Return a finished job's report; None if `path` does not exist or is no report."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        msgspec.convert(found, ReportHead)
+        report = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        msgspec.convert(report, ReportHead)
     except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
         return None
-    return found
+    return report
 
 
 class ReportHead(msgspec.Struct):
-    """Fields that every report of this command has, and hardly another file."""
+    """Fields by which a report of this command is recognised."""
 
     fingerprint: dict[str, str]
     started: str
@@ -333,15 +345,15 @@ class ReportHead(msgspec.Struct):
             raise ValueError("a report without its output's hash")
 
 
-def report_pieces(report: Report, requests: Iterator[dict[str, Any]]) -> Iterator[bytes]:
-    """Yield the report as JSON, with an entry for each line, without having all of them in memory."""
+def encode_report_pieces(report: Report, requests: Iterator[dict[str, Any]]) -> Iterator[bytes]:
+    """Yield the report as pieces of JSON, with an entry for each line. Entries are read one at a time."""
     yield msgspec.json.encode(report)[:-1] + b',"requests":['
     for i, about in enumerate(requests):
-        known = {k: v for k, v in about.items() if k not in ("index", "digest")}
-        yield (b",\n" if i else b"\n") + msgspec.json.encode(known)
+        entry = {k: v for k, v in about.items() if k not in ("index", "digest")}
+        yield (b",\n" if i else b"\n") + msgspec.json.encode(entry)
     yield b"\n]}\n"
 
 
-def say(text: str, hint: str = "") -> None:
-    """Write a message of the command to standard error."""
-    tell("\n".join(["duetto batch: " + text, *([hint] if hint else [])]))
+def print_batch_message(text: str, hint: str = "") -> None:
+    """Write a message of the command to standard error, with `hint` on a line of its own."""
+    print_stderr("\n".join(["duetto batch: " + text, *([hint] if hint else [])]))

@@ -1,4 +1,4 @@
-"""Claims of an audit log: each request's tokens, scores, and all that they were computed from."""
+"""Claims of an audit log: each request's tokens and scores, and the facts that decide them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...llm.audit.chain import START, ChainLine, read
-from ...llm.audit.facts import NEEDED
-from ...options.keywords import FORMER
+from ...llm.audit.chain import START_KIND, ChainLine, verify_chain_lines
+from ...llm.audit.facts import REPLAY_OPTIONS
+from ...options.keywords import FORMER_NAMES
+from ...text.outputs import CUT_REASONS
 
 
 class AdapterName(msgspec.Struct, frozen=True):
@@ -20,7 +21,7 @@ class AdapterName(msgspec.Struct, frozen=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
-    """A request's line; `entry_of` describes its fields."""
+    """A request's line; `audit.entry.request_entry` describes its fields."""
 
     id: str
     index: int
@@ -41,13 +42,13 @@ class AuditEntry(msgspec.Struct, frozen=True):
     prompt_scores: dict[str, list[Any]] | None
     adapter: AdapterName | None = None
 
-    def impossible(self) -> Iterator[str]:
-        """Yield the contradictions in a line, which no engine of any model can have written."""
+    def find_contradictions(self) -> Iterator[str]:
+        """Yield the contradictions in this line: no engine of any model can have written it."""
         if not 0 < len(self.prompt) < self.end or not 0 <= self.score_from <= len(self.prompt):
             yield f"lengths: {len(self.prompt)} prompt tokens of {self.end}, scored from {self.score_from} on"
         if not 0 <= self.known <= len(self.tokens) <= self.end - len(self.prompt):
             yield f"lengths: {len(self.tokens)} tokens after {len(self.prompt)} of {self.end}"
-        if not self.tokens and self.finish_reason != "abort":
+        if not self.tokens and self.finish_reason not in CUT_REASONS:
             yield f"no tokens before {self.finish_reason!r}"
         if not 0 <= self.seed < 1 << 32:
             yield f"seed {self.seed}, which is not of 32 bits"
@@ -58,7 +59,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct):
-    """The line of a process's start; `versions` are the hashes of its weights, including later ones."""
+    """The line of a process's start. `versions` are the hashes of its weights, by number of the update."""
 
     model: str | None
     options: dict[str, Any]
@@ -69,12 +70,10 @@ class Start(msgspec.Struct):
     versions: dict[int, str | None] = {}
 
     def __post_init__(self):
-        self.versions, self.options = (
-            {0: self.weights},
-            {FORMER.get(name, name): value for name, value in self.options.items()},
-        )
-        if others := sorted(self.options.keys() - set(NEEDED)):
-            raise ValueError(f"options: {others[0]!r} is not allowed, a log has {', '.join(NEEDED)}")
+        self.versions = {0: self.weights}
+        self.options = {FORMER_NAMES.get(name, name): value for name, value in self.options.items()}
+        if others := sorted(self.options.keys() - set(REPLAY_OPTIONS)):
+            raise ValueError(f"options: {others[0]!r} is not allowed, a log has {', '.join(REPLAY_OPTIONS)}")
 
 
 class Span(NamedTuple):
@@ -87,18 +86,24 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A request's line, and the start that it refers to, if that is in the log."""
+    """A request's line in a log.
 
-    line: int  # its number, from 1
+    line: its number, from 1
+    entry: its content
+    start: the start that it refers to; None if the log does not have it
+    """
+
+    line: int
     entry: AuditEntry
     start: Start | None
 
     @property
     def spans(self) -> list[Span]:
-        """The generated tokens by version of the weights, without those that came with the request."""
-        made, count = self.entry.weights, len(self.entry.tokens)
-        ends = [*(first for first, _ in made[1:]), count]
-        return [Span(a, end, version) for (a, version), end in zip(made, ends, strict=False) if a < end]
+        """Spans of generated tokens, one for each version of the weights. Tokens that came with the request
+        are in none."""
+        versions, count = self.entry.weights, len(self.entry.tokens)
+        ends = [*(first for first, _ in versions[1:]), count]
+        return [Span(a, end, version) for (a, version), end in zip(versions, ends, strict=False) if a < end]
 
 
 @dataclass
@@ -107,37 +112,37 @@ class Claims:
 
     requests: list[Claim] = field(default_factory=list)
     broken: dict[int, str] = field(default_factory=dict)  # errors by line number
-    cut_off: list[int] = field(default_factory=list)  # numbers of lines that killed processes have left
+    cut_off: list[int] = field(default_factory=list)  # numbers of incomplete lines, left by killed processes
     starts: dict[str, Start] = field(default_factory=dict)  # by hash
     hashes: set[str] = field(default_factory=set)  # of all lines
     head: str = ""  # hash of the last line
 
     @classmethod
-    def of(cls, path: Path) -> "Claims":
-        """Read a log. Raises OSError, and ValueError for a file without a line of a log."""
-        found = cls()
-        for line in read(path):
-            found._take(line)
-        if not found.starts and not found.requests and not found.broken:
+    def from_log(cls, path: Path) -> "Claims":
+        """Read all claims of a log. Raises OSError, and ValueError for a file that is no audit log."""
+        claims = cls()
+        for line in verify_chain_lines(path):
+            claims._add_line(line)
+        if not claims.starts and not claims.requests and not claims.broken:
             raise ValueError(f"{path} is no audit log: it has no start of an engine")
-        return found
+        return claims
 
-    def _take(self, line: ChainLine) -> None:
+    def _add_line(self, line: ChainLine) -> None:
         if not line.record:
             self.cut_off.append(line.number)
             return
         self.head = line.hash
         self.hashes.add(line.hash)
-        if line.wrong:
-            self.broken[line.number] = line.wrong
+        if line.error:
+            self.broken[line.number] = line.error
         try:
-            self._note(line)
+            self._add_record(line)
         except (msgspec.ValidationError, KeyError, TypeError) as error:
             self.broken.setdefault(line.number, f"it is no line of a log: {error}")
 
-    def _note(self, line: ChainLine) -> None:
+    def _add_record(self, line: ChainLine) -> None:
         record: Mapping[str, Any] = line.record
-        if record["kind"] == START:
+        if record["kind"] == START_KIND:
             self.starts[line.hash] = msgspec.convert(record, Start)
         elif record["kind"] == "weights":
             self.starts[record["start"]].versions[record["version"]] = record["weights"]
@@ -149,5 +154,5 @@ class Claims:
 
     @property
     def last_start(self) -> Start | None:
-        """The latest start; an engine can be started with its options."""
+        """Latest start in the log, with the options for an engine that verifies it; None without one."""
         return next(reversed(self.starts.values()), None)

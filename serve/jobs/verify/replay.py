@@ -1,5 +1,5 @@
-"""Replay of a log's requests in another order and in other batches: batch invariance makes the bits the
-same."""
+"""Replay of a log's requests, in another order and in other batches. Batch invariance makes the bits
+equal."""
 
 import math
 import random
@@ -10,18 +10,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ....checkpoints.adapters.adapter import Adapter
-from ....sampling.params import SamplingParams, knobs_row
-from ....sampling.state import check_choice
-from ...llm.audit.entry import scores_of
-from ...llm.audit.facts import facts_of, weights_hash, words_hash
+from ....sampling.params import SamplingParams, request_knobs
+from ....sampling.state import check_allowed_tokens
+from ...llm.audit.entry import scores_entry
+from ...llm.audit.facts import engine_facts, hash_tokenizer, hash_weights
 from ...llm.llm import LLM
 from ...llm.request_group import RequestGroup
+from ...text.outputs import CUT_REASONS
+from ...text.tokenizer.stop_strings import StopStrings
 from .claims import AuditEntry, Claim, Claims, Span
 from .verdict import Verdict, VerificationReport
 
-TOGETHER = 512  # requests in the engine at a time
-Scores = Mapping[str, Sequence[Any]]
-SEED = 20240817  # of their order
+MAX_REPLAYS = 512  # requests in the engine at a time
+ClaimedScores = Mapping[str, Sequence[Any]]
+SHUFFLE_SEED = 20240817  # of the replays' order
 
 
 class Replay(NamedTuple):
@@ -31,207 +33,218 @@ class Replay(NamedTuple):
     span: Span
 
 
-class Prover:
-    """Verifies claims with an engine: those made with its facts and its weights."""
+class LogVerifier:
+    """Verifies claims with an engine. It can verify claims that were made with its facts and weights."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
-        self.facts = facts_of(llm.engine, llm.options)
-        self.weights, self.words = weights_hash(llm.engine.params), words_hash(llm.tokenizer)
+        self.facts = engine_facts(llm.engine, llm.options)
+        self.weights_hash = hash_weights(llm.engine.params)
+        self.tokenizer_hash = hash_tokenizer(llm.tokenizer)
 
-    def prove(
+    def verify_claims(
         self,
         claims: Claims,
         sample: int | None = None,
         anyway: bool = False,
     ) -> VerificationReport:
-        """Return a verdict on each request, or on a random `sample` of them. `anyway` also replays those made
-        with other facts."""
+        """Return a verdict on each request, or on `sample` random ones. With `anyway`, requests that were
+        made with other facts are replayed too."""
         chosen = claims.requests
         if sample is not None and sample < len(chosen):
             picked = set(random.SystemRandom().sample(range(len(chosen)), sample))
             chosen = [claim for i, claim in enumerate(chosen) if i in picked]
-        verdicts = {claim.line: self._before(claim, anyway) for claim in chosen}
-        jobs = [Replay(c, s) for c in chosen if not (v := verdicts[c.line]).differences for s in v.spans]
-        random.Random(SEED).shuffle(jobs)
-        for i in range(0, len(jobs), TOGETHER):
-            found = self._run(jobs[i : i + TOGETHER])
-            for line, wrongs in found.items():
-                verdicts[line].differences.extend(wrongs)
+        verdicts = {claim.line: self._initial_verdict(claim, anyway) for claim in chosen}
+        replays = [Replay(c, s) for c in chosen if not (v := verdicts[c.line]).differences for s in v.spans]
+        random.Random(SHUFFLE_SEED).shuffle(replays)
+        for i in range(0, len(replays), MAX_REPLAYS):
+            differences = self._run_replays(replays[i : i + MAX_REPLAYS])
+            for line, line_differences in differences.items():
+                verdicts[line].differences.extend(line_differences)
         return VerificationReport(list(verdicts.values()), claims)
 
-    def _before(self, claim: Claim, anyway: bool) -> Verdict:
-        """Return a claim's verdict before any replay, with the spans to replay."""
-        foreign = self._foreign(claim)
-        reasons = list(self._against(claim)) + ([foreign] if foreign and not anyway else [])
-        spans = [] if reasons else self._spans(claim)
-        others = sum(s.end - s.first for s in claim.spans if s not in self._spans(claim))
-        if others:
-            reasons.append(f"{others} of {len(claim.entry.tokens)} tokens were made by other weights")
+    def _initial_verdict(self, claim: Claim, anyway: bool) -> Verdict:
+        """Return a claim's verdict before its replay: obstacles, contradictions, and the spans to replay."""
+        foreign = self._foreign_facts(claim)
+        reasons = list(self._find_obstacles(claim)) + ([foreign] if foreign and not anyway else [])
+        spans = [] if reasons else self._replayable_spans(claim)
+        num_others = sum(s.end - s.first for s in claim.spans if s not in self._replayable_spans(claim))
+        if num_others:
+            reasons.append(f"{num_others} of {len(claim.entry.tokens)} tokens were made by other weights")
         entry = claim.entry
         verdict = Verdict(claim.line, entry.id, entry.index, reasons, spans, foreign, entry.known)
         if spans or not claim.spans:
-            verdict.differences.extend(self._impossible(entry))
+            verdict.differences.extend(self._find_impossible_values(entry))
         return verdict
 
-    def _against(self, claim: Claim) -> Iterator[str]:
+    def _find_obstacles(self, claim: Claim) -> Iterator[str]:
         """Yield the reasons why this engine cannot verify a claim."""
         if claim.start is None:
             yield "the line of its start is missing"
             return
         yield from claim.start.outside_contract
-        named = claim.entry.adapter
-        if named is not None and self._adapter(claim.entry) is None:
-            yield f"adapter {named.name!r} ({named.digest[:8]}) is not here: give it with --lora-modules"
-        if claim.entry.end > (most := self.llm.engine.sizes.max_model_len):
-            yield f"it may have {claim.entry.end} tokens, the engine here has max_model_len {most}"
+        adapter = claim.entry.adapter
+        if adapter is not None and self._find_adapter(claim.entry) is None:
+            yield f"adapter {adapter.name!r} ({adapter.digest[:8]}) is not here: give it with --lora-modules"
+        if claim.entry.end > (max_model_len := self.llm.engine.sizes.max_model_len):
+            yield f"it may have {claim.entry.end} tokens, the engine here has max_model_len {max_model_len}"
+        if claim.entry.finish_reason == "error":
+            yield "the model computed NaN for it, and a replay compares numbers alone"
         textual = claim.entry.params.get("stop") or claim.entry.params.get("structured_outputs")
-        if textual and claim.start.tokenizer != self.words:
+        if textual and claim.start.tokenizer != self.tokenizer_hash:
             yield "the tokenizer, in whose text stop strings and grammars are read, is another"
 
-    def _foreign(self, claim: Claim) -> str:
-        """Return the names of the facts in which a claim's start differs from this engine, as a reason."""
+    def _foreign_facts(self, claim: Claim) -> str:
+        """Return the facts in which a claim's start differs from this engine, as a reason; "" if none."""
         if claim.start is None:
             return ""
-        theirs = claim.start.facts
-        names = [n for n in {**theirs, **self.facts} if theirs.get(n) != self.facts.get(n)]
+        claimed_facts = claim.start.facts
+        names = [n for n in {**claimed_facts, **self.facts} if claimed_facts.get(n) != self.facts.get(n)]
         return f"made with other {', '.join(names)}" if names else ""
 
-    def _spans(self, claim: Claim) -> list[Span]:
-        """Return the spans that this engine's weights have generated."""
+    def _replayable_spans(self, claim: Claim) -> list[Span]:
+        """Return a claim's spans that were generated by this engine's weights."""
         made_by = {} if claim.start is None else claim.start.versions
-        return [span for span in claim.spans if made_by.get(span.version) == self.weights]
+        return [span for span in claim.spans if made_by.get(span.version) == self.weights_hash]
 
-    def _impossible(self, entry: AuditEntry) -> Iterator[str]:
-        """Yield the contradictions in a line, which no engine of this model can have written."""
-        words = range(self.llm.config.vocab_size)
-        if wrong := [t for t in (*entry.prompt, *entry.tokens) if t not in words]:
+    def _find_impossible_values(self, entry: AuditEntry) -> Iterator[str]:
+        """Yield the contradictions in a line: no engine of this model can have written it."""
+        vocabulary = range(self.llm.config.vocab_size)
+        if wrong := [t for t in (*entry.prompt, *entry.tokens) if t not in vocabulary]:
             yield f"token id {wrong[0]}, which the vocabulary lacks"
-        yield from entry.impossible()
+        yield from entry.find_contradictions()
 
-    def _adapter(self, entry: AuditEntry) -> Adapter | None:
-        """Return the adapter with the weights of a request's, whatever its name is here."""
-        served = self.llm.input_processor.adapters
-        return None if served is None or entry.adapter is None else served.equal_to(entry.adapter.digest)
+    def _find_adapter(self, entry: AuditEntry) -> Adapter | None:
+        """Return the served adapter with the same weights as a request's adapter. Names may differ."""
+        registry = self.llm.input_processor.adapter_registry
+        return (
+            None
+            if registry is None or entry.adapter is None
+            else registry.find_by_digest(entry.adapter.digest)
+        )
 
     # ------------------------------------------------------------ run again
 
-    def _run(self, jobs: Sequence[Replay]) -> dict[int, list[str]]:
-        """Return the differences by the line numbers of claims."""
-        found: dict[int, list[str]] = defaultdict(list)
-        made: list[tuple[Replay, RequestGroup]] = []
-        for i, job in enumerate(jobs):
+    def _run_replays(self, replays: Sequence[Replay]) -> dict[int, list[str]]:
+        """Run the spans again. Returns the differences by the claims' line numbers."""
+        differences: dict[int, list[str]] = defaultdict(list)
+        groups: list[tuple[Replay, RequestGroup]] = []
+        for i, replay in enumerate(replays):
             try:
-                made.append((job, self._group(job, i)))
+                groups.append((replay, self._make_replay_group(replay, i)))
             except (ValueError, TypeError) as error:
-                found[job.claim.line].append(f"what was asked: {error}")
-        self.llm.session.complete([partial(named, group) for _, group in made])
-        for job, group in made:
-            wrong = difference(job.claim.entry, job.span, group)
-            found[job.claim.line].extend([wrong] if wrong else [])
-        return found
+                differences[replay.claim.line].append(f"what was asked: {error}")
+        self.llm.session.make_and_run_groups([partial(set_group_id, group) for _, group in groups])
+        for replay, group in groups:
+            wrong = first_difference(replay.claim.entry, replay.span, group)
+            differences[replay.claim.line].extend([wrong] if wrong else [])
+        return differences
 
-    def _group(self, job: Replay, place: int) -> RequestGroup:
-        """Return a span's request: earlier tokens are given, and it ends with the span unless that is the
-        last."""
-        entry, span = job.claim.entry, job.span
+    def _make_replay_group(self, replay: Replay, arrival: int) -> RequestGroup:
+        """Make a request that generates a span again. Tokens before the span are given. It ends with the
+        span, or as the claim did if the span is the last."""
+        entry, span = replay.claim.entry, replay.span
         params = SamplingParams.from_dict(entry.params)
         if span.first > entry.known:
             params = replace(params, prompt_logprobs=None)
-        self._check(params, entry)
-        whole = is_last(entry, span) and entry.finish_reason != "abort"
-        group = RequestGroup.of_one(
+        self._check_params(params, entry)
+        is_whole = is_last_span(entry, span) and entry.finish_reason not in CUT_REASONS
+        group = RequestGroup.from_request_fields(
             prompt=list(entry.prompt),
             params=params,
             seed=entry.seed,
-            end=entry.end if whole else len(entry.prompt) + span.end,
+            end=entry.end if is_whole else len(entry.prompt) + span.end,
             stop_ids=entry.stop_ids,
             eos_ids=entry.eos_ids,
             bad_words=entry.bad_words,
-            text=self.llm.input_processor.detokenizer(params, entry.prompt),
-            arrival=place,
+            detokenizer=self.llm.input_processor.make_detokenizer(
+                params, entry.prompt, StopStrings(params.stop_strings)
+            ),
+            arrival=arrival,
             score_from=entry.score_from,
-            patience=math.inf,
-            constraint=self.llm.input_processor.constraint(params, len(entry.prompt)),
-            adapter=self._adapter(entry),
+            max_prefill_delay=math.inf,
+            constraint=self.llm.input_processor.make_constraint(params, len(entry.prompt)),
+            adapter=self._find_adapter(entry),
         )
         (request,) = group.requests
-        request.resume(entry.tokens[: span.first])
-        request.obey()
-        if request.finished:
-            raise ValueError(f"it ends after {request.generated} tokens")
+        request.append_resumed_tokens(entry.tokens[: span.first])
+        request.advance_grammar()
+        if request.is_finished:
+            raise ValueError(f"it ends after {request.num_output_tokens} tokens")
         return group
 
-    def _check(self, params: SamplingParams, entry: AuditEntry) -> None:
-        """Raise ValueError for parameters that no row of the engine can have."""
+    def _check_params(self, params: SamplingParams, entry: AuditEntry) -> None:
+        """Raise ValueError for sampling parameters that this engine does not support."""
         V = self.llm.config.vocab_size
-        params.check_vocabulary(V)
-        stops, words, own = entry.stop_ids, entry.bad_words, self.llm.engine.sizes.processors
-        given = {"bad_words": words, "processors": own}
-        knobs_row(params, seed=entry.seed, stop_ids=stops, prompt_len=len(entry.prompt), **given)
-        check_choice(params, V, stops, words)
+        stops, words, processors = entry.stop_ids, entry.bad_words, self.llm.engine.sizes.processors
+        row_options = {"bad_words": words, "processors": processors}
+        request_knobs(params, seed=entry.seed, stop_ids=stops, prompt_len=len(entry.prompt), **row_options)
+        check_allowed_tokens(params, V, stops, words)
 
 
-def named(group: RequestGroup, id: str) -> RequestGroup:
+def set_group_id(group: RequestGroup, id: str) -> RequestGroup:
     group.id = group.requests[0].id = id
     return group
 
 
-def difference(entry: AuditEntry, span: Span, group: RequestGroup) -> str:
-    """Return the first place in which a span differs from its replay; "" if none does."""
+def first_difference(entry: AuditEntry, span: Span, group: RequestGroup) -> str:
+    """Name the first token or score in which a span differs from its replay; "" if it does not differ."""
     (request,) = group.requests
-    found = first_of(entry.tokens[span.first : span.end], request.outputs[span.first :])
-    if found is not None:
-        return f"token {span.first + found}"
+    index = first_mismatch(entry.tokens[span.first : span.end], request.output_tokens[span.first :])
+    if index is not None:
+        return f"token {span.first + index}"
     top = request.params.logprobs
-    wrong = differing_scores(entry.scores, scores_of(request.scores, top), "log-probability", span)
+    wrong = first_score_difference(entry.scores, scores_entry(request.scores, top), "log-probability", span)
     if not wrong and span.first == entry.known:
-        own = scores_of(request.prompt_scores, request.params.prompt_logprobs)
-        most = len(entry.prompt_scores["logprobs"]) if entry.prompt_scores else 0
-        whole = Span(0, most if entry.finish_reason == "abort" else len(request.prompt), 0)
-        wrong = differing_scores(entry.prompt_scores, own, "prompt log-probability", whole)
-    if not wrong and is_last(entry, span) and entry.finish_reason != "abort":
+        scores = scores_entry(request.prompt_scores, request.params.prompt_logprobs)
+        num_scores = len(entry.prompt_scores["logprobs"]) if entry.prompt_scores else 0
+        prompt_span = Span(0, num_scores if entry.finish_reason in CUT_REASONS else len(request.prompt), 0)
+        wrong = first_score_difference(entry.prompt_scores, scores, "prompt log-probability", prompt_span)
+    if not wrong and is_last_span(entry, span) and entry.finish_reason not in CUT_REASONS:
         reasons = (entry.finish_reason, entry.stop_reason), (request.finish_reason, request.stop_reason)
         wrong = "" if reasons[0] == reasons[1] else "finish_reason"
     return wrong
 
 
-def is_last(entry: AuditEntry, span: Span) -> bool:
+def is_last_span(entry: AuditEntry, span: Span) -> bool:
     return span.end == len(entry.tokens)
 
 
-def differing_scores(claimed: Scores | None, found: Scores | None, what: str, span: Span) -> str:
-    """Return the first place in a span where scores differ; "" if none does."""
+def first_score_difference(
+    claimed: ClaimedScores | None, replayed: ClaimedScores | None, what: str, span: Span
+) -> str:
+    """Name the first position of a span whose scores differ; "" if none does. `what` names the score."""
     plural = what.removesuffix("y") + "ies"
-    if (claimed is None) != (found is None):
+    if (claimed is None) != (replayed is None):
         return f"{plural}: {'none' if claimed is None else 'not asked for'}"
-    if claimed is None or found is None:
+    if claimed is None or replayed is None:
         return ""
-    if claimed.keys() != found.keys():
+    if claimed.keys() != replayed.keys():
         return f"{plural}: {sorted(claimed)}"
-    places = [
-        place
+    indices = [
+        index
         for name in claimed
-        if (place := first_of(within(claimed[name], span), within(found[name], span))) is not None
+        if (index := first_mismatch(span_values(claimed[name], span), span_values(replayed[name], span)))
+        is not None
     ]
-    return f"{what} {span.first + min(places)}" if places else ""
+    return f"{what} {span.first + min(indices)}" if indices else ""
 
 
-def within(values: Sequence[Any], span: Span) -> list[Any]:
-    return [finite(x) for x in values[span.first : span.end]]
+def span_values(values: Sequence[Any], span: Span) -> list[Any]:
+    return [null_if_not_finite(x) for x in values[span.first : span.end]]
 
 
-def finite(value: Any) -> Any:
-    """Return a number as the log has it: null if it is not finite."""
+def null_if_not_finite(value: Any) -> Any:
+    """Replace numbers that are not finite by None, as JSON writes them in the log."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return [finite(x) for x in value] if isinstance(value, list) else value
+    return [null_if_not_finite(x) for x in value] if isinstance(value, list) else value
 
 
-def first_of(claimed: Sequence[Any], found: Sequence[Any]) -> int | None:
-    """Return the first place in which two lists differ; None if they are equal."""
-    pairs = enumerate(zip(claimed, found, strict=False))
-    place = next((i for i, (a, b) in pairs if a != b), None)
-    if place is None and len(claimed) != len(found):
-        return min(len(claimed), len(found))
-    return place
+def first_mismatch(claimed: Sequence[Any], replayed: Sequence[Any]) -> int | None:
+    """Return the first index at which two lists differ; None if they are equal."""
+    pairs = enumerate(zip(claimed, replayed, strict=False))
+    index = next((i for i, (a, b) in pairs if a != b), None)
+    if index is None and len(claimed) != len(replayed):
+        return min(len(claimed), len(replayed))
+    return index

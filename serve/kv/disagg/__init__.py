@@ -1,1 +1,1 @@
-"""Disaggregated prefill: an engine computes prompts for others, which fetch pages by name."""
+"""Disaggregated prefill: an engine computes prompts for others, which fetch pages by hash."""

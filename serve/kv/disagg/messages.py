@@ -1,6 +1,6 @@
 """Messages between a decode engine and a prefill engine, as msgpack in frames over TCP.
 
-Engines of another PROTOCOL reject each other by name: it is a fact of their handshake.
+Engines of another `PREFILL_PROTOCOL` reject each other by name: it is a fact of their handshake.
 """
 
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ from zlib import crc32
 import msgspec
 
 from ...host.sockets.handshake import Handshake, HandshakeRejected
-from ..offload.tier import Content, Key
+from ..offload.tier import PageContent, PageKey
 
-SECONDS = 10.0  # in which a message that has begun must have come or gone
-PROTOCOL = "2"  # a new number for each change of what follows; 1 had no facts
+PREFILL_MESSAGE_SECONDS = 10.0  # seconds within which a message that has begun is received or sent
+PREFILL_PROTOCOL = "3"  # a new number for each change of the messages; 1 had no facts, 2 no salts
 
 
 class HandshakeAccepted(msgspec.Struct, tag="Welcome", frozen=True):
-    """The prefill engine has the pages that a decode engine wants.
+    """Answer to a decode engine whose facts are the prefill engine's.
 
-    room: bytes of pages that it keeps until they are fetched.
-    offers: what each transport's reader needs, by the transport's name.
+    room: bytes of pages that the prefill engine keeps until they are fetched.
+    offers: bytes that each transport's reader needs, by the transport's name.
     """
 
     room: int
@@ -27,42 +27,49 @@ class HandshakeAccepted(msgspec.Struct, tag="Welcome", frozen=True):
 
 
 class PrefillRequest(msgspec.Struct, tag="Compute", frozen=True):
-    """Compute a prompt.
+    """Request to compute a prompt.
 
-    number: the decode engine's, which comes back in `PrefillDone`.
+    number: chosen by the decode engine; it comes back in `PrefillDone`.
+    prompt: token ids.
+    salt: cache salt, a part of the page hashes.
     """
 
     number: int
     prompt: tuple[int, ...]
+    salt: bytes
 
 
 class PrefillDone(msgspec.Struct, tag="Computed", frozen=True):
-    """A prompt's pages that can be fetched; none where it could not be computed."""
+    """Keys of a prompt's pages that can be fetched; none if the prompt was not computed."""
 
     number: int
-    keys: tuple[Key, ...]
+    keys: tuple[PageKey, ...]
 
 
 class CancelPrefill(msgspec.Struct, tag="Leave", frozen=True):
-    """A prompt is not wanted any more."""
+    """Request to stop computing a prompt."""
 
     number: int
 
 
 class GetPage(msgspec.Struct, tag="Fetch", frozen=True):
-    """Write a page for the reader of a transport."""
+    """Request to write a page for the reader of a transport.
+
+    number: chosen by the decode engine; it comes back in `PageData`.
+    transport: the transport's name.
+    """
 
     number: int
-    key: Key
+    key: PageKey
     transport: str
 
 
 class PageData(msgspec.Struct, tag="Page", frozen=True):
-    """A page was written.
+    """Answer to `GetPage`: the page is written, or there is none.
 
-    size: bytes of the page; -1 where there is none.
-    sum: checksum of its name and content.
-    carried: what its transport passes to the reader in this message.
+    size: bytes of the page; -1 if there is none.
+    sum: checksum of its key and content.
+    carried: bytes that the transport passes to its reader in this message.
     """
 
     number: int
@@ -71,7 +78,7 @@ class PageData(msgspec.Struct, tag="Page", frozen=True):
     carried: bytes = b""
 
 
-Message = (
+PrefillMessage = (
     Handshake
     | HandshakeAccepted
     | HandshakeRejected
@@ -81,15 +88,15 @@ Message = (
     | GetPage
     | PageData
 )
-DECODER = msgspec.msgpack.Decoder(Message)
+PREFILL_DECODER = msgspec.msgpack.Decoder(PrefillMessage)
 
 
-def facts_of(realm: bytes, page_bytes: Sequence[int]) -> dict[str, str]:
-    """Return what must be equal in a prefill and a decode engine, by name: the protocol, the realm of their
-    pages, and the bytes of a page of each window."""
-    return {"protocol": PROTOCOL, "realm": realm.hex(), "page_bytes": repr(tuple(page_bytes))}
+def handshake_facts(realm: bytes, page_bytes: Sequence[int]) -> dict[str, str]:
+    """Return the facts that must be equal in a prefill and a decode engine, by name: the protocol, the realm
+    of their pages, and the bytes of a page of each window."""
+    return {"protocol": PREFILL_PROTOCOL, "realm": realm.hex(), "page_bytes": repr(tuple(page_bytes))}
 
 
-def sum_of(key: Key, content: Content | memoryview) -> int:
-    """Return a page's checksum, which differs for another key."""
+def page_checksum(key: PageKey, content: PageContent | memoryview) -> int:
+    """Return the CRC-32 of a page's key and content."""
     return crc32(content, crc32(key))

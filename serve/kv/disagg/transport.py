@@ -1,66 +1,73 @@
 """Transports of pages from a prefill engine to a decode engine (KV transfer), by name.
 
-Messages about pages always go over TCP (`messages.py`). A transport decides where the bytes of a page are.
+Messages about pages always go over TCP (`messages.py`). A transport carries the bytes of a page.
 """
 
 from pkgutil import resolve_name
 from typing import Protocol
 
 from ...options.checks import KV_TRANSPORTS
-from ..offload.tier import Content
+from ..offload.tier import PageContent
 
-ALWAYS = ("shared_memory", "tcp")  # tried in this order where the transport that was asked for is not reached
+# Tried in this order if the requested transport does not reach the engine.
+FALLBACK_TRANSPORTS = ("shared_memory", "tcp")
 
 
 class PageWriter(Protocol):
-    """The prefill engine's end, for one decode engine. That one reads a page before it asks for the next.
+    """Prefill engine's end of a transport, for one decode engine. That engine reads a page before it requests
+    the next.
 
-    offer: what a reader needs to open the other end.
+    offer: bytes with which a reader opens the other end.
     """
 
     offer: bytes
 
-    def write(self, content: Content) -> bytes:
-        """Make a page readable. Returns what the message about it carries to the reader."""
+    def write(self, content: PageContent) -> bytes:
+        """Make a page readable. Returns the bytes that the message about it carries to the reader."""
         ...
 
-    def settle(self, seconds: float) -> None:
-        """Wait until the page is read. Runs once for each `write`, in the same order, in another thread: the
-        next `write` may come before this has returned, or begun. Raises TimeoutError or another OSError if
-        the page is not read: the connection is then closed, as for an OSError of `write`."""
+    def wait_until_read(self, seconds: float) -> None:
+        """Wait until the page is read.
+
+        Runs in another thread, once for each `write` and in the same order. The next `write` may come before
+        this call has returned, or begun. Raises TimeoutError or another OSError if the page is not read: the
+        connection is then closed, as for an OSError of `write`.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class PageReader(Protocol):
-    """The decode engine's end."""
+    """Decode engine's end of a transport."""
 
-    def read(self, size: int, carried: bytes, until: float) -> Content:
-        """Return the page that was written last, of exactly `size` bytes; `write` has returned before.
-        Raises TimeoutError if it has not come at the time `until` of the monotonic clock, ValueError if the
-        reader is closed or the other end is lost."""
+    def read(self, size: int, carried: bytes, deadline: float) -> PageContent:
+        """Return the page that was written last, of exactly `size` bytes.
+
+        `write` has returned before. Raises TimeoutError if the page has not arrived at the time `deadline` of
+        the monotonic clock, ValueError if the reader is closed or the other end is lost.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class PageTransport(Protocol):
-    """Makes both ends, for all connections of a process. Made without arguments; raises ValueError where it
-    cannot be used, such as without its package."""
+    """Maker of both ends, for all connections of a process. It is made without arguments. Raises ValueError
+    if it cannot be used, for example if its package is missing."""
 
-    def writer(self, size: int) -> PageWriter:
-        """Make room for a page of at most `size` bytes. Raises OSError where this machine has none. After any
-        error the next transport is offered."""
+    def open_writer(self, size: int) -> PageWriter:
+        """Make room for a page of at most `size` bytes. Raises OSError if this machine has none. After any
+        error the transport is not offered."""
         ...
 
-    def reader(self, offer: bytes, size: int) -> PageReader:
-        """Open the other end of a writer. Raises any error where it is not reached from here."""
+    def open_reader(self, offer: bytes, size: int) -> PageReader:
+        """Open the other end of a writer. Raises any error if the writer is not reached from here."""
         ...
 
 
-def transports(name: str | None) -> dict[str, PageTransport]:
-    """Make the transport called `name` and those that are always there, in the order in which a decode engine
-    tries them."""
-    names = dict.fromkeys((name, *ALWAYS) if name else ALWAYS)
+def make_transports(name: str | None) -> dict[str, PageTransport]:
+    """Make the transport called `name` and the fallbacks, in the order in which a decode engine tries
+    them."""
+    names = dict.fromkeys((name, *FALLBACK_TRANSPORTS) if name else FALLBACK_TRANSPORTS)
     return {name: resolve_name(f"{__package__}.{KV_TRANSPORTS[name]}")() for name in names}

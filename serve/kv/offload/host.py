@@ -4,48 +4,51 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from .tier import Content, Counts, Key, Tier
+from .tier import Counts, PageContent, PageKey, Tier
 
 
 class HostTier(Tier):
-    """Pages in at most `most_bytes` of memory, which is allocated page by page (LRU)."""
+    """Tier of at most `max_bytes` bytes of pages in the host's memory, allocated page by page (LRU).
 
-    name, lasts = "host", False
+    nbytes: bytes of the pages that are stored.
+    """
 
-    def __init__(self, most_bytes: int):
-        self.most_bytes, self.nbytes, self.counts = most_bytes, 0, Counts()
-        self._kept: OrderedDict[Key, Content] = OrderedDict()
+    name, is_persistent = "host", False
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes, self.nbytes, self.counts = max_bytes, 0, Counts()
+        self._pages: OrderedDict[PageKey, PageContent] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
-    def keeps(self) -> bool:
-        return self.most_bytes > 0
+    def is_writable(self) -> bool:
+        return self.max_bytes > 0
 
-    def has(self, key: Key) -> bool:
-        return key in self._kept
+    def has(self, key: PageKey) -> bool:
+        return key in self._pages
 
-    def offer(self, key: Key, content: Content) -> None:
-        if len(content) > self.most_bytes:
+    def offer(self, key: PageKey, content: PageContent) -> None:
+        if len(content) > self.max_bytes:
             return
         with self._lock:
-            self.nbytes += len(content) - len(self._kept.pop(key, b""))
-            self._kept[key] = content
+            self.nbytes += len(content) - len(self._pages.pop(key, b""))
+            self._pages[key] = content
             self.counts.kept += 1
-            while self.nbytes > self.most_bytes:
-                _, gone = self._kept.popitem(last=False)
-                self.nbytes -= len(gone)
+            while self.nbytes > self.max_bytes:
+                _, evicted = self._pages.popitem(last=False)
+                self.nbytes -= len(evicted)
 
-    def fetch(self, key: Key) -> Content | None:
-        with self._lock, self.counts.fetching():
-            content = self._kept.get(key)
+    def fetch(self, key: PageKey) -> PageContent | None:
+        with self._lock, self.counts.time_fetch():
+            content = self._pages.get(key)
             if content is not None:
-                self._kept.move_to_end(key)
-                self.counts.hit(content)
+                self._pages.move_to_end(key)
+                self.counts.record_hit(content)
             return content
 
-    def own(self) -> list[tuple[Key, Content]]:
+    def volatile_pages(self) -> list[tuple[PageKey, PageContent]]:
         with self._lock:
-            return list(self._kept.items())
+            return list(self._pages.items())
 
     def report(self) -> dict[str, Any]:
-        return {"pages": len(self._kept), "bytes": self.nbytes} | self.counts.report()
+        return {"pages": len(self._pages), "bytes": self.nbytes} | self.counts.report()

@@ -14,252 +14,289 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...host.streams import warn
+from ...host.streams import warn_once
 from ...runtime.compiled.transfers import (
-    MOST,
-    OFFERED,
-    STAGED,
-    Leaves,
+    MAX_COPY_PAGES,
+    MAX_OFFERED_PAGES,
+    MAX_STAGED_PAGES,
+    PageLeaves,
     Transfers,
-    contents,
-    count_for,
-    filled,
+    fill_leaves,
+    padded_count,
+    page_contents,
 )
-from .peer import RemoteKV, RemotePrefill
-from .tier import Key, TierChain, window_of
+from .remote_kv import RemoteKV, RemotePrefill
+from .tier import PageKey, TierChain, key_window
 
-FETCHES = 16  # last fetches whose rates are kept
-FEWEST = 3  # fetches before which no rate is known
-REFRESH = 2.0  # seconds between two looks for pages that other processes have stored
-END = 10.0  # seconds that the end of an engine waits for this thread
+RATE_FETCHES = 16  # number of last fetches whose rates are kept
+MIN_RATE_FETCHES = 3  # number of fetches from which on their rate is reported
+REFRESH_SECONDS = 2.0  # seconds between two refreshes of the tiers, which find the pages of other processes
+CLOSE_TIMEOUT_SECONDS = 10.0  # seconds that the end of an engine waits for this thread, at most
 
 
 @dataclass(eq=False)
 class PageFetch:
-    """Pages that a request waits for.
+    """Fetch of the pages that a request waits for.
 
-    parts: pages that have arrived, with their leaves.
-    places: page of the pool for each key, set when the request is admitted.
+    prefill: prefill that another engine computes, if there is one.
+    rounds: number of times that pages were requested.
+    num_pages: number of pages requested in the last round.
+    deadline: time when waiting ends, seconds of `now`.
+    round_done: set when the last round is over; None before the first.
+    parts: keys and leaves of pages that have arrived.
+    staged_pages: number of pages of `parts` that are on the device, padding included.
+    pool_pages: page of the pool for each key, set when the request is admitted.
+    is_dropped: True once the request does not want the pages any more.
+    now: returns the time, seconds.
     """
 
-    ask: RemotePrefill | None = None  # where another engine computes the prompt
-    rounds: int = 0  # number of times that pages were requested
-    pages: int = 0
-    until: float = 0.0  # time (monotonic clock) when waiting ends
-    pending: threading.Event | None = None  # of the last round
-    parts: list[tuple[list[Key], Leaves]] = field(default_factory=list)
-    staged: int = 0  # pages of `parts` on the device
-    places: dict[Key, int] = field(default_factory=dict)
-    dropped: bool = False  # not wanted any more
-    now: Callable[[], float] = time.monotonic  # returns the time
+    prefill: RemotePrefill | None = None
+    rounds: int = 0
+    num_pages: int = 0
+    deadline: float = 0.0
+    round_done: threading.Event | None = None
+    parts: list[tuple[list[PageKey], PageLeaves]] = field(default_factory=list)
+    staged_pages: int = 0
+    pool_pages: dict[PageKey, int] = field(default_factory=dict)
+    is_dropped: bool = False
+    now: Callable[[], float] = time.monotonic
 
     @property
     def is_late(self) -> bool:
-        """True where pages have not arrived in time."""
-        return self._is_open and self.now() > self.until
+        """True if the last round is not over, and its time is."""
+        return self._is_round_running and self.now() > self.deadline
 
     @property
     def is_pending(self) -> bool:
-        """True where pages may still arrive in time."""
-        return self._is_open and self.now() <= self.until
+        """True if pages may still arrive in time."""
+        return self._is_round_running and self.now() <= self.deadline
 
     @property
-    def _is_open(self) -> bool:
-        return self.pending is not None and not self.pending.is_set()
+    def _is_round_running(self) -> bool:
+        """True while the last round is not over."""
+        return self.round_done is not None and not self.round_done.is_set()
 
     @property
-    def arrived(self) -> set[Key]:
+    def arrived_keys(self) -> set[PageKey]:
+        """Keys of the pages that have arrived."""
         return {key for keys, _ in self.parts for key in keys}
 
 
-Job = Callable[[], None]
+MoverJob = Callable[[], None]
 
 
 class MoverQueue:
-    """Jobs of a mover, first in first out; those that a request waits for come before all others."""
+    """Jobs of a mover: urgent jobs, which a request waits for, come first; then first in, first out."""
 
     def __init__(self):
-        self._jobs: queue.PriorityQueue[tuple[bool, int, Job | None]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[tuple[bool, int, MoverJob | None]] = queue.PriorityQueue()
         self._count = itertools.count()
 
     def __len__(self) -> int:
         return self._jobs.qsize()
 
-    def put(self, job: Job | None, awaited: bool = False) -> None:
-        self._jobs.put((not awaited, next(self._count), job))
+    def put(self, job: MoverJob | None, is_urgent: bool = False) -> None:
+        """Queue a job, which is urgent if a request waits for it (`is_urgent`). None ends the mover."""
+        self._jobs.put((not is_urgent, next(self._count), job))
 
-    def get(self, timeout: float | None = None) -> Job | None:
+    def get(self, timeout: float | None = None) -> MoverJob | None:
         """Return the next job. Raises queue.Empty after `timeout` seconds."""
         return self._jobs.get(timeout=timeout)[-1]
 
 
 class PageMover:
-    """Offers pages to a chain of tiers and fetches from it, one job at a time; `reopen` makes a chain for the
-    pages of other parameters.
+    """Thread that offers pages to a chain of tiers and fetches pages from it, one job at a time.
 
-    `has` counts pages that are on their way to the tiers. Beyond OFFERED of them new pages are dropped, since
-    a page that is in no tier can be computed again; beyond STAGED pages on the device, fetched pages wait in
-    the host's memory for their step. A `peer` among the tiers computes prompts for this engine. `clock`
-    returns seconds.
+    Pages on their way to the tiers can be found already. If `MAX_OFFERED_PAGES` pages of a window are on
+    their way, new pages are dropped: a page that is in no tier can be computed again. If `MAX_STAGED_PAGES`
+    pages are on the device, fetched pages wait in the host's memory for their step.
+
+    tier: the chain of tiers.
+    transfers: copies between the device and the host.
+    reopen_tiers: makes the chain for the pages of other parameters.
+    remote_kv: tier of the prefill engines that compute prompts for this engine, if there are any.
+    clock: returns seconds.
     """
 
     def __init__(
         self,
         tier: TierChain,
         transfers: Transfers,
-        reopen: Callable[[Any], TierChain],
-        peer: RemoteKV | None = None,
+        reopen_tiers: Callable[[Any], TierChain],
+        remote_kv: RemoteKV | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.clock = clock
-        self.tier, self.transfers, self.reopen, self.peer = tier, transfers, reopen, peer
-        self._rates: deque[float] = deque(maxlen=FETCHES)  # seconds a byte, from the request to the arrival
-        self._offered, self._staged = [0 for _ in transfers.windows], 0  # pages, with those that pad leaves
-        self._refreshed = clock()
-        self._coming: dict[Key, int] = {}  # offered, and not in the tier yet
+        self.tier, self.transfers, self.reopen_tiers, self.remote_kv = (
+            tier,
+            transfers,
+            reopen_tiers,
+            remote_kv,
+        )
+        # seconds a byte, from the request to the arrival
+        self.fetch_rates: deque[float] = deque(maxlen=RATE_FETCHES)
+        self.offered_pages, self.staged_pages = [0 for _ in transfers.windows], 0  # pages, padding included
+        self._refresh_time = clock()
+        # number of offers of each key that are not in the tiers yet
+        self.pending_offers: dict[PageKey, int] = {}
         self._lock = threading.Lock()
         self._jobs = MoverQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        self._thread = threading.Thread(target=self._work, name="duetto-mover", daemon=True)
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._run_jobs, name="duetto-page-mover", daemon=True)
         self._thread.start()
 
     @property
     def byte_seconds(self) -> float | None:
-        """Seconds to fetch a byte, the median of the last fetches, since a single one may have been
-        delayed by the machine. None before FEWEST fetches."""
-        return statistics.median(self._rates) if len(self._rates) >= FEWEST else None
+        """Seconds to fetch a byte; None before `MIN_RATE_FETCHES` fetches. The median of the last fetches:
+        the machine may have delayed a single one."""
+        return statistics.median(self.fetch_rates) if len(self.fetch_rates) >= MIN_RATE_FETCHES else None
 
-    def has(self, key: Key) -> bool:
-        return key in self._coming or self.tier.has(key)
+    def has(self, key: PageKey) -> bool:
+        return key in self.pending_offers or self.tier.has(key)
 
-    def has_room(self, window: int, pages: int) -> bool:
-        """Return whether `pages` pages of a window may be offered now."""
-        return self._offered[window] + count_for(pages) <= OFFERED
+    def has_room(self, window: int, num_pages: int) -> bool:
+        """Return True if `num_pages` pages of a window may be offered now."""
+        return self.offered_pages[window] + padded_count(num_pages) <= MAX_OFFERED_PAGES
 
-    def offer(self, keys: Sequence[Key], leaves: Leaves) -> None:
-        """Store the first pages of leaves of one window; the leaves belong to the mover from now on."""
+    def offer(self, keys: Sequence[PageKey], leaves: PageLeaves) -> None:
+        """Store the first pages of one window's leaves under `keys`. The mover owns the leaves from now
+        on."""
         with self._lock:
-            self._offered[window_of(keys[0])] += count_for(len(keys))
+            self.offered_pages[key_window(keys[0])] += padded_count(len(keys))
             for key in keys:
-                self._coming[key] = self._coming.get(key, 0) + 1
-        self._jobs.put(lambda: self._keep(keys, leaves))
+                self.pending_offers[key] = self.pending_offers.get(key, 0) + 1
+        self._jobs.put(lambda: self._store_pages(keys, leaves))
 
-    def fetch(self, keys: Sequence[Key], ticket: PageFetch, patience: float) -> None:
-        """Bring pages to the device; the request waits at most `patience` seconds. The fetch overtakes
-        pages to be stored, unless it wants one of them."""
+    def start_fetch(self, keys: Sequence[PageKey], page_fetch: PageFetch, patience_seconds: float) -> None:
+        """Start to fetch pages to the device; the request waits at most `patience_seconds` seconds. The fetch
+        overtakes queued offers, unless it wants a page of one of them."""
         done = threading.Event()
-        asked = self.clock()
-        ticket.pending, ticket.until, ticket.now = done, asked + patience, self.clock
-        ticket.rounds += 1
+        start = self.clock()
+        page_fetch.round_done = done
+        page_fetch.deadline = start + patience_seconds
+        page_fetch.now = self.clock
+        page_fetch.rounds += 1
         with self._lock:
-            here = self._coming.keys().isdisjoint(keys)
-        self._jobs.put(lambda: self._bring(keys, ticket, done, asked), awaited=here)
+            is_urgent = self.pending_offers.keys().isdisjoint(keys)
+        self._jobs.put(lambda: self._fetch_pages(keys, page_fetch, done, start), is_urgent=is_urgent)
 
-    def taken(self, ticket: PageFetch) -> None:
-        """Free what a fetch holds: the request has its pages, or does not want them any more."""
-        if self.peer is not None and ticket.ask is not None:
-            self.peer.release(ticket.ask)
+    def release_fetch(self, page_fetch: PageFetch) -> None:
+        """Release the staged pages and the prefill of a fetch, whose request has its pages or was dropped."""
+        if self.remote_kv is not None and page_fetch.prefill is not None:
+            self.remote_kv.release_prefill(page_fetch.prefill)
         with self._lock:
-            ticket.dropped = True
-            self._staged -= ticket.staged
-            ticket.staged, ticket.parts = 0, []
+            page_fetch.is_dropped = True
+            self.staged_pages -= page_fetch.staged_pages
+            page_fetch.staged_pages, page_fetch.parts = 0, []
 
-    def replaced(self, params: Any) -> None:
-        """Use the tiers for the pages of other parameters."""
-        self.wait()
-        self.tier = TierChain([])  # even if `reopen` fails: names do not depend on the weights
-        self.tier = self.reopen(params)
+    def on_weights_replaced(self, params: Any) -> None:
+        """Open the tiers again, for the pages of other parameters."""
+        self.wait_for_jobs()
+        # if `reopen` fails, no old page is found: page hashes do not depend on weights
+        self.tier = TierChain([])
+        self.tier = self.reopen_tiers(params)
 
-    def wait(self) -> None:
-        """Wait until all jobs so far are done."""
+    def wait_for_jobs(self) -> None:
+        """Wait until all jobs that are queued now are done."""
         done = threading.Event()
-        self.then(done.set)
+        self.submit_job(done.set)
         done.wait()
 
-    def then(self, job: Job) -> None:
-        """Run a job in this thread once all jobs so far are done."""
+    def submit_job(self, job: MoverJob) -> None:
+        """Queue a job, which the mover's thread runs after all jobs that are queued now."""
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Finish all jobs and end the thread, in at most END seconds."""
+        """End the thread once all queued jobs are done; waits at most `CLOSE_TIMEOUT_SECONDS` for it."""
         self._jobs.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(END)
+            self._thread.join(CLOSE_TIMEOUT_SECONDS)
 
     # ------------------------------------------------------------ in its thread
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
+        """Run jobs until None is queued, and refresh the tiers if there are none."""
         while True:
             try:
-                job = self._jobs.get(timeout=REFRESH)
+                job = self._jobs.get(timeout=REFRESH_SECONDS)
             except queue.Empty:
                 job = self._refresh
             if job is None:
                 return
-            self.run(job)
-            del job  # its leaves
+            self.run_job(job)
+            del job  # frees its leaves while the thread waits for the next job
 
-    def run(self, job: Job) -> None:
-        """Run a job, and look for pages of other processes. Errors are warnings: a page that does not arrive
+    def run_job(self, job: MoverJob) -> None:
+        """Run a job, and refresh the tiers if it is time. Log errors as warnings: a page that does not arrive
         is computed again."""
         try:
             job()
             self._refresh()
         except Exception as error:  # noqa: BLE001
-            warn(f"pages were not moved: {type(error).__name__}: {error}")
+            warn_once(f"pages were not moved: {type(error).__name__}: {error}")
 
     def _refresh(self) -> None:
-        """Look for pages of other processes, also where there is always a job."""
-        if self.clock() - self._refreshed > REFRESH:
+        """Refresh the tiers if `REFRESH_SECONDS` have passed: this finds the pages of other processes."""
+        if self.clock() - self._refresh_time > REFRESH_SECONDS:
             self.tier.refresh()
-            self._refreshed = self.clock()
+            self._refresh_time = self.clock()
 
-    def _keep(self, keys: Sequence[Key], leaves: Leaves) -> None:
+    def _store_pages(self, keys: Sequence[PageKey], leaves: PageLeaves) -> None:
+        """Offer the first pages of leaves to the tiers, and release their room."""
         try:
-            for key, content in zip(keys, contents(leaves, len(keys)), strict=True):
+            for key, content in zip(keys, page_contents(leaves, len(keys)), strict=True):
                 self.tier.offer(key, content)
         finally:
             with self._lock:
-                self._offered[window_of(keys[0])] -= count_for(len(keys))
+                self.offered_pages[key_window(keys[0])] -= padded_count(len(keys))
                 for key in keys:
-                    self._coming[key] -= 1
-                    if not self._coming[key]:
-                        del self._coming[key]
+                    self.pending_offers[key] -= 1
+                    if not self.pending_offers[key]:
+                        del self.pending_offers[key]
 
-    def _bring(self, keys: Sequence[Key], ticket: PageFetch, done: threading.Event, asked: float) -> None:
-        """Fetch the last pages first: an LRU tier keeps those longest that were fetched last, and a prefix
-        ends at its first missing page. The rate includes the wait for earlier jobs."""
+    def _fetch_pages(
+        self, keys: Sequence[PageKey], page_fetch: PageFetch, done: threading.Event, start: float
+    ) -> None:
+        """Fetch pages of all windows, the last pages first, and set `done`.
+
+        An LRU tier evicts the pages first that were fetched first, and a prefix ends at its first missing
+        page. The rate of the fetch includes the wait for earlier jobs.
+        """
         size = 0
         try:
             for window in self.transfers.windows:
-                own = [key for key in reversed(keys) if window_of(key) == window]
-                for i in range(0, len(own), MOST):
-                    if not ticket.dropped:
-                        size += self._bring_part(window, own[i : i + MOST], ticket)
+                window_keys = [key for key in reversed(keys) if key_window(key) == window]
+                for i in range(0, len(window_keys), MAX_COPY_PAGES):
+                    if not page_fetch.is_dropped:
+                        size += self._fetch_window_pages(
+                            window, window_keys[i : i + MAX_COPY_PAGES], page_fetch
+                        )
         finally:
             if size:
-                self._rates.append((self.clock() - asked) / size)
+                self.fetch_rates.append((self.clock() - start) / size)
             done.set()
 
-    def _bring_part(self, window: int, keys: Sequence[Key], ticket: PageFetch) -> int:
-        """Fetch pages of one window; returns the bytes of those that were found."""
-        found = {key: content for key in keys if (content := self.tier.fetch(key)) is not None}
-        if not found:
+    def _fetch_window_pages(self, window: int, keys: Sequence[PageKey], page_fetch: PageFetch) -> int:
+        """Fetch pages of one window; returns the bytes of the pages that the tiers have."""
+        contents = {key: content for key in keys if (content := self.tier.fetch(key)) is not None}
+        if not contents:
             return 0
-        n = count_for(len(found))
-        leaves = filled(self.transfers.leaves(window, n), list(found.values()))
-        if self._stage(n, ticket):
-            leaves = self.transfers.put(window, leaves)
+        n = padded_count(len(contents))
+        leaves = fill_leaves(self.transfers.abstract_leaves(window, n), list(contents.values()))
+        if self._reserve_staging(n, page_fetch):
+            leaves = self.transfers.copy_to_device(window, leaves)
         with self._lock:
-            if not ticket.dropped:
-                ticket.parts.append((list(found), leaves))
-        return len(found) * self.transfers.page_bytes[window]
+            if not page_fetch.is_dropped:
+                page_fetch.parts.append((list(contents), leaves))
+        return len(contents) * self.transfers.page_bytes[window]
 
-    def _stage(self, pages: int, ticket: PageFetch) -> bool:
+    def _reserve_staging(self, num_pages: int, page_fetch: PageFetch) -> bool:
+        """Reserve room for `num_pages` pages on the device; returns False if there is none, or none is
+        wanted."""
         with self._lock:
-            fits = not ticket.dropped and self._staged + pages <= STAGED
-            self._staged += pages if fits else 0
-            ticket.staged += pages if fits else 0
+            fits = not page_fetch.is_dropped and self.staged_pages + num_pages <= MAX_STAGED_PAGES
+            self.staged_pages += num_pages if fits else 0
+            page_fetch.staged_pages += num_pages if fits else 0
             return fits

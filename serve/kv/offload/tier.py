@@ -1,4 +1,4 @@
-"""Tiers of KV offload: they keep pages outside of the device's pools, found by the same names."""
+"""Tiers of KV offload: they store pages outside of the device's pools, under the same hashes."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,15 +6,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-Key = bytes  # a page's name, then one byte: the number of its window
-Content = bytes  # a page's keys and values in all layers of its window, concatenated
+PageKey = bytes  # a page's hash, then one byte: the number of its window
+PageContent = bytes  # a page's keys and values in all layers of its window, concatenated
 
 
-def key_of(name: bytes, window: int) -> Key:
-    return name + bytes([window])
+def page_key(page_hash: bytes, window: int) -> PageKey:
+    """Return the key of a page, by its hash and the number of its window."""
+    return page_hash + bytes([window])
 
 
-def window_of(key: Key) -> int:
+def key_window(key: PageKey) -> int:
+    """Return the number of a page's window."""
     return key[-1]
 
 
@@ -22,9 +24,11 @@ def window_of(key: Key) -> int:
 class Counts:
     """Counters of a tier.
 
-    hits: pages that were fetched.
-    damaged: pages whose content did not have the expected checksum or size.
-    kept: pages that were stored.
+    hits: number of pages that were fetched.
+    damaged: number of pages whose content did not have the expected checksum or size.
+    kept: number of pages that were stored.
+    fetched_bytes: bytes of the pages that were fetched.
+    fetched_seconds: seconds that all fetches took, of absent pages too.
     """
 
     hits: int = 0
@@ -37,7 +41,7 @@ class Counts:
         return asdict(self)
 
     @contextmanager
-    def fetching(self) -> Iterator[None]:
+    def time_fetch(self) -> Iterator[None]:
         """Add the time of the block to `fetched_seconds`."""
         begin = time.perf_counter()
         try:
@@ -45,7 +49,8 @@ class Counts:
         finally:
             self.fetched_seconds += time.perf_counter() - begin
 
-    def hit(self, content: Content) -> None:
+    def record_hit(self, content: PageContent) -> None:
+        """Count a fetched page."""
         self.hits += 1
         self.fetched_bytes += len(content)
 
@@ -53,69 +58,77 @@ class Counts:
 class Tier(Protocol):
     """Pages by key, in bounded room with LRU eviction.
 
-    The engine's thread calls `has` at every step, so it reads memory only; the other methods may block. None
-    raises: a page that cannot be stored, or not be read as it was written, is not here. By default a tier is
-    this process's alone, stores at once and loses nothing.
+    The engine's thread calls `has` at every step, so `has` reads memory only; the other methods may block. No
+    method raises: a page that cannot be stored, or cannot be read as it was written, is absent. By default a
+    tier belongs to this process alone, stores at once, and needs no `flush`.
+
+    name: unique in a chain; reports are listed under it.
+    is_persistent: True if the pages outlive the process.
     """
 
     name: str
-    lasts: bool  # its pages outlive the process
+    is_persistent: bool
 
     @property
-    def keeps(self) -> bool:
-        """True where it stores pages that are offered."""
+    def is_writable(self) -> bool:
+        """True if the tier stores offered pages."""
         ...
 
-    def has(self, key: Key) -> bool: ...
+    def has(self, key: PageKey) -> bool:
+        """Return True if the page is stored."""
+        ...
 
-    def offer(self, key: Key, content: Content) -> None:
+    def offer(self, key: PageKey, content: PageContent) -> None:
         """Store a page, if there is room for it."""
         ...
 
-    def fetch(self, key: Key) -> Content | None:
-        """Return a page as it was offered, or None."""
+    def fetch(self, key: PageKey) -> PageContent | None:
+        """Return the content of a page as it was offered, or None."""
         ...
 
     def refresh(self) -> None:
-        """Look for pages that other processes have stored."""
+        """Add the pages that other processes have stored."""
 
-    def settle(self, until: float, most: int = 0) -> int:
-        """Wait until at most `most` bytes of offered pages are not stored yet, or until a time of the
-        monotonic clock; returns the number of those pages."""
+    def flush(self, deadline: float, max_bytes: int = 0) -> int:
+        """Wait until at most `max_bytes` bytes of offered pages are not stored yet, or until the time
+        `deadline` of the monotonic clock. Returns the number of pages that are not stored yet."""
         return 0
 
-    def own(self) -> list[tuple[Key, Content]]:
-        """Return the pages that are lost when this process ends."""
+    def volatile_pages(self) -> list[tuple[PageKey, PageContent]]:
+        """Return key and content of the pages that are lost when this process ends."""
         return []
 
     def report(self) -> dict[str, Any]:
-        """Return its size and its counters, as plain numbers."""
+        """Return the tier's size and its counters, as plain numbers."""
         ...
 
 
 class TierChain:
-    """Tiers, the fastest first: pages are offered to all of them and found in any. A chain that is not
-    `whole` lacks the tiers that need the parameters, which were not on the device."""
+    """Tiers, the fastest first. A page is offered to all of them, and found in any.
 
-    def __init__(self, tiers: Sequence[Tier], whole: bool = True):
-        self.tiers, self.whole = list(tiers), whole
+    is_complete: False if tiers are missing, because they need the parameters and these were not on the
+        device.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], is_complete: bool = True):
+        self.tiers, self.is_complete = list(tiers), is_complete
 
     @property
-    def keeps(self) -> bool:
-        return any(tier.keeps for tier in self.tiers)
+    def is_writable(self) -> bool:
+        return any(tier.is_writable for tier in self.tiers)
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: PageKey) -> bool:
         return any(tier.has(key) for tier in self.tiers)
 
-    def offer(self, key: Key, content: Content) -> None:
+    def offer(self, key: PageKey, content: PageContent) -> None:
         for tier in self.tiers:
             tier.offer(key, content)
 
-    def fetch(self, key: Key) -> Content | None:
+    def fetch(self, key: PageKey) -> PageContent | None:
         for number, tier in enumerate(self.tiers):
             if tier.has(key) and (content := tier.fetch(key)) is not None:
-                for quicker in self.tiers[:number]:
-                    quicker.offer(key, content)
+                for faster in self.tiers[:number]:
+                    faster.offer(key, content)
                 return content
         return None
 
@@ -123,16 +136,16 @@ class TierChain:
         for tier in self.tiers:
             tier.refresh()
 
-    def settle(self, until: float, most: int = 0) -> int:
-        return sum(tier.settle(until, most) for tier in self.tiers)
+    def flush(self, deadline: float, max_bytes: int = 0) -> int:
+        return sum(tier.flush(deadline, max_bytes) for tier in self.tiers)
 
-    def own(self) -> list[tuple[Key, Content]]:
-        return [entry for tier in self.tiers for entry in tier.own()]
+    def volatile_pages(self) -> list[tuple[PageKey, PageContent]]:
+        return [entry for tier in self.tiers for entry in tier.volatile_pages()]
 
     @property
-    def lasting(self) -> "TierChain":
+    def persistent_tiers(self) -> "TierChain":
         """Chain of the tiers that store pages and outlive the process."""
-        return TierChain([tier for tier in self.tiers if tier.lasts and tier.keeps])
+        return TierChain([tier for tier in self.tiers if tier.is_persistent and tier.is_writable])
 
     def report(self) -> dict[str, Any]:
         return {tier.name: tier.report() for tier in self.tiers}

@@ -1,5 +1,6 @@
 """Placement policy of the router: the load of each replica, and the best replica for a prompt."""
 
+import asyncio
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -9,21 +10,23 @@ from typing import Protocol
 
 from .prefix_index import PrefixIndex
 
-ROW = 32  # tokens of prefill that one generating request counts as
-PRIME = (1 << 61) - 1  # of the hashes that order replicas
-SPARE = 0.5  # share of a prompt by which its home may have more load than another replica, if none knows it
+TOKENS_PER_ROW = 32  # tokens of prefill that one generating request counts as
+HASH_PRIME = (1 << 61) - 1  # modulus of the hashes that order replicas
+# Share of a prompt's tokens by which a replica chosen by hash may have more load than the idlest.
+HOME_LOAD_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompt as the placement sees it.
+    """Prompt that is to be placed.
 
-    names: of its full pages, of `page` tokens each.
-    tokens: its length, which may be an estimate.
+    page_hashes: hashes of its full pages.
+    page_size: tokens of a page.
+    tokens: number of its tokens, which may be an estimate.
     """
 
-    names: Sequence[bytes] = ()
-    page: int = 1
+    page_hashes: Sequence[bytes] = ()
+    page_size: int = 1
     tokens: int = 0
 
 
@@ -37,134 +40,201 @@ class ReplicaConnection(Protocol):
 class RoutedRequest:
     """Request that the router has placed.
 
-    work: tokens of its prompt that its replica has to compute.
-    has_begun: the first part of the answer has come.
-    left: replicas that could not serve it.
-    others: those of them whose realm differs from `realm`, the one of the answer so far.
+    prefill_tokens: tokens of its prompt that its replica has to compute.
+    has_begun: True once the first part of the answer has arrived.
+    failed_replicas: replicas that could not serve it.
+    mismatched_replicas: replicas in `failed_replicas` whose realm differs from `realm`.
+    disconnected_replicas: replicas whose connection broke; it may go there again after their next health
+        check.
+    realm: realm of the answer so far; empty if there is no answer yet.
     """
 
     prompt: Prompt
-    work: int = 0
+    prefill_tokens: int = 0
     has_begun: bool = False
-    left: set["Replica"] = field(default_factory=set)
-    others: set["Replica"] = field(default_factory=set)
+    failed_replicas: set["Replica"] = field(default_factory=set)
+    mismatched_replicas: set["Replica"] = field(default_factory=set)
+    disconnected_replicas: set["Replica"] = field(default_factory=set)
     realm: str = ""
 
-    def refused_by(self, replica: "Replica") -> None:
-        """Exclude a replica whose weights or versions differ from those that began the answer."""
-        self.left.add(replica)
-        self.others.add(replica)
+    @property
+    def excluded_replicas(self) -> set["Replica"]:
+        """Replicas that cannot serve the request now."""
+        return self.failed_replicas.union(
+            replica for replica in self.disconnected_replicas if replica.is_suspect
+        )
 
-    def begin_anew(self) -> None:
-        """Start the answer again: any realm may serve it."""
-        self.left -= self.others
-        self.others.clear()
+    def exclude_mismatched(self, replica: "Replica") -> None:
+        """Exclude a replica whose realm (weights, versions) differs from the realm of the answer so far."""
+        self.failed_replicas.add(replica)
+        self.mismatched_replicas.add(replica)
+
+    def reset_realm(self) -> None:
+        """Start the answer again: a replica of any realm may serve it."""
+        self.failed_replicas -= self.mismatched_replicas
+        self.mismatched_replicas.clear()
         self.realm = ""
 
 
 class Replica:
-    """Server at an address: whether it is up and ready, and its requests. `load` is its outstanding work, in
-    tokens of prefill."""
+    """Server at an address, as the router knows it.
 
-    def __init__(self, address: str, memory: PrefixIndex, row: int = ROW):
-        self.address, self.memory, self._row = address, memory, row
-        self.salt = number(blake2b(address.encode(), digest_size=8).digest())
+    prefix_index: index of the pages that it has cached.
+    tokens_per_row: tokens of prefill that a generating request counts as.
+    load: outstanding work, in tokens of prefill.
+    chosen, lost: numbers of requests that it was chosen for, and of times that it went down.
+    prompt_tokens, hit_tokens: numbers of prompt tokens of all its requests, and of those that were cached.
+    """
+
+    def __init__(self, address: str, prefix_index: PrefixIndex, tokens_per_row: int = TOKENS_PER_ROW):
+        self.address, self.prefix_index, self._tokens_per_row = address, prefix_index, tokens_per_row
+        self.salt = hash_to_int(blake2b(address.encode(), digest_size=8).digest())
         self.is_up = self.is_ready = False  # until the first health check
-        self.realm = ""  # of its answers; empty while unknown
-        self.jobs: set[RoutedRequest] = set()
-        self.connections: dict[ReplicaConnection, None] = {}  # a set in order of time
+        self.suspicion = asyncio.Event()  # set when a connection breaks, until the next health check
+        self.realm = ""  # realm of its answers; empty while unknown
+        self.requests: set[RoutedRequest] = set()
+        self.connections: dict[ReplicaConnection, None] = {}  # an ordered set, the oldest first
         self.chosen = self.prompt_tokens = self.hit_tokens = self.lost = 0
         self.load = 0
 
     def __str__(self) -> str:
         return self.address
 
-    def hits(self, prompt: Prompt) -> int:
-        """Return the tokens of a prompt that are cached: at least one has to be computed."""
-        return max(0, min(prompt.page * self.memory.hits(prompt.names), prompt.tokens - 1))
+    @property
+    def is_suspect(self) -> bool:
+        """True if a connection broke since the last health check."""
+        return self.suspicion.is_set()
 
-    def cost(self, prompt: Prompt) -> int:
-        """Return the tokens of prefill until a prompt would be computed here."""
-        return self.load + prompt.tokens - self.hits(prompt)
+    def suspect(self) -> None:
+        """Request a health check now, because a connection broke."""
+        self.suspicion.set()
 
-    def take(self, job: RoutedRequest) -> None:
-        hits = self.hits(job.prompt)
-        job.work, job.has_begun = job.prompt.tokens - hits, False
-        self.load += job.work + self._row
-        self.jobs.add(job)
-        self.memory.sent(job.prompt.names)
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """Return the number of a prompt's tokens that are cached. At least one token has to be computed."""
+        return max(
+            0, min(prompt.page_size * self.prefix_index.count_cached(prompt.page_hashes), prompt.tokens - 1)
+        )
+
+    def prefill_cost(self, prompt: Prompt) -> int:
+        """Return the tokens of prefill until this replica would have computed a prompt, other work
+        included."""
+        return self.load + prompt.tokens - self.cached_tokens(prompt)
+
+    def add_request(self, routed_request: RoutedRequest) -> None:
+        """Count a request that is sent to this replica."""
+        cached = self.cached_tokens(routed_request.prompt)
+        routed_request.prefill_tokens, routed_request.has_begun = routed_request.prompt.tokens - cached, False
+        self.load += routed_request.prefill_tokens + self._tokens_per_row
+        self.requests.add(routed_request)
+        self.prefix_index.on_prompt_sent(routed_request.prompt.page_hashes)
         self.chosen += 1
-        self.prompt_tokens += job.prompt.tokens
-        self.hit_tokens += hits
+        self.prompt_tokens += routed_request.prompt.tokens
+        self.hit_tokens += cached
 
-    def begun(self, job: RoutedRequest) -> None:
-        """The first part of a job's answer has come: its prompt is computed."""
-        if job in self.jobs and not job.has_begun:
-            job.has_begun = True
-            self.load -= job.work
+    def on_prefill_done(self, routed_request: RoutedRequest) -> None:
+        """Subtract a request's prompt from the load: the first part of its answer has arrived."""
+        if routed_request in self.requests and not routed_request.has_begun:
+            routed_request.has_begun = True
+            self.load -= routed_request.prefill_tokens
 
-    def leave(self, job: RoutedRequest) -> None:
-        if job in self.jobs:
-            self.begun(job)
-            self.jobs.remove(job)
-            self.load -= self._row
-            self.memory.ended(job.prompt.names)
+    def remove_request(self, routed_request: RoutedRequest) -> None:
+        """Count a request no more, because it has ended or goes to another replica."""
+        if routed_request in self.requests:
+            self.on_prefill_done(routed_request)
+            self.requests.remove(routed_request)
+            self.load -= self._tokens_per_row
+            self.prefix_index.on_request_ended(routed_request.prompt.page_hashes)
 
-    def lose(self) -> None:
+    def mark_down(self) -> None:
         """Mark the replica as down and abort its connections; its requests are placed again."""
         self.lost += self.is_up
         self.is_up = self.is_ready = False
-        self.memory.forget()
+        self.prefix_index.clear()
         for connection in list(self.connections):
             connection.abort()
 
 
-def fitting(replicas: Sequence[Replica], realm: str, but: Collection[Replica]) -> Sequence[Replica]:
-    """Return the replicas that can continue an answer of a realm, by their last known one; all replicas if
-    none is known to fit, or if no realm is named."""
+def replicas_of_realm(
+    replicas: Sequence[Replica], realm: str, excluded: Collection[Replica]
+) -> Sequence[Replica]:
+    """Return the replicas whose last known realm is this one. Returns all replicas if there are none, or if
+    the realm is empty."""
     if not realm:
         return replicas
-    return [one for one in replicas if one.is_ready and one not in but and one.realm == realm] or replicas
+    return [
+        replica
+        for replica in replicas
+        if replica.is_ready and replica not in excluded and replica.realm == realm
+    ] or replicas
 
 
-def best(replicas: Iterable[Replica], prompt: Prompt, most: int, but: Collection[Replica]) -> Replica | None:
-    """Return the replica that would have computed a prompt first, of those with fewer than `most`
-    requests: the one with the longest cached prefix, unless its load is higher by more than the prefix
-    saves. Of replicas that know equally much, the first page that none of them knows has its own order. If n
-    replicas have the prefix, and the best has more load than the idlest by over 1 / sqrt(n) of it, another
-    replica computes it, unless all pages of the prompt are known."""
-    able = [one for one in replicas if one.is_ready and len(one.jobs) < most and one not in but]
-    found, least = None, (math.inf, 0, 0)
-    computed = min(prompt.tokens, 1)  # at least
-    for one in able:
-        if one.load + computed > least[0]:
+def choose_replica(
+    replicas: Iterable[Replica], prompt: Prompt, max_in_flight: int, excluded: Collection[Replica]
+) -> Replica | None:
+    """Return the replica that would have computed a prompt first; None if each has `max_in_flight` requests,
+    is not ready or is in `excluded`.
+
+    This is the replica with the longest cached prefix, unless its load is higher by more tokens than the
+    prefix has. Among replicas with equally long prefixes, `rendezvous_replica` chooses. Example: of two
+    replicas with equal load, one with 64 of a prompt's 96 tokens cached costs 32, the other 96.
+    """
+    candidates = [
+        replica
+        for replica in replicas
+        if replica.is_ready and len(replica.requests) < max_in_flight and replica not in excluded
+    ]
+    chosen, best_rank = None, (math.inf, 0, 0)
+    min_tokens = min(prompt.tokens, 1)  # tokens that every replica has to compute, at least
+    for replica in candidates:
+        if replica.load + min_tokens > best_rank[0]:
             continue
-        rank = one.cost(prompt), len(one.jobs), one.chosen
-        if rank < least:
-            found, least = one, rank
-    return found and home(able, prompt, found)
+        rank = replica.prefill_cost(prompt), len(replica.requests), replica.chosen
+        if rank < best_rank:
+            chosen, best_rank = replica, rank
+    return chosen and rendezvous_replica(candidates, prompt, chosen)
 
 
-def home(able: Sequence[Replica], prompt: Prompt, found: Replica) -> Replica:
-    """Return the replica at which any router would begin a prefix that it has not sent yet, of those that
-    know as much of the prompt as `found` and have little more load: routers that share nothing agree on it
-    (rendezvous hashing: Thaler and Ravishankar, IEEE/ACM Transactions on Networking 1998)."""
-    known = found.memory.hits(prompt.names)
-    if known == len(prompt.names):
-        return found
-    alike, limit = able, math.inf
-    if known:
-        last, idle = prompt.names[known - 1], min(able, key=attrgetter("load"))
-        alike = [one for one in able if one.memory.has(last)]
-        # Each router sees only its own load: several would make too few copies if they waited for need.
-        if found.load - idle.load > found.hits(prompt) / math.sqrt(len(alike)):
-            known, found, limit = 0, idle, found.load  # a copy goes to no busier replica
-            alike = [one for one in able if one is idle or not one.memory.has(last)]
-    spare = prompt.tokens - found.hits(prompt) if known else SPARE * prompt.tokens
-    page, most = number(prompt.names[known]), min(found.load + spare, limit)
-    return max((one for one in alike if one.load <= most), key=lambda one: one.salt * page % PRIME)
+def rendezvous_replica(candidates: Sequence[Replica], prompt: Prompt, chosen_replica: Replica) -> Replica:
+    """Return the replica with the highest hash, among replicas that have as long a prefix cached as
+    `chosen_replica` and little more load.
+
+    The hash is of the replica and of the first page that none of them has. So routers that share nothing send
+    the same new prefix to the same replica (rendezvous hashing: Thaler and Ravishankar, IEEE/ACM Transactions
+    on Networking 1998). Example: if no replica has any page of two prompts with the same first page, both go
+    to the same replica.
+
+    If n replicas have the prefix and `chosen_replica` has more load than the idlest by over 1 / sqrt(n) of
+    the prefix, another replica computes a copy of it. If all pages are cached, `chosen_replica` is returned.
+    """
+    known_pages = chosen_replica.prefix_index.count_cached(prompt.page_hashes)
+    if known_pages == len(prompt.page_hashes):
+        return chosen_replica
+    peers, copy_limit = candidates, math.inf
+    if known_pages:
+        last_page, idle = prompt.page_hashes[known_pages - 1], min(candidates, key=attrgetter("load"))
+        peers = [replica for replica in candidates if replica.prefix_index.has(last_page)]
+        # Each router knows its own requests only: with a higher bound, several would make too few copies.
+        if chosen_replica.load - idle.load > chosen_replica.cached_tokens(prompt) / math.sqrt(len(peers)):
+            # a copy goes to no busier replica
+            known_pages, chosen_replica, copy_limit = 0, idle, chosen_replica.load
+            peers = [
+                replica
+                for replica in candidates
+                if replica is idle or not replica.prefix_index.has(last_page)
+            ]
+    spare_tokens = (
+        prompt.tokens - chosen_replica.cached_tokens(prompt)
+        if known_pages
+        else HOME_LOAD_SHARE * prompt.tokens
+    )
+    page_number = hash_to_int(prompt.page_hashes[known_pages])
+    max_load = min(chosen_replica.load + spare_tokens, copy_limit)
+    return max(
+        (replica for replica in peers if replica.load <= max_load),
+        key=lambda replica: replica.salt * page_number % HASH_PRIME,
+    )
 
 
-def number(name: bytes) -> int:
-    """Return the first eight bytes of a hash as a number."""
-    return int.from_bytes(name[:8])
+def hash_to_int(digest: bytes) -> int:
+    """Return the first eight bytes of a hash as an integer."""
+    return int.from_bytes(digest[:8])

@@ -7,86 +7,86 @@ from typing import Protocol
 
 
 class PrefixIndex(Protocol):
-    """Pages of a replica, by the names that the router computes."""
+    """Index of a replica's cached pages, by the hashes that the router computes."""
 
-    def hits(self, names: Sequence[bytes]) -> int:
-        """Return the number of a prompt's first pages that are cached."""
+    def count_cached(self, hashes: Sequence[bytes]) -> int:
+        """Return the number of a prompt's first pages that are cached, up to the first missing one."""
         ...
 
-    def has(self, name: bytes) -> bool:
-        """Return whether a page is cached."""
+    def has(self, page_hash: bytes) -> bool:
+        """Return True if a page is cached."""
         ...
 
-    def sent(self, names: Sequence[bytes]) -> None:
-        """Note that a prompt with these pages is sent to the replica."""
+    def on_prompt_sent(self, hashes: Sequence[bytes]) -> None:
+        """Record that a prompt with these pages was sent to the replica."""
         ...
 
-    def ended(self, names: Sequence[bytes]) -> None:
-        """Note that the request is done."""
+    def on_request_ended(self, hashes: Sequence[bytes]) -> None:
+        """Record that the request of a prompt with these pages has ended."""
         ...
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget all pages: the replica has restarted."""
         ...
 
 
 class AssumedPrefixIndex:
-    """Assumes that the last `most` pages sent to a replica are cached (LRU). A prompt's last pages are
-    evicted first, as in the replica's own cache."""
+    """Index that assumes the last `max_pages` pages sent to a replica to be cached (LRU). A prompt's last
+    pages are evicted first, as the replica does."""
 
-    def __init__(self, most: int):
-        self._most = most
-        self._names: OrderedDict[bytes, None] = OrderedDict()
+    def __init__(self, max_pages: int):
+        self._max_pages = max_pages
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
 
-    def hits(self, names: Sequence[bytes]) -> int:
-        if not names or names[0] not in self._names:  # nearly all replicas of a large fleet
+    def count_cached(self, hashes: Sequence[bytes]) -> int:
+        if not hashes or hashes[0] not in self._hashes:  # true of nearly all replicas of a large fleet
             return 0
-        return sum(1 for _ in takewhile(self._names.__contains__, names))
+        return sum(1 for _ in takewhile(self._hashes.__contains__, hashes))
 
-    def has(self, name: bytes) -> bool:
-        return name in self._names
+    def has(self, page_hash: bytes) -> bool:
+        return page_hash in self._hashes
 
-    def sent(self, names: Sequence[bytes]) -> None:
-        for name in reversed(names):
-            self._names[name] = None
-            self._names.move_to_end(name)
-        while len(self._names) > self._most:
-            self._names.popitem(last=False)
+    def on_prompt_sent(self, hashes: Sequence[bytes]) -> None:
+        for page_hash in reversed(hashes):
+            self._hashes[page_hash] = None
+            self._hashes.move_to_end(page_hash)
+        while len(self._hashes) > self._max_pages:
+            self._hashes.popitem(last=False)
 
-    def ended(self, names: Sequence[bytes]) -> None:
-        """Keep the pages: they were computed."""
+    def on_request_ended(self, hashes: Sequence[bytes]) -> None:
+        """Do nothing: the pages were computed, and stay cached."""
 
-    def forget(self) -> None:
-        self._names.clear()
+    def clear(self) -> None:
+        self._hashes.clear()
 
 
 class EventPrefixIndex:
-    """Pages that a replica's KV cache events report, and those of prompts that are under way."""
+    """Index of the pages that a replica's KV cache events report, and of the pages of running requests."""
 
     def __init__(self):
-        self._names: set[bytes] = set()
-        self._coming = Counter[bytes]()
+        self._hashes: set[bytes] = set()
+        self._pending = Counter[bytes]()
 
-    def hits(self, names: Sequence[bytes]) -> int:
-        return sum(1 for _ in takewhile(self.has, names))
+    def count_cached(self, hashes: Sequence[bytes]) -> int:
+        return sum(1 for _ in takewhile(self.has, hashes))
 
-    def has(self, name: bytes) -> bool:
-        return name in self._names or name in self._coming
+    def has(self, page_hash: bytes) -> bool:
+        return page_hash in self._hashes or page_hash in self._pending
 
-    def sent(self, names: Sequence[bytes]) -> None:
-        self._coming.update(names)
+    def on_prompt_sent(self, hashes: Sequence[bytes]) -> None:
+        self._pending.update(hashes)
 
-    def ended(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            self._coming[name] -= 1
-            if not self._coming[name]:
-                del self._coming[name]
+    def on_request_ended(self, hashes: Sequence[bytes]) -> None:
+        for page_hash in hashes:
+            self._pending[page_hash] -= 1
+            if not self._pending[page_hash]:
+                del self._pending[page_hash]
 
-    def stored(self, name: bytes) -> None:
-        self._names.add(name)
+    def on_page_stored(self, page_hash: bytes) -> None:
+        self._hashes.add(page_hash)
 
-    def removed(self, name: bytes) -> None:
-        self._names.discard(name)
+    def on_page_removed(self, page_hash: bytes) -> None:
+        self._hashes.discard(page_hash)
 
-    def forget(self) -> None:
-        self._names.clear()
+    def clear(self) -> None:
+        self._hashes.clear()

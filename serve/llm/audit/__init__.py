@@ -1,1 +1,1 @@
-"""The audit log: each answer, and all that its bits depend on."""
+"""The audit log: each answer, and the facts that decide its bits."""

@@ -1,8 +1,8 @@
-"""Lines of JSON each of which has the hash of the one before it, so that a line which was changed, moved or
-removed is found.
+"""Hash chain of JSON lines: each line has the hash of the line before it. So a change, a move or a removal of
+a line is found.
 
-A line counts once it has its end. The next start ends what a killed process has left of one, and notes how
-many bytes that is: it is no line of the chain.
+A line counts once it has its newline. A killed process may leave an incomplete line, which is no line of the
+chain. The next start ends it with a newline, and records its number of bytes.
 """
 
 import stat
@@ -16,100 +16,109 @@ import msgspec
 
 from ...host.append_log import AppendLog
 from ...host.files import JobError
-from ...host.streams import warn
+from ...host.streams import warn_once
 
-HEAD = b'{"prev":"'  # of every line
-FIRST = "0" * 64  # the hash before the first line
-START = "start"  # the kind of a process's first line
+LINE_PREFIX = b'{"prev":"'  # first bytes of every line
+FIRST_HASH = "0" * 64  # hash that the first line has in place of a line before it
+START_KIND = "start"  # kind of a process's first line
 
 
 @dataclass(frozen=True)
 class ChainLine:
-    """A line of a chain; one that a killed process has left has no hash and an empty record."""
+    """A line of a chain. An incomplete line, left by a killed process, has no hash and an empty record."""
 
     number: int  # in the file, from 1
     hash: str  # SHA-256
     record: Mapping[str, Any]
-    wrong: str = ""  # error of its place in the chain
+    error: str = ""  # error of its position in the chain; empty if it has none
 
 
 class ChainWriter:
-    """Appends records to a file. `hash` is the SHA-256 of the last line, `cut_off` the bytes that a killed
-    process has left behind it."""
+    """Appends records to a file.
+
+    hash: SHA-256 of the last line
+    cut_off_bytes: bytes of incomplete lines behind it, left by killed processes
+    """
 
     def __init__(self, path: Path):
-        """Raises ValueError if another process writes to the file, if it cannot be opened, or if it is no
-        chain, OSError if it cannot be read."""
+        """Open or create the file. Raises ValueError if another process writes to it, if it cannot be opened,
+        or if it is no chain; OSError if it cannot be read."""
         try:
             self._log = AppendLog(path)
         except (JobError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"audit_log {str(path)!r} is not allowed: {reason}") from None
-        self.cut_off, self.hash = 0, FIRST
+        self.cut_off_bytes, self.hash = 0, FIRST_HASH
         try:
-            self._check_mode(path)
-            self._take_up(path)
+            self._warn_if_world_readable(path)
+            self._resume_chain(path)
         except BaseException:
             self.close()
             raise
 
-    def _check_mode(self, path: Path) -> None:
+    def _warn_if_world_readable(self, path: Path) -> None:
         if (mode := self._log.mode) & stat.S_IROTH:
-            warn(f"audit_log {path}: others may read it (mode {mode:04o}), and prompts are in it: chmod 600")
+            warn_once(
+                f"audit_log {path}: others may read it (mode {mode:04o}), and prompts are in it: chmod 600"
+            )
 
-    def _take_up(self, path: Path) -> None:
+    def _resume_chain(self, path: Path) -> None:
         line = b"\n"
-        with self._log.reader() as file:
-            if not HEAD.startswith(file.read(len(HEAD))):
+        with self._log.open_reader() as file:
+            if not LINE_PREFIX.startswith(file.read(len(LINE_PREFIX))):
                 raise ValueError(f"audit_log {str(path)!r} is a file of something else: choose another")
             file.seek(0)
             for line in file:
                 content = line.removesuffix(b"\n")
-                if record_of(content):
-                    self.cut_off, self.hash = 0, hash_of(content)
+                if parse_chain_record(content):
+                    self.cut_off_bytes, self.hash = 0, hash_line(content)
                 else:
-                    self.cut_off += len(content)
+                    self.cut_off_bytes += len(content)
         if not line.endswith(b"\n"):
             self._log.append(b"\n")
 
     def append(self, record: Mapping[str, Any]) -> str:
-        """Write a record as a line; return its hash. Raises OSError."""
+        """Write a record as a line. Returns the line's hash. Raises OSError."""
         line = msgspec.json.encode({"prev": self.hash, **record})
         self._log.append(line + b"\n")
-        self.hash = hash_of(line)
+        self.hash = hash_line(line)
         return self.hash
 
     def close(self) -> None:
         self._log.close()
 
 
-def read(path: Path) -> Iterator[ChainLine]:
-    """Yield the lines of a file in their order. Raises OSError."""
-    before, unread = FIRST, 0
+def verify_chain_lines(path: Path) -> Iterator[ChainLine]:
+    """Yield the lines of a chain in order, each with its error if it has one. Raises OSError."""
+    previous_hash, unread_bytes = FIRST_HASH, 0
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             line = raw.removesuffix(b"\n")
-            record = record_of(line) if line != raw else None
+            record = parse_chain_record(line) if line != raw else None
             if record is None:
-                unread += len(line)
+                unread_bytes += len(line)
                 yield ChainLine(number, "", {})
                 continue
-            known = record.get("cut_off", 0) if record.get("kind") == START else 0
-            wrong = "" if record["prev"] == before else "what stood before it was changed, moved or taken out"
-            if unread != known:
+            reported_bytes = record.get("cut_off", 0) if record.get("kind") == START_KIND else 0
+            wrong = (
+                ""
+                if record["prev"] == previous_hash
+                else "what stood before it was changed, moved or taken out"
+            )
+            if unread_bytes != reported_bytes:
                 wrong = wrong or "what stands before it cannot be read"
-            before, unread = hash_of(line), 0
-            yield ChainLine(number, before, record, wrong)
+            previous_hash, unread_bytes = hash_line(line), 0
+            yield ChainLine(number, previous_hash, record, wrong)
 
 
-def record_of(line: bytes) -> dict[str, Any] | None:
-    """Return the content of a chain's line; None for anything else."""
+def parse_chain_record(line: bytes) -> dict[str, Any] | None:
+    """Parse a line of a chain. Returns None for any other line."""
     try:
-        found = msgspec.json.decode(line)
+        record = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("prev"), str) else None
+    return record if isinstance(record, dict) and isinstance(record.get("prev"), str) else None
 
 
-def hash_of(line: bytes) -> str:
+def hash_line(line: bytes) -> str:
     return sha256(line).hexdigest()

@@ -1,4 +1,4 @@
-"""Facts that decide the bits of an engine's answers besides the requests, and cases in which they do not."""
+"""Facts that decide the bits of an engine's answers besides the requests, and exceptions to this contract."""
 
 from dataclasses import replace
 from hashlib import sha256
@@ -8,21 +8,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from ....kvcache.stages import devices
+from ....kvcache.stages import tree_devices
 from ....model.attention import FusedQKV
-from ....model.tree import paths, unwrapped
-from ....model.weights.cpu.packed import target_in
-from ....model.weights.prepared import unprepared
+from ....model.tree import leaves_by_path, map_instances
+from ....model.weights.cpu.packed import kernel_ffi_target
+from ....model.weights.device_forms import restore_params
 from ...engine.core.engine import Engine
 from ...host.devices import memory_limit
 from ...options.engine import EngineOptions
 from ...runtime import provenance
 from ...runtime.compiled import executable_cache
-from ...runtime.compiled.shapes import Canonical
+from ...runtime.compiled.shapes import CanonicalShapes
 from ...text.tokenizer.tokenizer import Tokenizer
 
-# Options with which an engine runs the same requests with the same bits.
-NEEDED = (
+# Options that decide an answer's bits: a log's engine is started again with them.
+REPLAY_OPTIONS = (
     "max_model_len", "kv_cache_dtype", "quantization", "batch_invariant_matmul", "cpu_kernels",
     "max_logprobs", "reproducible", "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens",
     "page_size", "max_batched_token_mem", "enable_lora", "max_loras", "max_lora_rank", "lora_experts",
@@ -30,66 +30,70 @@ NEEDED = (
 )  # fmt: skip
 
 
-def facts_of(engine: Engine, options: EngineOptions) -> dict[str, str]:
-    """Return versions, device, settings, and how numbers are stored and multiplied. Another engine with the
-    same facts and weights computes the same bits."""
-    device = min(devices(engine.params), key=lambda d: d.id)
-    canonical = Canonical.on(device.platform, options.on(memory_limit(device)), engine.sizes)
-    products = engine.programs.products([s for s in canonical if s in engine.programs.steps])
+def engine_facts(engine: Engine, options: EngineOptions) -> dict[str, str]:
+    """Return versions, device, settings, formats of numbers, and the compiler's choice of matrix products.
+    Another engine with the same facts and weights computes the same bits."""
+    device = min(tree_devices(engine.params), key=lambda d: d.id)
+    canonical = CanonicalShapes.choose(
+        device.platform, options.with_device_load(memory_limit(device)), engine.sizes
+    )
+    products = engine.programs.matmul_tuning_hash([s for s in canonical if s in engine.programs.steps])
     return {
         "duetto": version("duetto"),
-        "source": executable_cache.source(),
+        "source": executable_cache.library_hash(),
         "platform": device.platform,
-        **machine(device),
+        **machine_facts(device),
         "config": sha256(repr(engine.config.target).encode()).hexdigest(),
         "dtype": str(engine.params.embed.dtype),
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": str(options.quantization),
         "fixed_products": str(options.batch_invariant_matmul),
-        "cpu_kernels": str(target_in(engine.params)),
+        "cpu_kernels": str(kernel_ffi_target(engine.params)),
         "shapes": ", ".join(map(str, canonical)),
         **({} if products is None else {"products": products}),
         **({"logits_processors": repr(engine.sizes.processors)} if engine.sizes.processors else {}),
     }
 
 
-def machine(device: Any) -> dict[str, str]:
-    """Return the facts of a device, of installed versions and of their settings that decide bits."""
-    return {**provenance.device(device), **provenance.versions(), **provenance.settings()}
+def machine_facts(device: Any) -> dict[str, str]:
+    """Return the facts of the machine that decide bits: device, installed versions, and their settings."""
+    return {**provenance.device_facts(device), **provenance.package_versions(), **provenance.jax_settings()}
 
 
-def outside_contract(engine: Engine, options: EngineOptions) -> list[str]:
-    """Return why the reproducibility contract does not cover an engine's answers; empty if it does."""
-    found = []
+def contract_exceptions(engine: Engine, options: EngineOptions) -> list[str]:
+    """Return the reasons why the reproducibility contract does not cover an engine's answers; [] if it
+    does."""
+    reasons = []
     if not options.reproducible:
-        found.append("reproducible is False")
-    if options.guesses and options.speculation.acceptance == "rejection":
-        found.append("speculation by rejection: what is drawn depends on the guesses")
-    if len(devices(engine.params)) > 1:
-        found.append("several devices")
-    return found
+        reasons.append("reproducible is False")
+    if options.max_draft_tokens and options.speculation.acceptance == "rejection":
+        reasons.append("speculation by rejection: what is drawn depends on the guesses")
+    if len(tree_devices(engine.params)) > 1:
+        reasons.append("several devices")
+    return reasons
 
 
-def needed_options(options: EngineOptions) -> dict[str, Any]:
-    return {name: vars(options)[name] for name in NEEDED}
+def replay_options(options: EngineOptions) -> dict[str, Any]:
+    return {name: vars(options)[name] for name in REPLAY_OPTIONS}
 
 
-def words_hash(tokenizer: Tokenizer | None) -> str | None:
-    """Return a hash of the tokens' texts; None without a tokenizer."""
+def hash_tokenizer(tokenizer: Tokenizer | None) -> str | None:
+    """Return the SHA-256 of a tokenizer's vocabulary; None without a tokenizer."""
     if tokenizer is None:
         return None
     return sha256(repr(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 
 
-def weights_hash(params: Any) -> str | None:
-    """Return the SHA-256 of every parameter's name, shape, dtype and numbers as they were loaded; None if
-    other processes hold a part of them."""
-    found = hashed = sha256()
-    params = unwrapped(params, FusedQKV, lambda x: replace(x, array=jax.device_get(x.array)))  # splits there
-    for path, leaf in sorted(paths(unprepared(params)).items()):
+def hash_weights(params: Any) -> str | None:
+    """Return the SHA-256 of all parameters as they were loaded: name, shape, dtype and numbers. Returns None
+    if other processes hold a part of them."""
+    digest = hasher = sha256()
+    # fused projections are split on the host
+    params = map_instances(params, FusedQKV, lambda x: replace(x, array=jax.device_get(x.array)))
+    for path, leaf in sorted(leaves_by_path(restore_params(params)).items()):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None
         numbers = np.ascontiguousarray(jax.device_get(leaf))
-        hashed.update(f"{path} {numbers.dtype} {numbers.shape} ".encode())
-        hashed.update(numbers.reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        hasher.update(f"{path} {numbers.dtype} {numbers.shape} ".encode())
+        hasher.update(numbers.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,14 +1,15 @@
-"""Beam search over log-probabilities: a round generates one token of every beam, whose prefix is cached."""
+"""Beam search over log-probabilities. A round generates one token of every beam; prefixes are cached."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ....lora.request import Adapters, LoRARequest
+from ....lora.request import LoRARequest, LoRARequests
 from ....sampling.params import BeamSearchParams, SamplingParams
-from ...text.outputs import CompletionOutput, Logprob, require_whole
-from ..bar import Tqdm, rounds
-from ..input_processor import InputProcessor, Prompt, listed, one_each
+from ...text.cache_salt import prompt_with_salt, read_prompt_salt
+from ...text.outputs import CompletionOutput, Logprob, require_complete
+from ..input_processor import InputProcessor, PromptInput, broadcast_over_prompts, list_prompts
+from ..progress_bar import Tqdm, iterate_beam_rounds
 from ..session import Session
 
 
@@ -16,8 +17,8 @@ from ..session import Session
 class BeamSearchSequence:
     """A beam."""
 
-    tokens: list[int]  # the prompt's and its own
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # alternatives at each of its own tokens
+    tokens: list[int]  # prompt and generated tokens
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # alternatives at each generated token
     cum_logprob: float = 0.0
     text: str | None = None  # of all its tokens, special ones included
     finish_reason: str | None = None  # "stop" or "length"
@@ -32,130 +33,140 @@ class BeamSearchOutput:
 
 
 @dataclass
-class Search:
-    """The search of one prompt: beams that grow, and those with an end token."""
+class BeamSearchInstance:
+    """The search of one prompt: growing beams, and ended beams."""
 
     params: BeamSearchParams
     eos_ids: tuple[int, ...]
     prompt: list[int]
-    rounds: int  # tokens that a beam may still get
+    rounds_left: int  # tokens that a beam may still get
     beams: list[BeamSearchSequence]
     adapter: LoRARequest | None = None
-    ended: list[BeamSearchSequence] = field(default_factory=list)
+    salt: str | None = None  # cache salt of the prompt
+    ended: list[BeamSearchSequence] = field(default_factory=list)  # beams with an end token
 
-    def score(self, beam: BeamSearchSequence) -> float:
-        """As in vLLM: log-probability over length ** penalty; the prompt counts, an end token does not."""
+    def beam_score(self, beam: BeamSearchSequence) -> float:
+        """Return log-probability / length ** penalty, as vLLM does. The length includes the prompt, but no
+        end token."""
         length = len(beam.tokens) - (beam.tokens[-1] in self.eos_ids)
         return beam.cum_logprob / max(length, 1) ** self.params.length_penalty
 
-    def grow(self, results: Sequence[CompletionOutput]) -> None:
-        """Replace each beam by its continuations, one result for each, and keep the best of all."""
+    def grow(self, outputs: Sequence[CompletionOutput]) -> None:
+        """Extend each beam by the alternatives in its result, and keep the `beam_width` best of all."""
         grown = []
-        for beam, result in zip(self.beams, results, strict=True):
-            for new in continuations(beam, result):
-                ends = not self.params.ignore_eos and new.tokens[-1] in self.eos_ids
-                (self.ended if ends else grown).append(new)
-        self.beams, self.rounds = self.best(grown), self.rounds - 1
+        for beam, output in zip(self.beams, outputs, strict=True):
+            for extended in extend_beam(beam, output):
+                is_ended = not self.params.ignore_eos and extended.tokens[-1] in self.eos_ids
+                (self.ended if is_ended else grown).append(extended)
+        self.beams, self.rounds_left = self.best_beams(grown), self.rounds_left - 1
 
-    def best(self, beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
-        return sorted(beams, key=self.score, reverse=True)[: self.params.beam_width]
+    def best_beams(self, beams: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
+        return sorted(beams, key=self.beam_score, reverse=True)[: self.params.beam_width]
 
     @property
-    def growing(self) -> bool:
-        return bool(self.beams) and self.rounds > 0
+    def can_grow(self) -> bool:
+        return bool(self.beams) and self.rounds_left > 0
 
-    def sequences(self) -> list[BeamSearchSequence]:
-        """The best of the ended beams and of those that could not continue."""
+    def finish_beams(self) -> list[BeamSearchSequence]:
+        """Set each beam's finish reason, and return the best beams, ended or at their length limit."""
         for beams, reason in ((self.ended, "stop"), (self.beams, "length")):
             for beam in beams:
                 beam.finish_reason = reason
-        return self.best(self.ended + self.beams)
+        return self.best_beams(self.ended + self.beams)
 
 
-def continuations(beam: BeamSearchSequence, result: CompletionOutput) -> Iterator[BeamSearchSequence]:
-    """A beam extended by each alternative for its next token."""
-    (alternatives,) = result.logprobs or [{}]
-    for token, found in alternatives.items():
+def extend_beam(beam: BeamSearchSequence, output: CompletionOutput) -> Iterator[BeamSearchSequence]:
+    """Yield a copy of the beam for each alternative of its next token."""
+    (alternatives,) = output.logprobs or [{}]
+    for token, logprob in alternatives.items():
         yield BeamSearchSequence(
-            [*beam.tokens, token], [*beam.logprobs, alternatives], beam.cum_logprob + found.logprob
+            [*beam.tokens, token], [*beam.logprobs, alternatives], beam.cum_logprob + logprob.logprob
         )
 
 
-def search(
+def search_beams(
     session: Session,
     processor: InputProcessor,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: PromptInput | Sequence[PromptInput],
     params: BeamSearchParams,
     use_tqdm: Tqdm,
     concurrency_limit: int | None,
-    lora_request: Adapters,
+    adapters: LoRARequests,
 ) -> list[BeamSearchOutput]:
-    """Search beams of each prompt, as `LLM.beam_search` describes."""
+    """Search the beams of each prompt; see `LLM.beam_search`."""
     if concurrency_limit is not None and concurrency_limit < 1:
         raise ValueError(f"concurrency_limit={concurrency_limit!r} is not allowed: 1 or more, or None")
-    texts = listed(prompts)
-    adapters = one_each("lora_requests", lora_request, len(texts))
-    searches = [begun(processor, *one, params) for one in zip(texts, adapters, strict=True)]
-    token = one_token(params, processor.options.max_logprobs, processor.vocab_size)
-    at_once = concurrency_limit or max(len(searches), 1)
-    for first in range(0, len(searches), at_once):
-        run(session, processor, searches[first : first + at_once], token, use_tqdm)
-    return [BeamSearchOutput([with_text(processor, beam) for beam in s.sequences()]) for s in searches]
+    texts = list_prompts(prompts)
+    prompt_adapters = broadcast_over_prompts("lora_requests", adapters, len(texts))
+    searches = [
+        begin_search(processor, text, adapter, params)
+        for text, adapter in zip(texts, prompt_adapters, strict=True)
+    ]
+    token_params = make_round_params(params, processor.options.max_logprobs, processor.vocab_size)
+    num_at_once = concurrency_limit or max(len(searches), 1)
+    for first in range(0, len(searches), num_at_once):
+        run_rounds(session, processor, searches[first : first + num_at_once], token_params, use_tqdm)
+    return [BeamSearchOutput([set_beam_text(processor, beam) for beam in s.finish_beams()]) for s in searches]
 
 
-def begun(
-    processor: InputProcessor, prompt: Prompt, adapter: LoRARequest | None, params: BeamSearchParams
-) -> Search:
-    """Return a prompt's search. Raises ValueError or TypeError for a prompt that `generate` would refuse."""
-    limit = SamplingParams(temperature=0.0, max_tokens=params.max_tokens)
-    _, tokens = processor.tokens(prompt)
-    processor.check(tokens, limit)
-    rounds = processor.end(tokens, limit) - len(tokens)
-    return Search(params, processor.eos_ids, tokens, rounds, [BeamSearchSequence(tokens)], adapter)
+def begin_search(
+    processor: InputProcessor, prompt: PromptInput, adapter: LoRARequest | None, params: BeamSearchParams
+) -> BeamSearchInstance:
+    """Start the search of a prompt. Raises ValueError or TypeError for a prompt that `generate` refuses."""
+    limit_params = SamplingParams(temperature=0.0, max_tokens=params.max_tokens)
+    _, tokens = processor.tokenize(prompt)
+    processor.check_prompt(tokens, limit_params)
+    num_rounds = processor.max_length(tokens, limit_params) - len(tokens)
+    beams, salt = [BeamSearchSequence(tokens)], read_prompt_salt(prompt)
+    return BeamSearchInstance(params, processor.eos_ids, tokens, num_rounds, beams, adapter, salt)
 
 
-def one_token(params: BeamSearchParams, most: int, V: int) -> SamplingParams:
-    """Sampling parameters of a round. `most` is the engine's `max_logprobs`.
+def make_round_params(params: BeamSearchParams, max_logprobs: int, V: int) -> SamplingParams:
+    """Return the sampling parameters of a round. `max_logprobs` is the engine's, `V` the vocabulary's size.
 
     A round has twice as many alternatives as beams: if the best of each beam is an end token, enough beams
-    continue. Log-probabilities are those of the raw logits: as in vLLM, the temperature has no effect.
+    continue. Log-probabilities are of the raw logits: as in vLLM, the temperature has no effect.
     """
-    wanted = min(2 * params.beam_width, V)
-    found = SamplingParams(temperature=0.0, max_tokens=1, logprobs=wanted, detokenize=False)
+    num_logprobs = min(2 * params.beam_width, V)
+    token_params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs, detokenize=False)
     try:
-        found.check_logprobs(most, V)
-        return found
+        token_params.check_logprobs(max_logprobs, V)
+        return token_params
     except ValueError as error:
         raise ValueError(
-            f"beam_width={params.beam_width} needs {wanted} log-probabilities: {error}"
+            f"beam_width={params.beam_width} needs {num_logprobs} log-probabilities: {error}"
         ) from None
 
 
-def run(
+def run_rounds(
     session: Session,
     processor: InputProcessor,
-    searches: list[Search],
+    searches: list[BeamSearchInstance],
     params: SamplingParams,
     use_tqdm: Tqdm,
 ) -> None:
-    """Run rounds over all beams of all searches, until none grows."""
-    for _ in rounds(max(search.rounds for search in searches), use_tqdm):
-        if not (growing := [search for search in searches if search.growing]):
+    """Run rounds over all beams of all searches, until no search grows."""
+    for _ in iterate_beam_rounds(max(search.rounds_left for search in searches), use_tqdm):
+        if not (active := [search for search in searches if search.can_grow]):
             break
-        make = partial(partial, processor.group, params=params)
-        makes = [
-            make(prompt=beam.tokens, written=len(beam.logprobs), lora_request=search.adapter)
-            for search in growing
+        make_group = partial(partial, processor.make_group, params=params)
+        group_factories = [
+            make_group(
+                prompt=prompt_with_salt(beam.tokens, search.salt),
+                written=len(beam.logprobs),
+                lora_request=search.adapter,
+            )
+            for search in active
             for beam in search.beams
         ]
-        found = [processor.output(group) for group in session.complete(makes)]
-        require_whole("beam_search", found)
-        results = iter(found)
-        for search in growing:
-            search.grow([next(results).outputs[0] for _ in search.beams])
+        outputs = [processor.make_output(group) for group in session.make_and_run_groups(group_factories)]
+        require_complete("beam_search", outputs)
+        next_outputs = iter(outputs)
+        for search in active:
+            search.grow([next(next_outputs).outputs[0] for _ in search.beams])
 
 
-def with_text(processor: InputProcessor, beam: BeamSearchSequence) -> BeamSearchSequence:
+def set_beam_text(processor: InputProcessor, beam: BeamSearchSequence) -> BeamSearchSequence:
     if processor.tokenizer is not None:
         beam.text = processor.tokenizer.decode(beam.tokens, skip_special_tokens=False)
     return beam

@@ -6,16 +6,17 @@ from functools import partial
 from typing import Any, Literal
 
 from ....sampling.params import SamplingParams
-from ...text.outputs import Logprob, RequestOutput, require_whole
-from ..input_processor import InputProcessor, Prompt, is_one_prompt, listed
-from ..session import Make, Session
+from ...text.cache_salt import prompt_with_salt, read_prompt_salt
+from ...text.outputs import Logprob, RequestOutput, require_complete
+from ..input_processor import InputProcessor, PromptInput, is_one_prompt, list_prompts
+from ..session import GroupFactory, Session
 
-By = Literal["prefill", "decode"]
+ScoringPass = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True)
 class LogLikelihood:
-    """Natural-log probabilities of a text's tokens after its first, or of a continuation's."""
+    """Natural-log probabilities of the tokens of a continuation, or of a text after its first token."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -28,11 +29,11 @@ class LogLikelihood:
 def log_likelihood(
     session: Session,
     processor: InputProcessor,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: PromptInput | Sequence[PromptInput],
     continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None,
-    by: By,
+    by: ScoringPass,
 ) -> list[LogLikelihood]:
-    """Return log-probabilities of each prompt's tokens after its first, or of its continuation's.
+    """Return log-probabilities of each continuation's tokens, or of each prompt's tokens after its first.
 
     A prompt is prefilled once for its continuations if they follow each other and prefixes are cached. `by`
     "prefill" computes a text at once. "decode" replays a continuation step by step: slower, with the bits
@@ -42,54 +43,75 @@ def log_likelihood(
     """
     if by not in ("prefill", "decode") or (by == "decode" and continuations is None):
         raise ValueError(f"by={by!r} is not allowed: 'prefill', or with continuations 'decode'")
-    ids = [processor.tokens(prompt)[1] for prompt in listed(prompts)]
+    ids = [processor.tokenize(prompt)[1] for prompt in list_prompts(prompts)]
+    salts = [read_prompt_salt(prompt) for prompt in list_prompts(prompts)]
     if continuations is None:
-        ends, starts = [[] for _ in ids], [1] * len(ids)
+        suffixes, starts = [[] for _ in ids], [1] * len(ids)
     else:
-        given: Any = [continuations] if is_one_prompt(continuations) else continuations
-        ends, starts = [continuation(processor, c) for c in given], [len(a) for a in ids]
-    if len(ends) != len(ids):
-        raise ValueError(f"{len(ids)} prompts have {len(ends)} continuations; there must be one for each")
+        texts: Any = [continuations] if is_one_prompt(continuations) else continuations
+        suffixes, starts = (
+            [encode_continuation(processor, text) for text in texts],
+            [len(prompt) for prompt in ids],
+        )
+    if len(suffixes) != len(ids):
+        raise ValueError(f"{len(ids)} prompts have {len(suffixes)} continuations; there must be one for each")
     if 0 in starts:
         raise ValueError("a prompt is empty: its continuation's first token would have no log-probability")
     if by == "decode":
-        return decoded(session, processor, ids, ends)
+        return score_by_decoding(session, processor, ids, suffixes, salts)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    makes = [
-        partial(processor.group, prompt=a + b, params=params, score_from=start, awaited=False)
-        for a, b, start in zip(ids, ends, starts, strict=True)
+    group_factories = [
+        partial(
+            processor.make_group,
+            prompt=prompt_with_salt(prompt + suffix, salt),
+            params=params,
+            score_from=start,
+            awaited=False,
+        )
+        for prompt, suffix, salt, start in zip(ids, suffixes, salts, starts, strict=True)
     ]
-    found = zip(results(session, processor, makes), starts, strict=True)
-    return [of_prompt(result, start) for result, start in found]
+    outputs = zip(run_scoring_requests(session, processor, group_factories), starts, strict=True)
+    return [prompt_likelihood(output, start) for output, start in outputs]
 
 
-def decoded(
-    session: Session, processor: InputProcessor, prompts: list[list[int]], ends: list[list[int]]
+def score_by_decoding(
+    session: Session,
+    processor: InputProcessor,
+    prompts: list[list[int]],
+    suffixes: list[list[int]],
+    salts: list[str | None],
 ) -> list[LogLikelihood]:
-    """Score continuations by trace replay. Raises ValueError for one that does not fit behind its prompt."""
-    makes = [
-        partial(processor.group, prompt=a, params=traced(processor, a, b), awaited=False)
-        for a, b in zip(prompts, ends, strict=True)
-        if b
+    """Score continuations by trace replay. Raises ValueError for a continuation that is too long."""
+    group_factories = [
+        partial(
+            processor.make_group,
+            prompt=prompt_with_salt(prompt, salt),
+            params=make_trace_params(processor, prompt, suffix),
+            awaited=False,
+        )
+        for prompt, suffix, salt in zip(prompts, suffixes, salts, strict=True)
+        if suffix
     ]
-    found = iter(results(session, processor, makes))
-    scores = [next(found).outputs[0].logprobs or [] if b else [] for b in ends]
+    outputs = iter(run_scoring_requests(session, processor, group_factories))
+    scores = [next(outputs).outputs[0].logprobs or [] if suffix else [] for suffix in suffixes]
     return [
-        LogLikelihood(b, [at[token].logprob for token, at in zip(b, score, strict=True)])
-        for b, score in zip(ends, scores, strict=True)
+        LogLikelihood(suffix, [entry[token].logprob for token, entry in zip(suffix, entries, strict=True)])
+        for suffix, entries in zip(suffixes, scores, strict=True)
     ]
 
 
-def results(session: Session, processor: InputProcessor, makes: Sequence[Make]) -> list[RequestOutput]:
-    """Run requests. Raises RuntimeError if one was aborted."""
-    found = [processor.output(group) for group in session.complete(makes)]
-    require_whole("log_likelihood", found)
-    return found
+def run_scoring_requests(
+    session: Session, processor: InputProcessor, group_factories: Sequence[GroupFactory]
+) -> list[RequestOutput]:
+    """Run requests and return their outputs. Raises RuntimeError if a request was aborted."""
+    outputs = [processor.make_output(group) for group in session.make_and_run_groups(group_factories)]
+    require_complete("log_likelihood", outputs)
+    return outputs
 
 
-def traced(processor: InputProcessor, prompt: list[int], tokens: list[int]) -> SamplingParams:
+def make_trace_params(processor: InputProcessor, prompt: list[int], tokens: list[int]) -> SamplingParams:
     params = SamplingParams(trace_decode_token_ids=tokens, logprobs=0, detokenize=False)
-    room = processor.end(prompt, params.replayed()) - len(prompt)
+    room = processor.max_length(prompt, params.replayed()) - len(prompt)
     if room < len(tokens):
         raise ValueError(
             f"a continuation has {len(tokens)} tokens, behind its prompt there is room for {room}"
@@ -97,17 +119,17 @@ def traced(processor: InputProcessor, prompt: list[int], tokens: list[int]) -> S
     return params
 
 
-def continuation(processor: InputProcessor, text: str | Sequence[int]) -> list[int]:
+def encode_continuation(processor: InputProcessor, text: str | Sequence[int]) -> list[int]:
     if not isinstance(text, str):
         return list(text)
     if processor.tokenizer is None:
-        raise ValueError(f"{processor.lacking}: give continuations as token ids")
+        raise ValueError(f"{processor.no_tokenizer_reason}: give continuations as token ids")
     return processor.tokenizer.encode(text, add_special_tokens=False)
 
 
-def of_prompt(result: RequestOutput, start: int) -> LogLikelihood:
+def prompt_likelihood(output: RequestOutput, start: int) -> LogLikelihood:
     """Return the log-probabilities from position `start` on of a result with `prompt_logprobs`."""
-    entries: list[dict[int, Logprob] | None] = result.prompt_logprobs or []
-    ids = result.prompt_token_ids[start:]
-    found = zip(ids, entries[start:], strict=True)
-    return LogLikelihood(ids, [entry[token].logprob for token, entry in found if entry])
+    entries: list[dict[int, Logprob] | None] = output.prompt_logprobs or []
+    ids = output.prompt_token_ids[start:]
+    scored = zip(ids, entries[start:], strict=True)
+    return LogLikelihood(ids, [entry[token].logprob for token, entry in scored if entry])

@@ -4,22 +4,24 @@
 from collections.abc import Sequence
 
 
-def drained(stages: int, micro_batches: int) -> float:
-    """Bubbles where the next micro-batches enter when all have left, as in training:
-    (P - 1) / (P - 1 + M)."""
+def drained_bubbles(stages: int, micro_batches: int) -> float:
+    """Return the bubbles of a pipeline that drains: the next micro-batches enter when all have left, as in
+    training. This is (P - 1) / (P - 1 + M)."""
     return (stages - 1) / (stages - 1 + micro_batches)
 
 
-def endless(seconds: Sequence[float], micro_batches: int, links: float = 0.0) -> float:
-    """Bubbles where a micro-batch enters again as soon as it has left, as in decoding.
+def steady_bubbles(seconds: Sequence[float], micro_batches: int, link_seconds: float = 0.0) -> float:
+    """Return the bubbles of a pipeline that a micro-batch enters again as soon as it has left, as in
+    decoding.
 
-    seconds: of each stage for one micro-batch.
-    links: seconds in which it is on its way between stages.
+    seconds: time of each stage for one micro-batch.
+    link_seconds: seconds that a micro-batch takes between stages.
     """
-    return 1 - sum(seconds) / (len(seconds) * cycle([*seconds, links], micro_batches))
+    return 1 - sum(seconds) / (len(seconds) * pipeline_step_seconds([*seconds, link_seconds], micro_batches))
 
 
-def cycle(seconds: Sequence[float], micro_batches: int) -> float:
-    """Seconds between two steps that leave such a pipeline: those of its slowest stage, or of a micro-batch's
-    way through all stages, divided among the micro-batches."""
+def pipeline_step_seconds(seconds: Sequence[float], micro_batches: int) -> float:
+    """Return the seconds between two steps of a pipeline that does not drain: max(max(seconds), sum(seconds)
+    / micro_batches). Either the slowest stage is always busy, or the micro-batches are too few to fill the
+    stages."""
     return max(max(seconds), sum(seconds) / micro_batches)

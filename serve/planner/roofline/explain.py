@@ -1,45 +1,52 @@
 """Table of the programs that an engine ran, beside the floors of their times."""
 
-from ....kvcache.placement import everywhere
-from ....kvcache.shards import splits_experts
-from ....kvcache.stages import stations
+from ....kvcache.shardings import sampling_sharding
+from ....kvcache.shards import has_split_experts
+from ....kvcache.stages import num_device_groups
 from ...engine.core.engine import Engine
 from ...runtime.compiled.shapes import Shape
-from .facts import facts
-from .floor import Demand, pair_demand, pools, starts
-from .table import ShapeCost, floored, render_table
-from .targets import Target, here
+from .cost_table import ShapeCost, render_cost_table, with_floor
+from .floor import Demand, describe_pool_buffers, draft_pair_demand, row_starts
+from .program_facts import read_program_facts
+from .targets import Target, local_target
 
 
-def explain(engine: Engine) -> str:
-    """A table of the programs that ran: work, bytes, floor and the median of measured seconds.
+def explain_programs(engine: Engine) -> str:
+    """Return a table of the programs that ran: work, bytes, floor and the median of measured seconds.
 
-    Rows have as many tokens in the cache as they had on average, empty ones included; those of a prefill are
-    taken for one prompt's. Of a deferred decode, which is two programs, what XLA made is left out. On a host
-    the peaks are measured first, in about a second.
+    Rows have the mean number of cached tokens that they had, empty rows included. A prefill's rows are taken
+    for one prompt's. A deferred decode is two programs, so its compiled facts are absent. On a host the peaks
+    are measured first, in about a second.
     """
-    if stations(engine.everything) > 1:
+    if num_device_groups(engine.all_params) > 1:
         return "stages and halves have no table here: duetto plan shows their floors"
-    target = here(measure=True) if here().peaks is None else here()
-    shapes = [shape for shape in list(engine.programs.steps) if str(shape) in engine.meter.spans]
-    rows = [row_of(engine, shape, target) for shape in sorted(shapes)]
-    return "\n".join(render_table(rows))
+    target = local_target(measure=True) if local_target().peaks is None else local_target()
+    shapes = [shape for shape in list(engine.programs.steps) if str(shape) in engine.stats.call_seconds]
+    costs = [measured_cost(engine, shape, target) for shape in sorted(shapes)]
+    return "\n".join(render_cost_table(costs))
 
 
-def row_of(engine: Engine, shape: Shape, target: Target) -> ShapeCost:
-    meter = engine.meter
+def measured_cost(engine: Engine, shape: Shape, target: Target) -> ShapeCost:
+    """Return the cost of a shape that the engine ran, with the median of its seconds."""
+    stats = engine.stats
     config = engine.config
-    params = engine.everything
+    params = engine.all_params
     name, is_deferred = str(shape), shape.phase == "deferred"
-    work = shape._replace(phase="decode") if is_deferred else shape
-    devices = len(everywhere(params).device_set)
+    counted_shape = shape._replace(phase="decode") if is_deferred else shape
+    devices = len(sampling_sharding(params).device_set)
     dtype = engine.params.embed.dtype
     shards = engine.sizes.shards
-    mean = meter.cached[name] / meter.steps[name] / (shards * shape.rows)
-    context = max(round(mean - starts(work, 0).mean()), 0)
-    over = shards if splits_experts(engine.params) else 1
-    whole = pair_demand(work, config, dtype, context, params, engine.sizes.kv_cache_dtype, over)
-    read = pools(work, config.layers, engine.cache, context)
-    found = None if is_deferred else facts(engine.programs.steps[shape], read, shape.tokens)
-    each = Demand(whole.flops * shards / devices, whole.bytes * shards / devices)
-    return floored(ShapeCost(shape, each, None, None, found, meter.seconds_of(shape)), target, dtype)
+    mean = stats.cached_by_shape[name] / stats.calls_by_shape[name] / (shards * shape.rows)
+    context = max(round(mean - row_starts(counted_shape, 0).mean()), 0)
+    expert_shards = shards if has_split_experts(engine.params) else 1
+    total = draft_pair_demand(
+        counted_shape, config, dtype, context, params, engine.sizes.kv_cache_dtype, expert_shards
+    )
+    pool_buffers = describe_pool_buffers(counted_shape, config.layers, engine.cache, context)
+    program_facts = (
+        None if is_deferred else read_program_facts(engine.programs.steps[shape], pool_buffers, shape.tokens)
+    )
+    device_demand = Demand(total.flops * shards / devices, total.bytes * shards / devices)
+    return with_floor(
+        ShapeCost(shape, device_demand, None, None, program_facts, stats.median_seconds(shape)), target, dtype
+    )

@@ -1,10 +1,10 @@
 """XLA's optimised module read from its text: which instructions run, how often, and the bytes of main memory
 that each touches.
 
-A fusion reads its operands and writes its results once, whatever happens inside it; of an operand that is
-only sliced, gathered or updated in place, it touches those parts. The rules are those of XLA's own cost
-analysis, which counts a loop's body once, charges a gather its whole table and does not exist for GPUs that
-are not there. Buffers in a TPU's vector memory are free.
+A fusion reads its operands and writes its results once, whatever happens inside it. Of an operand that is
+only sliced, gathered or updated in place, it touches those parts. These are the rules of XLA's own cost
+analysis. That one counts a loop's body once, charges a gather its whole table, and does not exist for absent
+GPUs. Buffers in a TPU's vector memory are free.
 """
 
 import math
@@ -14,56 +14,86 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-WIDTHS = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s64": 8, "u64": 8, "f64": 8}
-BUFFER = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
-ELSEWHERE = re.compile(r"S\([1-9]")  # a memory space that is not the main one
-START = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = ")
-HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
-CALLED = re.compile(r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)")
-FREE = (
+ELEMENT_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "s64": 8,
+    "u64": 8,
+    "f64": 8,
+}
+BUFFER_TYPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
+OTHER_MEMORY = re.compile(r"S\([1-9]")  # a memory space other than main memory
+INSTRUCTION_START = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = ")
+COMPUTATION_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+CALLED_COMPUTATION = re.compile(
+    r"\b(calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
+)
+FREE_OPERATIONS = (
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier",
     "add-dependency", "partition-id", "replica-id",
 )  # fmt: skip
-PARTS = ("slice", "dynamic-slice", "gather")
-UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand is what they write
+PART_OPERATIONS = ("slice", "dynamic-slice", "gather")
+UPDATE_OPERANDS = {"dynamic-update-slice": 1, "scatter": 2}  # index of the operand that is written
 
 
 class Instruction(NamedTuple):
-    """A line of a module: `inside` is the text between its parentheses, `rest` all that follows."""
+    """A line of a module.
+
+    type_text: type of its result.
+    argument_text: text between its parentheses.
+    attribute_text: text behind them.
+    root: True if it is its computation's result.
+    """
 
     name: str
-    kind: str
+    type_text: str
     operation: str
-    inside: str
-    rest: str
+    argument_text: str
+    attribute_text: str
     root: bool
 
     @property
     def operands(self) -> list[str]:
-        return re.findall(r"%([\w.-]+)", self.inside)
+        """Return the names of its operands."""
+        return re.findall(r"%([\w.-]+)", self.argument_text)
 
-    def calls(self, *roles: str) -> list[str]:
-        """Computations that it applies in these roles, in the text's order."""
-        branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
+    def called_computations(self, *roles: str) -> list[str]:
+        """Return the computations that it applies in these roles, in the text's order."""
+        branches = re.search(r"branch_computations=\{([^}]*)\}", self.attribute_text)
         if branches and "branch_computations" in roles:
             return re.findall(r"%?([\w.-]+)", branches[1])
-        return [name for role, name in CALLED.findall(self.rest) if role in roles]
+        return [name for role, name in CALLED_COMPUTATION.findall(self.attribute_text) if role in roles]
 
 
 Computation = dict[str, Instruction]
 
 
 class PoolBuffer(NamedTuple):
-    """A layer's buffer of pages: its bytes, the live ones, and the blocks that a loop over its keys takes."""
+    """A layer's buffer of pages.
+
+    bytes: of the buffer.
+    live_bytes: bytes of pages in use.
+    loop_trips: trips of a loop over its keys.
+    num_layer_buffers: number of buffers of its layer.
+    """
 
     bytes: int
-    live: int
-    blocks: int
-    arrays: int = 2  # that its layer has
+    live_bytes: int
+    loop_trips: int
+    num_layer_buffers: int = 2
 
 
 class ExecutedInstruction(NamedTuple):
-    """An instruction that is executed, how often, and the bytes that it touches each time."""
+    """An instruction that is executed.
+
+    times: number of executions.
+    bytes: main memory touched by each.
+    """
 
     instruction: Instruction
     times: int
@@ -72,231 +102,283 @@ class ExecutedInstruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Module:
-    """A program's computations by name, each its instructions by name."""
+    """A program's text.
+
+    computations: by name, each its instructions by name.
+    entry: name of the computation that is run.
+    devices: number of devices that run it together.
+    """
 
     computations: dict[str, Computation]
     entry: str
-    devices: int  # that run it together
+    devices: int
 
     @classmethod
-    def read(cls, text: str) -> "Module":
+    def parse(cls, text: str) -> "Module":
+        """Parse a module's text."""
         computations: dict[str, Computation] = {}
         entry, current = "", {}
         devices = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
         for line in text.splitlines():
-            if head := HEAD.match(line):
+            if head := COMPUTATION_HEAD.match(line):
                 current = computations[head[2]] = {}
                 entry = head[2] if head[1] else entry
-            elif start := START.match(line):
-                found = parsed(line, start)
-                current[found.name] = found
+            elif start := INSTRUCTION_START.match(line):
+                instruction = parse_instruction(line, start)
+                current[instruction.name] = instruction
         return cls(computations, entry, int(devices[1]) if devices else 1)
 
     @cached_property
-    def fused(self) -> set[str]:
-        """Computations inside a fusion: they write no buffer of their own."""
+    def fused_computations(self) -> set[str]:
+        """Return the names of computations inside a fusion. They write no buffer of their own."""
         every = (x for computation in self.computations.values() for x in computation.values())
-        return {name for x in every if x.operation == "fusion" for name in x.calls("calls")}
+        return {name for x in every if x.operation == "fusion" for name in x.called_computations("calls")}
 
-    def written(self) -> Iterator[Instruction]:
-        """Each instruction of the text that has a buffer: all but those inside a fusion."""
+    def buffer_instructions(self) -> Iterator[Instruction]:
+        """Yield each instruction of the text that writes a buffer, so none inside a fusion."""
         for name, computation in self.computations.items():
-            if name not in self.fused:
+            if name not in self.fused_computations:
                 yield from computation.values()
 
 
 @dataclass(frozen=True)
-class Walk:
-    """An execution of a module: of branches the one that touches the fewest bytes is taken, or with `dearest`
-    the most.
+class ModuleExecution:
+    """An execution of a module. Of branches it takes the one that touches the fewest bytes, or with
+    `takes_costliest_branches` the most.
 
-    A loop whose number of trips only the device knows is one over a pool's blocks if it carries one layer's
-    pools; others take `steps`.
+    pool_buffers: buffers of pages that loops may read.
+    default_trips: trips of other loops whose number only the device knows.
+
+    If only the device knows a loop's trips and it carries one layer's pools, it loops over their blocks.
     """
 
     module: Module
-    pools: tuple[PoolBuffer, ...] = ()
-    steps: int = 1
-    dearest: bool = False
+    pool_buffers: tuple[PoolBuffer, ...] = ()
+    default_trips: int = 1
+    takes_costliest_branches: bool = False
 
     @cached_property
-    def runs(self) -> list[ExecutedInstruction]:
-        return self.inlined(self.module.entry)
+    def executed_instructions(self) -> list[ExecutedInstruction]:
+        """Return all instructions that are executed."""
+        return self.inline_calls(self.module.entry)
 
     @cached_property
-    def bytes(self) -> int:
-        return total(self.runs)
+    def bytes_accessed(self) -> int:
+        """Return the bytes of main memory that are touched."""
+        return total_bytes(self.executed_instructions)
 
-    def inlined(self, name: str) -> list[ExecutedInstruction]:
-        """Return the instructions that a computation executes, with those of all computations it calls."""
-        computation, found = self.module.computations[name], []
+    def inline_calls(self, name: str) -> list[ExecutedInstruction]:
+        """Return the instructions that a computation executes, including all computations that it calls."""
+        computation, runs = self.module.computations[name], []
         for x in computation.values():
             if x.operation == "while":
-                found += repeated(self.inlined(x.calls("body")[0]), self.trips(computation, x))
+                runs += repeat_runs(
+                    self.inline_calls(x.called_computations("body")[0]), self.loop_trips(computation, x)
+                )
             elif x.operation == "conditional":
                 roles = "branch_computations", "true_computation", "false_computation"
-                found += (max if self.dearest else min)(map(self.inlined, x.calls(*roles)), key=total)
+                runs += (max if self.takes_costliest_branches else min)(
+                    map(self.inline_calls, x.called_computations(*roles)), key=total_bytes
+                )
             elif x.operation in ("call", "call-start", "async-start"):
-                found += [run for callee in x.calls("to_apply", "calls") for run in self.inlined(callee)]
+                runs += [
+                    run
+                    for callee in x.called_computations("to_apply", "calls")
+                    for run in self.inline_calls(callee)
+                ]
             else:
-                found.append(ExecutedInstruction(x, 1, self.touched(computation, x)))
-        return found
+                runs.append(ExecutedInstruction(x, 1, self.instruction_bytes(computation, x)))
+        return runs
 
-    def trips(self, computation: Computation, loop: Instruction) -> int:
-        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
+    def loop_trips(self, computation: Computation, loop_instruction: Instruction) -> int:
+        """Return the number of trips of a while loop."""
+        if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop_instruction.attribute_text):
             return int(known[1])
-        if (bound := constant_bound(self.module.computations[loop.calls("condition")[0]])) is not None:
+        if (
+            bound := constant_trip_count(
+                self.module.computations[loop_instruction.called_computations("condition")[0]]
+            )
+        ) is not None:
             return bound
-        body = self.module.computations[loop.calls("body")[0]]
-        sizes = {pool.bytes: pool for pool in self.pools}
-        carried = [sizes[n] for n in map(nbytes, buffers(loop.kind)) if n in sizes]
+        body = self.module.computations[loop_instruction.called_computations("body")[0]]
+        sizes = {pool.bytes: pool for pool in self.pool_buffers}
+        carried = [sizes[n] for n in map(type_bytes, buffer_types(loop_instruction.type_text)) if n in sizes]
         inner = all(x.operation != "while" for x in body.values())
-        one_layer = inner and len(carried) <= max((pool.arrays for pool in carried), default=-1)
-        return max(pool.blocks for pool in carried) if one_layer else self.steps
+        one_layer = inner and len(carried) <= max((pool.num_layer_buffers for pool in carried), default=-1)
+        return max(pool.loop_trips for pool in carried) if one_layer else self.default_trips
 
     # ------------------------------------------------------------ one instruction
 
-    def touched(self, computation: Computation, x: Instruction) -> int:
-        """Bytes of main memory that an instruction reads and writes."""
+    def instruction_bytes(self, computation: Computation, x: Instruction) -> int:
+        """Return the bytes of main memory that an instruction reads and writes."""
         operation = x.operation.removesuffix("-start")
-        if operation in FREE or operation.endswith(("-done", "-update")):
+        if operation in FREE_OPERATIONS or operation.endswith(("-done", "-update")):
             return 0
-        operands = [computation[name].kind for name in x.operands]
+        operands = [computation[name].type_text for name in x.operands]
         if operation == "fusion":
-            return self.fusion(x, operands)
+            return self.fusion_bytes(x, operands)
         if operation == "custom-call":
-            return self.custom_call(x, operands)
-        if operation in PARTS:
-            part = buffers(x.kind)[-2 if operation != x.operation else -1]
-            return here(operands[0]) * nbytes(part) + nbytes(part) * here(part) + sum(map(held, operands[1:]))
-        if operation in UPDATES:
-            return 2 * sum(map(held, operands[UPDATES[operation] :]))
+            return self.custom_call_bytes(x, operands)
+        if operation in PART_OPERATIONS:
+            part = buffer_types(x.type_text)[-2 if operation != x.operation else -1]
+            return (
+                is_in_main_memory(operands[0]) * type_bytes(part)
+                + type_bytes(part) * is_in_main_memory(part)
+                + sum(map(main_memory_bytes, operands[1:]))
+            )
+        if operation in UPDATE_OPERANDS:
+            return 2 * sum(map(main_memory_bytes, operands[UPDATE_OPERANDS[operation] :]))
         if x.operation == "copy-start":
-            return 0 if prefetched(computation, x) else held(x.kind)
-        return sum(map(held, operands)) + held(result(x, operands))
+            return 0 if is_prefetched(computation, x) else main_memory_bytes(x.type_text)
+        return sum(map(main_memory_bytes, operands)) + main_memory_bytes(result_type(x, operands))
 
-    def custom_call(self, x: Instruction, operands: list[str]) -> int:
-        """A kernel: a scope's name may say its bytes. Else it reads the live pages of a pool, and writes
-        those of one that it gives back in place; else its estimate, or its operands and results, count."""
-        if said := re.search(r"bytes_accessed:(\d+)", x.rest):
-            return int(said[1])
-        live = {pool.bytes: pool.live for pool in self.pools}
-        estimate = re.search(r'"?bytes_accessed"?:\s*"?(\d+)', x.rest)
-        if estimate and not any(nbytes(kind) in live for kind in operands):
+    def custom_call_bytes(self, x: Instruction, operands: list[str]) -> int:
+        """Return the bytes that a kernel touches. The name of a scope may state them. Else a kernel with a
+        pool reads its live pages, and writes them if it returns the pool in place. For others the kernel's
+        estimate counts, or its operands and results."""
+        if stated := re.search(r"bytes_accessed:(\d+)", x.attribute_text):
+            return int(stated[1])
+        live = {pool.bytes: pool.live_bytes for pool in self.pool_buffers}
+        estimate = re.search(r'"?bytes_accessed"?:\s*"?(\d+)', x.attribute_text)
+        if estimate and not any(type_bytes(kind) in live for kind in operands):
             return int(estimate[1])
-        aliased = set(re.findall(r"\{(\d*)\}: \(\d+, \{", x.rest))
-        others = enumerate(buffers(x.kind))
-        results = [own for i, own in others if nbytes(own) in live or aliased.isdisjoint({str(i), ""})]
-        return sum(live.get(nbytes(kind), held(kind)) for kind in (*operands, *results))
+        aliased = set(re.findall(r"\{(\d*)\}: \(\d+, \{", x.attribute_text))
+        others = enumerate(buffer_types(x.type_text))
+        results = [
+            buffer for i, buffer in others if type_bytes(buffer) in live or aliased.isdisjoint({str(i), ""})
+        ]
+        return sum(live.get(type_bytes(kind), main_memory_bytes(kind)) for kind in (*operands, *results))
 
-    def fusion(self, x: Instruction, operands: list[str]) -> int:
-        inner = self.module.computations[x.calls("calls")[0]]
-        reads = sum(here(kind) * self.read(inner, i) for i, kind in enumerate(operands))
-        results, roots = buffers(x.kind), outputs(inner)
-        if len(results) != len(roots):  # another fusion, or a custom call, returns them all
-            return reads + held(x.kind)
-        return reads + sum(here(kind) * write(inner, root) for kind, root in zip(results, roots, strict=True))
-
-    def read(self, computation: Computation, index: int) -> int:
-        """Bytes that a fused computation reads of its parameter of that index."""
-        parameter = next(
-            x for x in computation.values() if x.operation == "parameter" and x.inside == str(index)
+    def fusion_bytes(self, x: Instruction, operands: list[str]) -> int:
+        """Return the bytes of main memory that a fusion reads and writes."""
+        inner = self.module.computations[x.called_computations("calls")[0]]
+        reads = sum(
+            is_in_main_memory(kind) * self.parameter_bytes(inner, i) for i, kind in enumerate(operands)
         )
-        return min(nbytes(parameter.kind), self.uses(computation, parameter.name, in_place(computation)))
+        results, roots = buffer_types(x.type_text), fusion_outputs(inner)
+        if len(results) != len(roots):  # a nested fusion or a custom call returns all of them
+            return reads + main_memory_bytes(x.type_text)
+        return reads + sum(
+            is_in_main_memory(kind) * written_bytes(inner, root)
+            for kind, root in zip(results, roots, strict=True)
+        )
 
-    def uses(self, computation: Computation, name: str, updated: set[str]) -> int:
-        value, found = computation[name], 0
-        if any(value is x for x in outputs(computation)):
-            return nbytes(value.kind)
+    def parameter_bytes(self, computation: Computation, index: int) -> int:
+        """Return the bytes that a fused computation reads of its parameter `index`."""
+        parameter = next(
+            x for x in computation.values() if x.operation == "parameter" and x.argument_text == str(index)
+        )
+        return min(
+            type_bytes(parameter.type_text),
+            self.use_bytes(computation, parameter.name, updated_names(computation)),
+        )
+
+    def use_bytes(self, computation: Computation, name: str, updated: set[str]) -> int:
+        """Return the bytes of a value that its uses read. Operands updated in place are not read."""
+        value, read_bytes = computation[name], 0
+        if any(value is x for x in fusion_outputs(computation)):
+            return type_bytes(value.type_text)
         for x in computation.values():
             operands = x.operands
             if name not in operands:
                 continue
             if x.operation == "bitcast":
-                found += self.uses(computation, x.name, updated)
-            elif x.operation in PARTS and name not in operands[1:]:
-                found += nbytes(x.kind)
+                read_bytes += self.use_bytes(computation, x.name, updated)
+            elif x.operation in PART_OPERATIONS and name not in operands[1:]:
+                read_bytes += type_bytes(x.type_text)
             elif x.name in updated and operands.index(name) == 0:
                 pass
             elif x.operation == "fusion":
-                inner = self.module.computations[x.calls("calls")[0]]
-                found += sum(self.read(inner, i) for i, operand in enumerate(operands) if operand == name)
+                inner = self.module.computations[x.called_computations("calls")[0]]
+                read_bytes += sum(
+                    self.parameter_bytes(inner, i) for i, operand in enumerate(operands) if operand == name
+                )
             else:
-                return nbytes(value.kind)
-        return found
+                return type_bytes(value.type_text)
+        return read_bytes
 
 
-def total(runs: Iterable[ExecutedInstruction]) -> int:
+def total_bytes(runs: Iterable[ExecutedInstruction]) -> int:
+    """Return the bytes that all executions touch."""
     return sum(run.times * run.bytes for run in runs)
 
 
-def repeated(runs: list[ExecutedInstruction], times: int) -> list[ExecutedInstruction]:
+def repeat_runs(runs: list[ExecutedInstruction], times: int) -> list[ExecutedInstruction]:
+    """Return the executed instructions of a loop of `times` trips."""
     return [run._replace(times=run.times * times) for run in runs]
 
 
-def prefetched(computation: Computation, copy: Instruction) -> bool:
-    """Tell if the previous call made this copy: a TPU's program may end with the first copy of the next."""
-    if "cross_program_prefetch" not in copy.rest:
+def is_prefetched(computation: Computation, copy_instruction: Instruction) -> bool:
+    """Tell if the previous call made this copy. A TPU's program may end with the first copy of the next
+    call."""
+    if "cross_program_prefetch" not in copy_instruction.attribute_text:
         return False
     return any(
-        x.operation == "copy-start" and x.inside == copy.inside and x is not copy
+        x.operation == "copy-start"
+        and x.argument_text == copy_instruction.argument_text
+        and x is not copy_instruction
         for x in computation.values()
     )
 
 
-def constant_bound(condition: Computation) -> int | None:
-    """n of a loop while i < n, which starts at zero as all of jax's do; None for another condition."""
+def constant_trip_count(condition: Computation) -> int | None:
+    """Return n of a loop while i < n, which starts at zero as all of jax's do. Return None for another
+    condition."""
     root = next(x for x in condition.values() if x.root)
-    if root.operation != "compare" or "direction=LT" not in root.rest:
+    if root.operation != "compare" or "direction=LT" not in root.attribute_text:
         return None
     bound = condition[root.operands[1]]
-    return int(bound.inside) if bound.operation == "constant" else None
+    return int(bound.argument_text) if bound.operation == "constant" else None
 
 
 # ---------------------------------------------------------------- inside a fusion
 
 
-def outputs(computation: Computation) -> list[Instruction]:
+def fusion_outputs(computation: Computation) -> list[Instruction]:
     """Return the results of a fused computation: its root, or the parts of a tuple."""
     root = next(x for x in computation.values() if x.root)
     return [computation[name] for name in root.operands] if root.operation == "tuple" else [root]
 
 
-def chain(computation: Computation, x: Instruction) -> Iterator[Instruction]:
-    """An output and the updates that it is made of, the last first."""
-    while x.operation == "bitcast" or x.operation in UPDATES:
+def update_chain(computation: Computation, x: Instruction) -> Iterator[Instruction]:
+    """Yield an output and the in-place updates that it is made of, the last first."""
+    while x.operation == "bitcast" or x.operation in UPDATE_OPERANDS:
         yield x
         x = computation[x.operands[0]]
 
 
-def in_place(computation: Computation) -> set[str]:
-    return {x.name for root in outputs(computation) for x in chain(computation, root)}
+def updated_names(computation: Computation) -> set[str]:
+    """Return the names of the instructions that update an output in place."""
+    return {x.name for root in fusion_outputs(computation) for x in update_chain(computation, root)}
 
 
-def write(computation: Computation, root: Instruction) -> int:
-    """Bytes that an output writes: of updates in place, what is new."""
-    updates = [x for x in chain(computation, root) if x.operation in UPDATES]
+def written_bytes(computation: Computation, root_instruction: Instruction) -> int:
+    """Return the bytes that an output writes. For updates in place only the new parts count."""
+    updates = [x for x in update_chain(computation, root_instruction) if x.operation in UPDATE_OPERANDS]
     if not updates:
-        return nbytes(root.kind)
+        return type_bytes(root_instruction.type_text)
     return sum(
-        nbytes(computation[name].kind) for x in updates for name in x.operands[UPDATES[x.operation] :][:1]
+        type_bytes(computation[name].type_text)
+        for x in updates
+        for name in x.operands[UPDATE_OPERANDS[x.operation] :][:1]
     )
 
 
 # ---------------------------------------------------------------- text
 
 
-def parsed(line: str, start: re.Match[str]) -> Instruction:
-    at = start.end()
-    end = closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
+def parse_instruction(line: str, start: re.Match[str]) -> Instruction:
+    """Parse a line whose name `start` has matched."""
+    type_start = start.end()
+    end = find_closing(line, type_start) + 1 if line[type_start] == "(" else line.index(" ", type_start)
     opened = line.index("(", end)
-    closed = closing(line, opened)
+    closed = find_closing(line, opened)
     operation, inside = line[end:opened].strip(), line[opened + 1 : closed]
-    return Instruction(start[2], line[at:end], operation, inside, line[closed + 1 :], bool(start[1]))
+    return Instruction(start[2], line[type_start:end], operation, inside, line[closed + 1 :], bool(start[1]))
 
 
-def closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+def find_closing(text: str, start: int) -> int:
+    """Return the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for bracket in re.compile(r"[()]").finditer(text, start):
         depth += 1 if bracket[0] == "(" else -1
@@ -305,47 +387,48 @@ def closing(text: str, start: int) -> int:
     raise ValueError(f"a parenthesis does not close in {text[:80]!r}")
 
 
-def buffers(kind: str) -> list[str]:
-    """The types in a tuple of types, or the one type."""
-    return [match[0] for match in BUFFER.finditer(kind)]
+def buffer_types(kind: str) -> list[str]:
+    """Split a tuple of types; a plain type is returned alone."""
+    return [match[0] for match in BUFFER_TYPE.finditer(kind)]
 
 
-def sizes_of(kind: str) -> list[int]:
-    """The sizes of a type, or of the first in a tuple of types."""
-    found = BUFFER.search(kind)
-    return [int(n) for n in found[2].split(",") if n] if found else []
+def type_shape(kind: str) -> list[int]:
+    """Return the dimensions of a type, or of the first type in a tuple."""
+    match = BUFFER_TYPE.search(kind)
+    return [int(n) for n in match[2].split(",") if n] if match else []
 
 
-def nbytes(kind: str) -> int:
-    """Bytes of a type such as bf16[64,8,128] or of a tuple of types, without padding."""
+def type_bytes(kind: str) -> int:
+    """Return the bytes of a type such as bf16[64,8,128], or of a tuple of types, without padding."""
     return sum(
-        width(name) * math.prod(int(n) for n in sizes.split(",") if n)
-        for name, sizes, _ in BUFFER.findall(kind)
+        element_bytes(name) * math.prod(int(n) for n in sizes.split(",") if n)
+        for name, sizes, _ in BUFFER_TYPE.findall(kind)
     )
 
 
-def here(kind: str) -> bool:
+def is_in_main_memory(kind: str) -> bool:
     """Tell if a buffer lies in main memory."""
-    return not ELSEWHERE.search(kind)
+    return not OTHER_MEMORY.search(kind)
 
 
-def held(kind: str) -> int:
-    """Bytes of a type, or of a tuple of types, in main memory."""
-    return sum(nbytes(buffer) for buffer in buffers(kind) if here(buffer))
+def main_memory_bytes(kind: str) -> int:
+    """Return the bytes of a type, or of a tuple of types, that are in main memory."""
+    return sum(type_bytes(buffer) for buffer in buffer_types(kind) if is_in_main_memory(buffer))
 
 
-def result(x: Instruction, operands: Sequence[str]) -> str:
-    """The type of an instruction's result; the start of an asynchronous one names its operands before
+def result_type(x: Instruction, operands: Sequence[str]) -> str:
+    """Return the type of an instruction's result. The start of an asynchronous one names its operands before
     it."""
-    kinds = buffers(x.kind)
-    started = x.operation.endswith("-start") and len(kinds) > len(operands)
-    return ", ".join(kinds[len(operands) : 2 * len(operands)]) if started else x.kind
+    kinds = buffer_types(x.type_text)
+    is_start = x.operation.endswith("-start") and len(kinds) > len(operands)
+    return ", ".join(kinds[len(operands) : 2 * len(operands)]) if is_start else x.type_text
 
 
-def label(kind: str) -> str:
-    """A type without its layout."""
-    return ", ".join(f"{name}[{sizes}]" for name, sizes, _ in BUFFER.findall(kind))
+def type_label(kind: str) -> str:
+    """Return a type without its layout."""
+    return ", ".join(f"{name}[{sizes}]" for name, sizes, _ in BUFFER_TYPE.findall(kind))
 
 
-def width(name: str) -> int:
-    return WIDTHS.get(name, 1 if name.startswith("f8") else 4)
+def element_bytes(name: str) -> int:
+    """Return the bytes of one number of an element type."""
+    return ELEMENT_BYTES.get(name, 1 if name.startswith("f8") else 4)

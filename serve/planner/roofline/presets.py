@@ -22,10 +22,10 @@ DEEPSEEK_EXPERTS = Experts(
 )  # fmt: skip
 
 
-def gated_deltas(
+def gated_delta_layers(
     num_heads: int, num_kv_heads: int, ffn: Dense | Experts, periods: int
 ) -> tuple[LayerKind, ...]:
-    """Layers of Qwen3-Next and Qwen 3.5: three with a state before each with attention."""
+    """Return the layers of Qwen3-Next and Qwen 3.5: three with a state before each with attention."""
     norm = NormKind(eps=1e-6, offset=1.0)
     attention = GroupedQuery(
         num_heads, num_kv_heads, 256, Rope(1e7), rotary_size=64, qk_norm=norm, gated=True
@@ -33,11 +33,11 @@ def gated_deltas(
     return periods * (*3 * (LayerKind(DeltaNet(16, 32, 128, 128), ffn),), LayerKind(attention, ffn))
 
 
-def gpt_oss(window: int | None) -> LayerKind:
-    """Either of the layers that take turns in gpt-oss-20b."""
-    turn = Rope(150000.0, "yarn", factor=32.0, original_max_position=4096, truncate=False)
+def gpt_oss_layer(window: int | None) -> LayerKind:
+    """Return one of the two layer kinds that alternate in gpt-oss-20b, with or without a window."""
+    rope = Rope(150000.0, "yarn", factor=32.0, original_max_position=4096, truncate=False)
     return LayerKind(
-        GroupedQuery(64, 8, 64, turn, window=window, bias=True, output_bias=True, sinks=True),
+        GroupedQuery(64, 8, 64, rope, window=window, bias=True, output_bias=True, sinks=True),
         Experts(32, 4, 2880, "clamped_silu", bias=True, router_bias=True, clamp=7.0),
     )
 
@@ -62,12 +62,12 @@ PRESETS = {
         norm=NormKind(eps=1e-6),
     ),
     "qwen3-next-80b": ModelConfig(
-        151936, 2048, gated_deltas(16, 2, Experts(512, 10, 512, shared=512, shared_gate=True), 12), 262144,
-        norm=NormKind(eps=1e-6, offset=1.0),
+        151936, 2048, gated_delta_layers(16, 2, Experts(512, 10, 512, shared=512, shared_gate=True), 12),
+        262144, norm=NormKind(eps=1e-6, offset=1.0),
     ),
     "qwen3.5-4b": ModelConfig(
-        248320, 2560, gated_deltas(16, 4, Dense(9216), 8), 262144, norm=NormKind(eps=1e-6, offset=1.0),
+        248320, 2560, gated_delta_layers(16, 4, Dense(9216), 8), 262144, norm=NormKind(eps=1e-6, offset=1.0),
         tied_embeddings=True,
     ),
-    "gpt-oss-20b": ModelConfig(201088, 2880, 12 * (gpt_oss(128), gpt_oss(None)), 131072),
+    "gpt-oss-20b": ModelConfig(201088, 2880, 12 * (gpt_oss_layer(128), gpt_oss_layer(None)), 131072),
 }  # fmt: skip

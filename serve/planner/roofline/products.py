@@ -10,21 +10,25 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ...runtime.compiled.tuning import noted
-from .hlo import Instruction, Module, sizes_of
+from ...runtime.compiled.tuning import parse_backend_config
+from .hlo import Instruction, Module, type_shape
 
-FUSED = re.compile(r"gemm|dot")  # in the kind of a fusion that some backend compiles as one product
-LIBRARY = re.compile(r'custom_call_target="(__cublas\$[^"]*|__cudnn\$[^"]*)"')
-# a kernel of `model/weights`: its tiles stand in the name of what it computes, and whether
-# its columns are x's rows
-KERNEL = re.compile(
-    r'custom_call_target="(mosaic_gpu\w*|__gpu\$xla\.gpu\.triton)".*?op_name="[^"]*/(turned_)?(tiles_\w+)/'
+PRODUCT_FUSION = re.compile(r"gemm|dot")  # kind of a fusion that a backend compiles as one product
+LIBRARY_CALL = re.compile(r'custom_call_target="(__cublas\$[^"]*|__cudnn\$[^"]*)"')
+# A kernel of `model/weights` names its tiles in its scope; `transposed_` if its columns are x's rows.
+KERNEL_CALL = re.compile(
+    r'custom_call_target="(mosaic_gpu\w*|__gpu\$xla\.gpu\.triton)".*?op_name="[^"]*/(transposed_)?(tiles_\w+)/'
 )
 
 
 class Product(NamedTuple):
-    """A matrix product: its columns, the parts that its inner dimension is cut into, who computes it, and
-    how."""
+    """A matrix product as XLA configured it.
+
+    columns: of the result.
+    parts: number of parts that the inner dimension is cut into (split-K).
+    kind: library or kernel that computes it.
+    config: its settings, as JSON.
+    """
 
     columns: int
     parts: int
@@ -32,35 +36,35 @@ class Product(NamedTuple):
     config: str
 
 
-def products(module: Module) -> tuple[Product, ...]:
-    """The products that a program runs, in the order of its text."""
-    return tuple(found for x in module.written() if (found := product(x)))
+def find_products(module: Module) -> tuple[Product, ...]:
+    """Return the products that a program runs, in the order of its text."""
+    return tuple(product for x in module.buffer_instructions() if (product := parse_product(x)))
 
 
-def product(x: Instruction) -> Product | None:
+def parse_product(x: Instruction) -> Product | None:
     """Return the product that an instruction computes, or None."""
-    if kernel := KERNEL.search(x.rest):
-        *parts, rows, columns = sizes_of(x.kind)
+    if kernel := KERNEL_CALL.search(x.attribute_text):
+        *parts, rows, columns = type_shape(x.type_text)
         return Product(rows if kernel[2] else columns, parts[0] if parts else 1, kernel[1], kernel[3])
-    library = LIBRARY.search(x.rest)
+    library = LIBRARY_CALL.search(x.attribute_text)
     if not library and x.operation != "fusion":
         return None
-    config = noted(x.rest)
-    own = config.get("fusion_backend_config", config)
-    kind = library[1] if library else own.get("kind", "")
-    if not library and not FUSED.search(kind):
+    config = parse_backend_config(x.attribute_text)
+    backend_config = config.get("fusion_backend_config", config)
+    kind = library[1] if library else backend_config.get("kind", "")
+    if not library and not PRODUCT_FUSION.search(kind):
         return None
-    *parts, _, columns = sizes_of(x.kind)
-    settings = {name: value for name, value in own.items() if name != "kind"}
+    *parts, _, columns = type_shape(x.type_text)
+    settings = {name: value for name, value in backend_config.items() if name != "kind"}
     return Product(columns, parts[0] if parts else 1, kind, json.dumps(settings, sort_keys=True))
 
 
-def alike(programs: Mapping[str, Iterable[Product]], vocabulary: int) -> list[list[str]]:
-    """Names of programs whose layers' products are configured alike, largest group first.
+def group_by_products(programs: Mapping[str, Iterable[Product]], vocabulary: int) -> list[list[str]]:
+    """Group the names of programs whose layers' products are configured alike, the largest group first.
 
-    Products with the vocabulary's columns are left out: a prefill makes logits of its last tokens only.
+    Products with the vocabulary's columns are skipped: a prefill computes logits of its last tokens only.
     """
     groups: dict[tuple[Product, ...], list[str]] = {}
-    for name, found in programs.items():
-        groups.setdefault(tuple(p for p in found if p.columns != vocabulary), []).append(name)
+    for name, products in programs.items():
+        groups.setdefault(tuple(p for p in products if p.columns != vocabulary), []).append(name)
     return sorted(groups.values(), key=len, reverse=True)

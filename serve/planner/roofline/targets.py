@@ -1,7 +1,7 @@
 """Accelerators that are not there: XLA compiles for a description of a device, and its memory plan and copies
 are exact.
 
-What it cannot say is how long a program takes; the peaks are the vendors' (dense products, no sparsity).
+It does not predict how long a program takes; the peaks are the vendors' (dense products, no sparsity).
 """
 
 import os
@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from ....model.gpus import Gpu, gpu, gpu_of
+from ....model.gpus import Gpu, gpu_from_device, target_gpu
 from ...host.devices import (
     MEMORY_FRACTION,
     default_device,
@@ -45,7 +45,7 @@ class Peaks:
     bandwidth: bytes/s of its memory.
     link: bytes/s of its links.
     memory: bytes.
-    host: bytes/s between it and the host's memory, 0 if unknown.
+    host: bytes/s between the device and the host's memory, 0 if unknown.
     """
 
     flops16: float
@@ -56,15 +56,20 @@ class Peaks:
     host: float = 0.0
 
     def flops(self, dtype: Any) -> float:
-        """FLOP/s of matrix products of a dtype; 32 bits are exact ones, without tensor cores or in six passes
-        of bfloat16."""
+        """Return the FLOP/s of matrix products of a dtype. Products in 32 bits are exact: without tensor
+        cores, or in six passes of bfloat16."""
         return self.flops32 if jax.numpy.dtype(dtype).itemsize >= 4 else self.flops16
 
 
 @dataclass(frozen=True)
 class Target:
-    """Devices that programs are compiled for, and what is known of each: its peaks, its bytes of memory (not
-    a host's), and which of GPUS it is, if that is absent."""
+    """Devices that programs are compiled for.
+
+    devices: of jax, or descriptions of absent ones.
+    peaks: rates of each device, if known.
+    memory: bytes of each device, if known; None for a host.
+    kind: key of GPUS of an absent GPU, else "".
+    """
 
     name: str
     devices: tuple[Any, ...]
@@ -91,14 +96,21 @@ TPUS = {
     "v6e": Peaks(918e12, 918e12 / 6, 1.64e12, 448e9, 32 << 30),
     "tpu7x": Peaks(1153e12, 1153e12 / 6, 3.69e12, 300e9, 96 << 30),  # half of a chip
 }
-SLICES = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x4", "tpu7x": "2x2x1"}  # for example; 1x1 is one chip
-HALVES = {"tpu7x": 2}  # devices of a chip, where it is not one
+# Examples of slices; 1x1 is one chip.
+SLICE_EXAMPLES = {"v5e": "2x2", "v5p": "2x2x1", "v6e": "2x4", "tpu7x": "2x2x1"}
+DEVICES_PER_CHIP = {"tpu7x": 2}  # devices of a chip, if more than one
 
 
 @dataclass(frozen=True)
 class Chip:
-    """Description of a GPU besides its peaks: its name as the driver reports it, multiprocessors, threads and
-    float32 lanes of each, bytes of the second-level cache, and GHz."""
+    """Description of a GPU besides its peaks.
+
+    kind: name, as the driver reports it.
+    cores: number of multiprocessors.
+    threads, lanes: threads and float32 lanes of each multiprocessor.
+    cache: bytes of the second-level cache.
+    clock: GHz.
+    """
 
     kind: str
     cores: int
@@ -109,9 +121,9 @@ class Chip:
 
     @property
     def gpu(self) -> Gpu:
-        found = gpu_of(AbstractDevice(self.kind, self.cores, "gpu"))
-        assert found is not None
-        return found
+        known_gpu = gpu_from_device(AbstractDevice(self.kind, self.cores, "gpu"))
+        assert known_gpu is not None
+        return known_gpu
 
 
 CHIPS = {
@@ -126,7 +138,7 @@ CHIPS = {
 }
 # XLA's description of a GPU (its GpuTargetConfigProto, as text). Without the versions XLA takes it for one
 # that cannot capture conditionals, loops and library calls in command buffers.
-DESCRIPTION = """
+GPU_DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
   shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {block}
@@ -140,15 +152,15 @@ platform_name: "CUDA" device_description_str: "{kind}"
 dnn_version_info {{ major: 9 minor: 10 }}
 runtime_version {{ major: 13 }}
 """
-# What libtpu would ask the cloud, and complain of on a machine without a TPU; there, processes have none to
-# fight for.
+# Variables for a machine without a TPU. With them libtpu neither asks the cloud's metadata server nor locks
+# the TPU for one process.
 ABSENT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v6e-4",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-KINDS = {
+TARGET_KINDS = {
     "H100": "h100", "H200": "h200", "B200": "b200", "A100-SXM4-80GB": "a100", "NVIDIA L4": "l4",
     "Tesla T4": "t4", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "TPU v5 lite": "v5e", "TPU v5": "v5p",
     "TPU v6 lite": "v6e", "TPU7x": "tpu7x",
@@ -164,20 +176,22 @@ def find_target(name: str) -> Target:
     # jax looks for devices before it describes others, and must not look for those that are absent
     default_device()
     if gpu and gpu[2] in GPUS:
-        return gpu_target(name, gpu[2], int(gpu[1] or 1))
+        return describe_gpus(name, gpu[2], int(gpu[1] or 1))
     kind = name.partition(":")[0]
     if kind in TPUS and re.fullmatch(r"\w+:\d+(x\d+)+", name):
-        return tpu_target(name, kind)
-    tpus = ", ".join(f"{kind}:{slice}" for kind, slice in SLICES.items())
+        return describe_tpus(name, kind)
+    tpus = ", ".join(f"{kind}:{slice}" for kind, slice in SLICE_EXAMPLES.items())
     raise TargetError(
         f"target {name!r} is unknown: {', '.join(GPUS)}, 8xh200 and the like, or a slice such as {tpus}"
     )
 
 
 @dataclass(frozen=True)
-class Known:
-    """A target as far as it is known without its compiler.
+class TargetFacts:
+    """Facts of a target that are known without its compiler.
 
+    platform: "gpu" or "tpu".
+    count: number of devices.
     memory: bytes that jax takes of each device.
     """
 
@@ -188,50 +202,54 @@ class Known:
     memory: int
 
 
-def known_target(name: str) -> Known:
+def target_facts(name: str) -> TargetFacts:
     """Return the facts of `h200`, `8xh200`, `v6e`, `8xv6e` or `v6e:2x4`. Raises TargetError for others."""
-    found = re.fullmatch(r"(?:(\d+)x)?(\w+)(?::(\d+(?:x\d+)+))?", name)
-    kind = found[2] if found else ""
-    count = prod(map(int, (found[1] or found[3] or "1").split("x"))) if found else 0
-    if found and count and kind in GPUS and not found[3]:
+    match = re.fullmatch(r"(?:(\d+)x)?(\w+)(?::(\d+(?:x\d+)+))?", name)
+    kind = match[2] if match else ""
+    count = prod(map(int, (match[1] or match[3] or "1").split("x"))) if match else 0
+    if match and count and kind in GPUS and not match[3]:
         peaks = GPUS[kind]
-        return Known(name, "gpu", count, peaks, int(peaks.memory * MEMORY_FRACTION))
-    if found and count and kind in TPUS and not (found[1] and found[3]):
-        count *= HALVES.get(kind, 1) if found[3] else 1
-        return Known(name, "tpu", count, TPUS[kind], TPUS[kind].memory)
+        return TargetFacts(name, "gpu", count, peaks, int(peaks.memory * MEMORY_FRACTION))
+    if match and count and kind in TPUS and not (match[1] and match[3]):
+        count *= DEVICES_PER_CHIP.get(kind, 1) if match[3] else 1
+        return TargetFacts(name, "tpu", count, TPUS[kind], TPUS[kind].memory)
     kinds = ", ".join((*GPUS, *TPUS))
     raise TargetError(f"target {name!r} is unknown: one of {kinds}, 8xh200 and the like, or v6e:2x4")
 
 
-def here(measure: bool = False) -> Target:
-    """The device that programs run on by default; its peaks are known for the kinds above, or measured."""
+def local_target(measure: bool = False) -> Target:
+    """Return the device that programs run on by default. Its peaks are measured, or known for the kinds
+    above."""
     device = default_device()
     kind = next(
-        (ours for theirs, ours in KINDS.items() if re.search(rf"{theirs}(?!\d)", device.device_kind)), None
+        (ours for theirs, ours in TARGET_KINDS.items() if re.search(rf"{theirs}(?!\d)", device.device_kind)),
+        None,
     )
-    peaks = measured_peaks() if measure else {**GPUS, **TPUS}.get(kind or "")
+    peaks = measure_peaks() if measure else {**GPUS, **TPUS}.get(kind or "")
     return Target(device.device_kind, (device,), peaks, memory_limit(device))
 
 
-def options_of(target: Target) -> dict[str, str]:
-    """Options of XLA's compiler for a target's steps."""
-    found = gpu_of(device_of(target))
-    return found.options() if found else {}
+def compiler_options(target: Target) -> dict[str, str]:
+    """Return the options of XLA's compiler for a target's steps."""
+    known_gpu = gpu_from_device(first_device(target))
+    return known_gpu.compiler_options() if known_gpu else {}
 
 
 @contextmanager
-def described(target: Target) -> Iterator[None]:
-    """While this is entered, kernels are lowered for a target's GPU or TPU, where jax would ask the machine's
-    own what it is, and nothing warns of what compiling for an absent device brings along."""
-    with warnings.catch_warnings(), kernels_for(target):
+def target_lowering(target: Target) -> Iterator[None]:
+    """Lower kernels for a target's GPU or TPU while this is entered. Else jax would ask the machine's own
+    device what it is. Warnings that compiling for an absent device brings are ignored."""
+    with warnings.catch_warnings(), abstract_device_mesh(target):
         # jax stores what it compiled for an absent device, and cannot read it back.
         warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
         yield
 
 
-def kernels_for(target: Target) -> AbstractContextManager[Any]:
-    device = device_of(target)
+def abstract_device_mesh(target: Target) -> AbstractContextManager[Any]:
+    """Return a context in which kernels see an absent device's description; for a present one it does
+    nothing."""
+    device = first_device(target)
     if device.platform == "tpu":
         device = AbstractDevice(device.device_kind, device.num_cores, "tpu")
     if not isinstance(device, AbstractDevice):
@@ -239,28 +257,30 @@ def kernels_for(target: Target) -> AbstractContextManager[Any]:
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def device_of(target: Target) -> Any:
-    """A target's first device; of a GPU that is absent a description that has its name, which `gpu_of`
-    reads."""
+def first_device(target: Target) -> Any:
+    """Return a target's first device. For an absent GPU return a description with its name, which
+    `gpu_from_device` reads."""
     if not target.kind:
         return target.devices[0]
     return AbstractDevice(CHIPS[target.kind].kind, CHIPS[target.kind].cores, "gpu")
 
 
-def gpu_target(name: str, kind: str, count: int) -> Target:
-    need("jax-cuda13-plugin", "jax-cuda13-pjrt", "absl-py")
+def describe_gpus(name: str, kind: str, count: int) -> Target:
+    """Describe absent GPUs of one host. Raises MissingCompiler without the packages that compile for them."""
+    require_packages("jax-cuda13-plugin", "jax-cuda13-pjrt", "absl-py")
     peaks, chip = GPUS[kind], CHIPS[kind]
     major, minor = chip.gpu.capability
-    config = DESCRIPTION.format(
+    config = GPU_DESCRIPTION.format(
         **vars(chip), shared=chip.gpu.shared_memory + 1024, block=chip.gpu.shared_memory,
         bandwidth=int(peaks.bandwidth), memory=peaks.memory, capability=f"major: {major} minor: {minor}",
     )  # fmt: skip
-    described = topologies.get_topology_desc(kind, "cuda", target_config=config, topology=f"1x1x{count}")
-    return Target(name, tuple(described.devices), peaks, int(peaks.memory * MEMORY_FRACTION), kind)
+    topology = topologies.get_topology_desc(kind, "cuda", target_config=config, topology=f"1x1x{count}")
+    return Target(name, tuple(topology.devices), peaks, int(peaks.memory * MEMORY_FRACTION), kind)
 
 
-def tpu_target(name: str, kind: str) -> Target:
-    need("libtpu")
+def describe_tpus(name: str, kind: str) -> Target:
+    """Describe an absent TPU slice. Raises MissingCompiler without the packages that compile for it."""
+    require_packages("libtpu")
     if not has_accelerator():
         for variable, value in ABSENT_TPU.items():
             os.environ.setdefault(variable, value)
@@ -272,8 +292,8 @@ def tpu_target(name: str, kind: str) -> Target:
     return Target(name, tuple(devices), TPUS[kind], TPUS[kind].memory)
 
 
-def need(*packages: str) -> None:
-    """Raises MissingCompiler, with the command that installs them, unless all packages are there."""
+def require_packages(*packages: str) -> None:
+    """Check that packages are installed. Raises MissingCompiler with the command that installs them."""
     for package in packages:
         try:
             version(package)
@@ -284,24 +304,27 @@ def need(*packages: str) -> None:
             ) from None
 
 
-def measured_peaks() -> Peaks:
-    """This device's rates: a large product in 16 bits and in float32, and one that reads weights for a single
-    row. On a GPU both are larger, since a product of 1024^3 takes no longer than a launch; the row and its
-    weights have 16 bits, as XLA reads float32 at a third of the rate."""
-    found = gpu()
-    n, inner = (8192, 1 << 16) if found else (1024, 8192)
+def measure_peaks() -> Peaks:
+    """Measure this device's rates: a large product in 16 bits and in float32, and one of a single row that
+    reads weights.
+
+    On a GPU the products are larger, because one of 1024^3 takes no longer than a launch. The row and its
+    weights have 16 bits there: XLA reads float32 at a third of the rate.
+    """
+    known_gpu = target_gpu()
+    n, inner = (8192, 1 << 16) if known_gpu else (1024, 8192)
     square = jax.numpy.ones((n, n))
-    narrow = square.astype(found.auto_dtype if found else "bfloat16")
-    flops = {x.dtype.itemsize: 2 * n**3 / fastest(x, x) for x in (narrow, square)}
-    dtype = narrow.dtype if found else square.dtype
+    narrow = square.astype(known_gpu.auto_dtype if known_gpu else "bfloat16")
+    flops = {x.dtype.itemsize: 2 * n**3 / time_matmul(x, x) for x in (narrow, square)}
+    dtype = narrow.dtype if known_gpu else square.dtype
     del square, narrow
     row, weights = jax.numpy.ones((1, inner), dtype), jax.numpy.ones((inner, 8192), dtype)
-    return Peaks(flops[2], flops[4], weights.nbytes / fastest(row, weights), 0.0, 0)
+    return Peaks(flops[2], flops[4], weights.nbytes / time_matmul(row, weights), 0.0, 0)
 
 
-def fastest(a: jax.Array, b: jax.Array, times: int = 10) -> float:
-    """Seconds of a product at its best; those of float32 are exact."""
+def time_matmul(a: jax.Array, b: jax.Array, repeats: int = 10) -> float:
+    """Return the least seconds of a product in `repeats` tries. Products in float32 are exact."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jax.numpy.float32 else None
     matmul = partial(jax.numpy.matmul, precision=exact, preferred_element_type=jax.numpy.float32)
     product = jax.jit(matmul).lower(a, b).compile()
-    return min(time_calls(lambda: product(a, b), times))
+    return min(time_calls(lambda: product(a, b), repeats))

@@ -1,8 +1,8 @@
 """Which parts of a program a GPU runs without its host: XLA's thunk sequence, read from the compiler's dump.
 
-A command buffer (a CUDA graph) is one launch. Outside of them the host launches every kernel, and waits for
-the predicate of a conditional, and of a loop at each turn unless it knows how often that turns. A compiler
-for a GPU that is not there shows all of it.
+A command buffer (a CUDA graph) is one launch. Outside of them the host launches every kernel. It waits for
+the predicate of each conditional. It also waits at each trip of a loop, unless the number of trips is known.
+A compiler for an absent GPU shows all of it.
 """
 
 import re
@@ -14,33 +14,40 @@ from typing import NamedTuple
 
 import jax
 
-LINE = re.compile(r"^( *)(\d+): k(\w+)", re.MULTILINE)
-ANNOTATED = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
-COUNTED = re.compile(r"%?([\w.-]+) = [^\n]* while\([^\n]*known_trip_count")
-FILES = ("thunk_sequence_after_thunk_passes", "thunk_sequence")  # the former where they changed something
-WAITS = ("Conditional", "While")
-KERNELS = ("Kernel", "CustomKernel", "CustomCall", "Gemm", "CublasLtMatmul", "CuDnn")
+THUNK_LINE = re.compile(r"^( *)(\d+): k(\w+)", re.MULTILINE)
+THUNK_ANNOTATION = re.compile(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)')
+COUNTED_LOOP = re.compile(r"%?([\w.-]+) = [^\n]* while\([^\n]*known_trip_count")
+# The first exists if passes changed the sequence.
+DUMP_FILES = ("thunk_sequence_after_thunk_passes", "thunk_sequence")
+WAITING_KINDS = ("Conditional", "While")
+KERNEL_KINDS = ("Kernel", "CustomKernel", "CustomCall", "Gemm", "CublasLtMatmul", "CuDnn")
 
 
 class Thunk(NamedTuple):
-    """A line of a sequence, and the kinds of those that it stands in, from the outermost in."""
+    """A line of a thunk sequence.
+
+    number: its id.
+    kind: such as "Kernel" or "While".
+    enclosing_kinds: kinds of the thunks around it, the outermost first.
+    """
 
     number: int
     kind: str
-    inside: tuple[str, ...]
+    enclosing_kinds: tuple[str, ...]
 
     @property
-    def captured(self) -> bool:
-        return "CommandBuffer" in self.inside
+    def is_captured(self) -> bool:
+        """Tell if a command buffer has it."""
+        return "CommandBuffer" in self.enclosing_kinds
 
 
 @dataclass(frozen=True)
-class Thunks:
+class ThunkCounts:
     """Launches of a program.
 
     buffers: command buffers.
-    read_backs: conditionals and loops whose predicates the host reads back, those of a loop at each turn.
-    kernels: kernels outside of branches, those of a loop once.
+    read_backs: conditionals and loops whose predicates the host reads back, in a loop at each trip.
+    kernels: kernels outside of branches; those of a loop count once.
     """
 
     buffers: int
@@ -53,37 +60,42 @@ class Thunks:
         return f"{what}, the host reads back {self.read_backs} predicates"
 
 
-def compile_thunks(
+def compile_with_thunks(
     lowered: jax.stages.Lowered, options: Mapping[str, str | bool] | None = None
-) -> tuple[jax.stages.Compiled, Thunks | None]:
-    """A program compiled with these options of XLA beside its flags, and its thunks; None where a compiler
-    dumps none, as those of TPUs and CPUs, and where jax's cache had the program."""
+) -> tuple[jax.stages.Compiled, ThunkCounts | None]:
+    """Compile a program with options of XLA besides its flags, and return its thunks too. They are None if
+    the compiler dumps none (TPUs, CPUs), or if jax's cache had the program."""
     with TemporaryDirectory(prefix="duetto-thunks-") as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **(options or {})})
-        sequences = [text for name in FILES if (text := dumped(folder, name))]
-        metadata = dumped(folder, "thunk_metadata")
-    counted = set(COUNTED.findall(compiled.as_text() or ""))
-    known = {int(number) for name, number in ANNOTATED.findall(metadata) if name in counted}
-    return compiled, count(sequences[0], known) if sequences else None
+        sequences = [text for name in DUMP_FILES if (text := read_dump(folder, name))]
+        metadata = read_dump(folder, "thunk_metadata")
+    counted_loops = set(COUNTED_LOOP.findall(compiled.as_text() or ""))
+    counted_numbers = {
+        int(number) for name, number in THUNK_ANNOTATION.findall(metadata) if name in counted_loops
+    }
+    return compiled, count_thunks(sequences[0], counted_numbers) if sequences else None
 
 
-def dumped(folder: str, name: str) -> str:
-    """The text of the files of a dump that have a name."""
+def read_dump(folder: str, name: str) -> str:
+    """Read the files of a dump that have a name."""
     return "".join(path.read_text() for path in Path(folder).glob(f"*.{name}.txt"))
 
 
-def count(sequence: str, known: Collection[int] = ()) -> Thunks:
-    """Read a sequence; `known` are the numbers of loops whose turns the host knows."""
-    every = list(read(sequence))
-    waits = [x for x in every if x.kind in WAITS and not x.captured and x.number not in known]
-    kernels = [x for x in every if x.kind in KERNELS and "Conditional" not in x.inside]
-    return Thunks(sum(x.kind == "CommandBuffer" for x in every), len(waits), len(kernels))
+def count_thunks(sequence: str, counted_numbers: Collection[int] = ()) -> ThunkCounts:
+    """Count the launches of a sequence; `counted_numbers` are the numbers of loops whose trips the host
+    knows."""
+    every = list(parse_thunks(sequence))
+    waits = [
+        x for x in every if x.kind in WAITING_KINDS and not x.is_captured and x.number not in counted_numbers
+    ]
+    kernels = [x for x in every if x.kind in KERNEL_KINDS and "Conditional" not in x.enclosing_kinds]
+    return ThunkCounts(sum(x.kind == "CommandBuffer" for x in every), len(waits), len(kernels))
 
 
-def read(sequence: str) -> Iterator[Thunk]:
-    """The lines of a sequence, whose indentation says what stands in what."""
-    above: list[tuple[int, str]] = []
-    for indent, number, kind in LINE.findall(sequence):
-        above = [(at, outer) for at, outer in above if at < len(indent)]
-        yield Thunk(int(number), kind, tuple(outer for _, outer in above))
-        above.append((len(indent), kind))
+def parse_thunks(sequence: str) -> Iterator[Thunk]:
+    """Yield the thunks of a sequence. Its indentation shows which thunk is inside which."""
+    enclosing: list[tuple[int, str]] = []
+    for indent, number, kind in THUNK_LINE.findall(sequence):
+        enclosing = [(at, outer) for at, outer in enclosing if at < len(indent)]
+        yield Thunk(int(number), kind, tuple(outer for _, outer in enclosing))
+        enclosing.append((len(indent), kind))

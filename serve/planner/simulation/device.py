@@ -1,5 +1,5 @@
-"""A simulated device: a clock that advances only by the seconds that calls take, stages that work side by
-side, and programs that compute nothing. The tokens that rows sample mean nothing."""
+"""A simulated device. Its clock advances only by the seconds that calls take, its stages work in parallel,
+and its programs compute nothing. The tokens that rows sample mean nothing."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from ....model.pair import PairConfig
+from ....model.draft_pair import PairConfig
 from ....sampling.params import NO_TOKEN
 from ....sampling.sample import Sampled
-from ...engine.core.plan import ScheduledTokens
+from ...engine.core.scheduler_output import ScheduledTokens
 from ...runtime.compiled.compile import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes
-from ...runtime.programs import NullPrograms
-from ...runtime.steps.step import Output, Seat
-from .times import StepCall, StepTimes
+from ...runtime.step_programs import NullPrograms
+from ...runtime.steps.step import Output, SlotContents
+from .step_times import StepCall, StepTimes
 
-TOKEN = 0  # that every row samples
+SAMPLED_TOKEN = 0  # id that every row samples
 
 
 @dataclass
@@ -35,56 +35,70 @@ class SimulatedClock:
         self.seconds = max(self.seconds, moment)
 
     def spend(self, seconds: float) -> None:
+        """Advance by some seconds."""
         self.seconds += seconds
 
 
 @dataclass
 class SimulatedStages:
-    """Stages one after the other. Each does one call at a time, in order of arrival, as in
-    `serve/runtime/pipeline/`. A device without a pipeline is one stage."""
+    """Pipeline stages. Each runs one call at a time, in order of arrival, as in `serve/runtime/pipeline/`. A
+    device without a pipeline is one stage.
+
+    count: number of stages.
+    free_times: moment from which each stage has no work.
+    busy_seconds: seconds of work of all stages.
+    in_flight_seconds: seconds in which any call was in flight.
+    """
 
     count: int
-    free: list[float] = field(default_factory=list)  # from when on each has nothing to do
-    busy: float = 0.0  # seconds of all stages
-    open: float = 0.0  # seconds in which a call was on its way
+    free_times: list[float] = field(default_factory=list)
+    busy_seconds: float = 0.0
+    in_flight_seconds: float = 0.0
 
     def __post_init__(self):
-        self.free = [0.0] * self.count
+        self.free_times = [0.0] * self.count
 
     def run(self, moment: float, seconds: Sequence[float]) -> float:
-        """Return when a call that may begin at a moment, and takes `seconds[i]` in stage i, leaves the last
-        stage."""
-        begun, last = max(moment, self.free[0]), self.free[-1]
-        for stage, own in enumerate(seconds):
-            moment = self.free[stage] = max(moment, self.free[stage]) + own
-            self.busy += own
-        self.open += moment - max(begun, last)
+        """Return the moment when a call leaves the last stage. It may begin at `moment`, and takes
+        `seconds[i]` in stage i."""
+        start_time, last = max(moment, self.free_times[0]), self.free_times[-1]
+        for stage, stage_seconds in enumerate(seconds):
+            moment = self.free_times[stage] = max(moment, self.free_times[stage]) + stage_seconds
+            self.busy_seconds += stage_seconds
+        self.in_flight_seconds += moment - max(start_time, last)
         return moment
 
     @property
     def bubbles(self) -> float:
-        """Share of the stages' time without work while a call is on its way."""
-        return 1 - self.busy / (self.count * self.open) if self.open else 0.0
+        """Return the share of the stages' time without work while a call is in flight."""
+        return (
+            1 - self.busy_seconds / (self.count * self.in_flight_seconds) if self.in_flight_seconds else 0.0
+        )
 
 
 @dataclass(frozen=True)
 class SimulatedResult:
-    """Future of the output of a call, which arrives `at` a simulated time."""
+    """Future of a call's output.
+
+    arrival: simulated moment of its arrival.
+    """
 
     output: Output
-    at: float
+    arrival: float
     clock: SimulatedClock
 
-    def arrived(self) -> Output:
-        self.clock.wait_until(self.at)
+    def wait_result(self) -> Output:
+        """Advance the clock to the arrival, and return the output."""
+        self.clock.wait_until(self.arrival)
         return self.output
 
 
 class SimulatedPrograms(NullPrograms):
-    """Programs on `SimulatedStages`: each call takes the time that a model of time gives.
+    """Programs on `SimulatedStages`. Each call takes the seconds of a model of time.
 
-    acceptance: probability that a draft token is right, if those before it are. inline: calls run on the
-    thread that dispatches them, as on a CPU. seating: seconds of host work for each admitted request.
+    acceptance: probability that a draft token is right, if the draft tokens before it are.
+    inline: True if calls run on the thread that dispatches them, as on a CPU.
+    slot_seconds: seconds of host work for each admitted request.
     """
 
     def __init__(
@@ -95,70 +109,81 @@ class SimulatedPrograms(NullPrograms):
         clock: SimulatedClock,
         acceptance: float = 0.0,
         inline: bool = False,
-        seating: float = 0.0,
+        slot_seconds: float = 0.0,
     ):
         super().__init__(config, sizes)
         self.times, self.clock = times, clock
-        self.stages = SimulatedStages(times.stages)
+        self.stages = SimulatedStages(times.num_stages)
         self._acceptance, self._random, self._inline = acceptance, Random(0), inline
-        self._seating = seating
-        self._known: dict[int, int] = {}  # by slots, tokens that were known at admission
-        self._left: dict[int, float] = {}  # by slots, when their last step has left the last stage
+        self._slot_seconds = slot_seconds
+        self._known_tokens: dict[int, int] = {}  # tokens known at admission, by slot
+        self._end_times: dict[int, float] = {}  # moment when the last step left the last stage, by slot
 
     def report(self) -> dict[str, Any]:
         return {"bubbles": self.stages.bubbles}
 
-    def seat(self, slots: Any, slot: np.int32, new: Seat) -> Any:
-        self._known[int(slot)] = int(new.known)
-        self.clock.spend(self._seating)
+    def assign_slot(self, slots: Any, slot: np.int32, contents: SlotContents) -> Any:
+        self._known_tokens[int(slot)] = int(contents.known)
+        self.clock.spend(self._slot_seconds)
         return slots
 
     def batch(self, shape: Shape, rows: Mapping[int, Any]) -> Mapping[int, Any]:
         return rows
 
     def run(
-        self, shape: Shape, arguments: StepArguments, works: Mapping[int, ScheduledTokens]
+        self, shape: Shape, arguments: StepArguments, scheduled: Mapping[int, ScheduledTokens]
     ) -> tuple[Any, Any, SimulatedResult]:
-        """Run a call. It begins once it is dispatched, its rows' last steps have left the last stage, and the
-        calls before it the first."""
-        tokens, cached = sum(w.count for w in works.values()), sum(w.start for w in works.values())
-        call, seats = StepCall(shape, len(works), tokens, cached), [_seat(work) for work in works.values()]
-        coming = self.coming(shape, works, self.dispatch(call, seats))
-        return arguments.cache, arguments.slots, coming
+        """Run a call. It begins once it is dispatched. Its rows' last steps must have left the last stage,
+        and earlier calls the first stage."""
+        tokens, cached = sum(w.count for w in scheduled.values()), sum(w.start for w in scheduled.values())
+        call, slots = (
+            StepCall(shape, len(scheduled), tokens, cached),
+            [_slot_of_row(work) for work in scheduled.values()],
+        )
+        result = self.make_result(shape, scheduled, self.dispatch(call, slots))
+        return arguments.cache, arguments.slots, result
 
-    def coming(self, shape: Shape, works: Mapping[int, ScheduledTokens], at: float) -> SimulatedResult:
-        """Return what the rows of a call have sampled, as a future."""
+    def make_result(
+        self, shape: Shape, scheduled: Mapping[int, ScheduledTokens], arrival: float
+    ) -> SimulatedResult:
+        """Return the tokens that the rows of a call sample, as a future that arrives at a moment."""
         columns = 1 if shape.phase == "prefill" else shape.tokens
         sampled = np.full((self.sizes.shards * shape.rows, columns), NO_TOKEN, np.int32)
-        for row, work in works.items():
-            first, end = self._sampled(shape, work, self._known[_seat(work)])
-            sampled[row, first:end] = TOKEN
-        return SimulatedResult(Output(Sampled(sampled, None, None, None, None), None), at, self.clock)
+        for row, scheduled_row in scheduled.items():
+            first, end = self._sampled_columns(
+                shape, scheduled_row, self._known_tokens[_slot_of_row(scheduled_row)]
+            )
+            sampled[row, first:end] = SAMPLED_TOKEN
+        return SimulatedResult(Output(Sampled(sampled, None, None, None, None), None), arrival, self.clock)
 
-    def dispatch(self, call: StepCall, seats: Iterable[int] = ()) -> float:
-        """Return the time at which the results of a call for some slots, dispatched now, arrive."""
+    def dispatch(self, call: StepCall, slots: Iterable[int] = ()) -> float:
+        """Dispatch a call for some slots, and return the moment when its results arrive."""
         moment = self.clock()
         if self.stages.count > 1:
-            moment = max([moment, *(self._left.get(seat, 0.0) for seat in seats)])
-        left = self.stages.run(moment, self.times(call))
+            moment = max([moment, *(self._end_times.get(slot, 0.0) for slot in slots)])
+        end = self.stages.run(moment, self.times(call))
         if self.stages.count > 1:
-            self._left.update(dict.fromkeys(seats, left))
+            self._end_times.update(dict.fromkeys(slots, end))
         if self._inline:
-            self.clock.wait_until(left)
-        return left
+            self.clock.wait_until(end)
+        return end
 
-    def _sampled(self, shape: Shape, work: ScheduledTokens, known: int) -> tuple[int, int]:
-        """Return the columns in which a row samples: behind the last of its known tokens."""
+    def _sampled_columns(
+        self, shape: Shape, scheduled: ScheduledTokens, known_tokens: int
+    ) -> tuple[int, int]:
+        """Return the first column and the end of those in which a row samples, after its `known_tokens`
+        tokens."""
         if shape.phase == "prefill":
-            return 0, int(work.start + work.count >= known)
+            return 0, int(scheduled.start + scheduled.count >= known_tokens)
         if shape.phase == "verify":
-            if work.start + 1 < known:
+            if scheduled.start + 1 < known_tokens:
                 return 0, 0
-            wrong = (i for i in range(1, work.count) if self._random.random() >= self._acceptance)
-            return 0, next(wrong, work.count)
-        return min(max(known - 1 - work.start, 0), work.count), work.count
+            wrong = (i for i in range(1, scheduled.count) if self._random.random() >= self._acceptance)
+            return 0, next(wrong, scheduled.count)
+        return min(max(known_tokens - 1 - scheduled.start, 0), scheduled.count), scheduled.count
 
 
-def _seat(work: ScheduledTokens) -> int:
-    assert work.request.slot is not None
-    return work.request.slot
+def _slot_of_row(scheduled: ScheduledTokens) -> int:
+    """Return the slot of a scheduled row."""
+    assert scheduled.request.slot is not None
+    return scheduled.request.slot

@@ -1,5 +1,5 @@
-"""The search for the engine that bears most of a workload within limits: estimates rank layouts and knobs,
-and the best are simulated under more and more load."""
+"""The search for the engine that sustains the most of a workload within limits. Estimates rank layouts and
+knobs, and the best are simulated under more and more load."""
 
 import math
 import time
@@ -9,245 +9,298 @@ from itertools import islice
 from typing import Any
 
 from ...options.checks import GIB
-from ..workloads.tally import SLO
-from ..workloads.traces import TraceEntry, faster
+from ..workloads.slo_stats import SLO
+from ..workloads.traces import TraceEntry, speed_up
 from ..workloads.workload import Workload
-from .candidates import HANDED, Candidate, Space
-from .estimate import SteadyState, estimate
+from .candidates import KV_TRANSFER_BANDWIDTH, Candidate, SearchSpace
+from .engine_simulation import Simulation
+from .estimate import SteadyState, estimate_steady_state
 from .fleet import Fleet
-from .offload import swap
-from .run import Simulation
+from .offload import attach_host_pages
 
-RATIO = 1.2  # between the loads that are tried
-FINE = 1.1  # between the last that was borne and the first that was not, about
-SIMULATED = 3  # candidates among which the time is divided
-LAYOUTS, VARIED = 4, 2  # candidates that are simulated, and whose knobs are changed before
-TRIES = 6  # loads of a candidate
-FEWEST, MOST = 128, 600  # requests of a simulation
-LIFETIMES = 2  # of a request that a simulation lasts, about
-FLEET = 8  # most replicas that are simulated; they stand for more
+LOAD_RATIO = 1.2  # factor between rates that are tried
+FINE_RATIO = 1.1  # factor between the highest sustained rate and the next, about
+MAX_SIMULATED = 3  # candidates that share the time
+MAX_LAYOUTS, MAX_VARIED = 4, 2  # candidates to simulate, and to improve before
+MAX_LOADS = 6  # rates of a candidate, at most
+MIN_REQUESTS, MAX_REQUESTS = 128, 600  # requests of a simulation, at least and at most
+REQUEST_LIFETIMES = 2  # duration of a simulation in lifetimes of a request, about
+MAX_REPLICAS = 8  # replicas that are simulated, at most; more behave alike
 
 
 @dataclass(frozen=True)
 class SearchGoal:
     """Goal of a search.
 
-    within: limits of each request.
-    share: of the requests that must keep them.
-    seconds: of search.
+    slo: limits of each request.
+    share: share of the requests that must keep them.
+    seconds: duration of the search.
     """
 
-    within: SLO
+    slo: SLO
     share: float = 0.99
     seconds: float = 30.0
 
 
 @dataclass(frozen=True)
-class Point:
-    """A simulation of one replica: requests a second that came, and what came of them."""
+class LoadPoint:
+    """A simulation of one replica.
+
+    rate: requests a second that arrived.
+    outcome: figures of the simulation, as plain numbers.
+    """
 
     rate: float
     outcome: dict[str, Any]
 
     @property
-    def line_grows(self) -> bool:
-        """The queue grows: requests wait longer than they are served."""
+    def is_queue_growing(self) -> bool:
+        """Tell if the queue grows, that is, if requests wait longer than they are served."""
         o = self.outcome
         return o["queued"].get("p90", 0.0) > o["e2e"].get("p50", 0.0) / 2
 
-    def keeps(self, share: float) -> bool:
+    def is_sustained(self, share: float) -> bool:
         """Tell if `share` of the requests were in time, and the queue did not grow."""
-        return not self.outcome["given_up"] and self.outcome["in_time"] >= share and not self.line_grows
+        return not self.outcome["given_up"] and self.outcome["in_time"] >= share and not self.is_queue_growing
 
 
 @dataclass
 class CandidateResult:
-    """A candidate, what was estimated, and the simulations of it."""
+    """A candidate with its estimate and its simulations.
+
+    steady: estimated steady state.
+    points: simulations so far.
+    gains: knobs that were changed, each with the factor of the estimated rate.
+    """
 
     candidate: Candidate
     steady: SteadyState
-    points: list[Point] = field(default_factory=list)
-    gains: list[tuple[str, float]] = field(default_factory=list)  # knobs by what they were estimated to give
+    points: list[LoadPoint] = field(default_factory=list)
+    gains: list[tuple[str, float]] = field(default_factory=list)
 
-    def borne(self, share: float) -> Point | None:
-        """Return the simulation with the highest rate that was borne."""
-        return max((p for p in self.points if p.keeps(share)), key=lambda p: p.rate, default=None)
+    def best_point(self, share: float) -> LoadPoint | None:
+        """Return the simulation with the highest rate that was sustained, or None."""
+        return max((p for p in self.points if p.is_sustained(share)), key=lambda p: p.rate, default=None)
 
     @property
-    def nearest(self) -> Point:
-        """The simulation with the most requests in time, of a candidate that bore no load."""
+    def nearest_point(self) -> LoadPoint:
+        """Return the simulation with the most requests in time, of a candidate that sustained no load."""
         return max(self.points, key=lambda p: (p.outcome["in_time"], -p.rate))
 
-    def rate(self, share: float) -> float:
-        """Requests a second and device that are borne."""
-        point = self.borne(share)
-        return point.rate / self.candidate.devices if point else 0.0
+    def device_rate(self, share: float) -> float:
+        """Return the requests a second and device that are sustained."""
+        point = self.best_point(share)
+        return point.rate / self.candidate.num_devices if point else 0.0
 
 
-def search(
-    space: Space, load: Workload, aim: SearchGoal, clock: Callable[[], float] = time.monotonic
+def search_candidates(
+    space: SearchSpace, workload: Workload, goal: SearchGoal, clock: Callable[[], float] = time.monotonic
 ) -> list[CandidateResult]:
-    """The best candidates, the best first. What time does not allow is left out; one is always simulated.
+    """Search the best candidates and return them, the best first. Simulations beyond the time are skipped,
+    but one always runs.
 
-    Raises ValueError where no layout fits.
+    Raises ValueError if no layout fits.
     """
-    until = clock() + aim.seconds
-    found = [ranked(c, load, aim) for c in space.layouts()]
-    if not found:
-        why = "; ".join(f"{name}: {reason}" for name, reason in space.refused.items())
-        raise ValueError(f"{space.job.name} does not fit {space.job.target.name} in any layout: {why}")
-    found.sort(key=per_device, reverse=True)
-    chosen = list(found[:LAYOUTS])
-    chosen += [improved(space, answer, load, aim, lambda: clock() < until) for answer in found[:VARIED]]
+    deadline = clock() + goal.seconds
+    results = [estimate_candidate(c, workload, goal) for c in space.layout_candidates()]
+    if not results:
+        why = "; ".join(f"{name}: {reason}" for name, reason in space.refused_layouts.items())
+        raise ValueError(f"{space.model.name} does not fit {space.model.target.name} in any layout: {why}")
+    results.sort(key=estimated_device_rate, reverse=True)
+    chosen = list(results[:MAX_LAYOUTS])
+    chosen += [
+        improve_knobs(space, result, workload, goal, lambda: clock() < deadline)
+        for result in results[:MAX_VARIED]
+    ]
     chosen = [a for i, a in enumerate(chosen) if all(a.candidate is not b.candidate for b in chosen[:i])]
-    chosen += splits(max(chosen, key=per_device), load, aim)
-    chosen.sort(key=per_device, reverse=True)
-    each = aim.seconds / max(1, min(SIMULATED, len(chosen)))
-    for i, answer in enumerate(chosen):
-        if i == 0 or clock() < until:
-            bear(answer, load, aim, below(answer, load), min(until, clock() + each), clock)
-    return sorted(chosen, key=lambda a: (a.rate(aim.share), per_device(a)), reverse=True)
+    chosen += estimate_best_split(max(chosen, key=estimated_device_rate), workload, goal)
+    chosen.sort(key=estimated_device_rate, reverse=True)
+    candidate_seconds = goal.seconds / max(1, min(MAX_SIMULATED, len(chosen)))
+    for i, result in enumerate(chosen):
+        if i == 0 or clock() < deadline:
+            simulate_until_capacity(
+                result,
+                workload,
+                goal,
+                starting_rate(result, workload),
+                min(deadline, clock() + candidate_seconds),
+                clock,
+            )
+    return sorted(chosen, key=lambda a: (a.device_rate(goal.share), estimated_device_rate(a)), reverse=True)
 
 
-def below(answer: CandidateResult, load: Workload) -> float:
-    """Requests a second to begin with: somewhat fewer than are estimated; where that is none, one after the
-    other."""
-    return answer.steady.rate / RATIO or 1 / (load.output * answer.steady.tpot)
+def starting_rate(result: CandidateResult, workload: Workload) -> float:
+    """Return the first rate to simulate, somewhat below the estimate. If the estimate is 0, requests come one
+    after the other."""
+    return result.steady.rate / LOAD_RATIO or 1 / (workload.output * result.steady.tpot)
 
 
-def splits(answer: CandidateResult, load: Workload, aim: SearchGoal) -> list[CandidateResult]:
-    """The candidate with prompts computed apart, in the ratio that is estimated to be the best."""
-    found = (ranked(other, load, aim) for other in answer.candidate.splits())
-    return sorted(found, key=per_device, reverse=True)[:1]
+def estimate_best_split(
+    result: CandidateResult, workload: Workload, goal: SearchGoal
+) -> list[CandidateResult]:
+    """Return the candidate with prompts computed by other engines, in the ratio with the best estimate."""
+    results = (
+        estimate_candidate(split, workload, goal) for split in result.candidate.disaggregated_candidates()
+    )
+    return sorted(results, key=estimated_device_rate, reverse=True)[:1]
 
 
-def ranked(candidate: Candidate, load: Workload, aim: SearchGoal) -> CandidateResult:
-    return CandidateResult(candidate, estimate(candidate, load, aim.within, aim.share))
+def estimate_candidate(candidate: Candidate, workload: Workload, goal: SearchGoal) -> CandidateResult:
+    """Estimate a candidate."""
+    return CandidateResult(candidate, estimate_steady_state(candidate, workload, goal.slo, goal.share))
 
 
-def per_device(answer: CandidateResult) -> float:
-    return answer.steady.rate / answer.candidate.devices
+def estimated_device_rate(result: CandidateResult) -> float:
+    """Return the estimated requests a second and device."""
+    return result.steady.rate / result.candidate.num_devices
 
 
-def improved(
-    space: Space, answer: CandidateResult, load: Workload, aim: SearchGoal, goes_on: Callable[[], bool]
+def improve_knobs(
+    space: SearchSpace,
+    result: CandidateResult,
+    workload: Workload,
+    goal: SearchGoal,
+    has_time: Callable[[], bool],
 ) -> CandidateResult:
-    """The candidate with each knob in turn at its best by the estimates; of values as good as each other the
-    one that is there stays."""
+    """Change one knob of a candidate after the other to its best value by the estimates. A knob stays if no
+    value is 1 % better."""
     gains: dict[str, float] = {}
-    changes = stated(answer.candidate, space)
-    for name, change in list(space.variations(answer.candidate)):
-        other = space.candidate(**(changes | change)) if goes_on() else None
+    changes = changed_options(result.candidate, space)
+    for name, change in list(space.variations(result.candidate)):
+        other = space.try_candidate(**(changes | change)) if has_time() else None
         if other is None:
             continue
-        tried = ranked(other, load, aim)
-        if per_device(tried) > 1.01 * per_device(answer):
-            gain = per_device(tried) / per_device(answer) if per_device(answer) else math.inf
+        tried = estimate_candidate(other, workload, goal)
+        if estimated_device_rate(tried) > 1.01 * estimated_device_rate(result):
+            gain = (
+                estimated_device_rate(tried) / estimated_device_rate(result)
+                if estimated_device_rate(result)
+                else math.inf
+            )
             gains[name] = gains.get(name, 1.0) * gain
-            changes, answer = changes | change, tried
-    return replace(answer, gains=list(gains.items()))
+            changes, result = changes | change, tried
+    return replace(result, gains=list(gains.items()))
 
 
-def stated(candidate: Candidate, space: Space) -> dict[str, Any]:
-    """The options of a candidate that are not the base's."""
-    own, base = vars(candidate.options), vars(space.base)
-    return {name: own[name] for name in base if name in own and own[name] != base[name]}
+def changed_options(candidate: Candidate, space: SearchSpace) -> dict[str, Any]:
+    """Return the options of a candidate that differ from the base options."""
+    options, base = vars(candidate.options), vars(space.base_options)
+    return {name: options[name] for name in base if name in options and options[name] != base[name]}
 
 
-def bear(
-    answer: CandidateResult,
-    load: Workload,
-    aim: SearchGoal,
-    start: float,
-    until: float,
+def simulate_until_capacity(
+    result: CandidateResult,
+    workload: Workload,
+    goal: SearchGoal,
+    first_rate: float,
+    deadline: float,
     clock: Callable[[], float],
 ) -> None:
-    """Simulate a candidate under loads around a first one, until it is known within FINE how much it bears,
-    or time is over."""
-    low, high, rate = 0.0, math.inf, start
-    while not answer.points or (clock() < until and len(answer.points) < TRIES):
-        point = Point(rate, simulated(answer.candidate, load, rate, answer.steady.rows, aim))
-        answer.points.append(point)
-        low, high = (rate, high) if point.keeps(aim.share) else (low, rate)
+    """Simulate a candidate at several rates, beginning with `first_rate`. Stop when its highest sustained
+    rate is known within FINE_RATIO, or time is over."""
+    low, high, rate = 0.0, math.inf, first_rate
+    while not result.points or (clock() < deadline and len(result.points) < MAX_LOADS):
+        point = LoadPoint(
+            rate, simulate_candidate(result.candidate, workload, rate, result.steady.rows, goal)
+        )
+        result.points.append(point)
+        low, high = (rate, high) if point.is_sustained(goal.share) else (low, rate)
         if low and high < math.inf:
-            if high / low <= FINE**2:
+            if high / low <= FINE_RATIO**2:
                 return
             rate = math.sqrt(low * high)
         else:
-            rate = rate * RATIO if low else rate / RATIO ** (2 * len(answer.points))
+            rate = rate * LOAD_RATIO if low else rate / LOAD_RATIO ** (2 * len(result.points))
 
 
-def without(
-    answer: CandidateResult,
-    load: Workload,
-    aim: SearchGoal,
-    until: float,
+def simulate_without_each_limit(
+    result: CandidateResult,
+    workload: Workload,
+    goal: SearchGoal,
+    deadline: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, float]:
-    """Requests a second that one replica would bear without each limit; those that time sufficed to find."""
-    found: dict[str, float] = {}
-    for name, limit in aim.within._asdict().items():
-        if limit < math.inf and clock() < until:
-            free = replace(aim, within=aim.within._replace(**{name: math.inf}))
-            own, borne = CandidateResult(answer.candidate, answer.steady), answer.borne(aim.share)
-            start = RATIO * borne.rate if borne else below(answer, load)
-            bear(own, load, free, start, until, clock)
-            if both := [p for p in (own.borne(aim.share), borne) if p]:
-                found[name] = max(p.rate for p in both)
-    return found
+    """Return the requests a second that one replica sustains if one limit is dropped, for each limit. Limits
+    beyond the time are skipped."""
+    rates: dict[str, float] = {}
+    for name, limit in goal.slo._asdict().items():
+        if limit < math.inf and clock() < deadline:
+            relaxed_goal = replace(goal, slo=goal.slo._replace(**{name: math.inf}))
+            relaxed_result, best = (
+                CandidateResult(result.candidate, result.steady),
+                result.best_point(goal.share),
+            )
+            start = LOAD_RATIO * best.rate if best else starting_rate(result, workload)
+            simulate_until_capacity(relaxed_result, workload, relaxed_goal, start, deadline, clock)
+            if points := [p for p in (relaxed_result.best_point(goal.share), best) if p]:
+                rates[name] = max(p.rate for p in points)
+    return rates
 
 
-def served(answer: CandidateResult, load: Workload, aim: SearchGoal) -> tuple[int, Point] | None:
-    """Return how many replicas bear the workload's own rate, and a simulation of them; None if a replica
-    bears nothing, or all requests arrive at once."""
-    borne = answer.borne(aim.share)
-    if borne is None or math.isinf(load.rate):
+def size_fleet(result: CandidateResult, workload: Workload, goal: SearchGoal) -> tuple[int, LoadPoint] | None:
+    """Return how many replicas sustain the workload's own rate, and a simulation of them. Return None if a
+    replica sustains nothing, or all requests arrive at once."""
+    best = result.best_point(goal.share)
+    if best is None or math.isinf(workload.rate):
         return None
-    count = math.ceil(load.rate / borne.rate)
-    some, free = min(count, FLEET), replace(aim, share=0.0)
-    rate = load.rate * some / count
-    return count, Point(rate, simulated(answer.candidate, load, rate, answer.steady.rows, free, some))
+    count = math.ceil(workload.rate / best.rate)
+    simulated_count, relaxed_goal = min(count, MAX_REPLICAS), replace(goal, share=0.0)
+    rate = workload.rate * simulated_count / count
+    return count, LoadPoint(
+        rate,
+        simulate_candidate(
+            result.candidate, workload, rate, result.steady.rows, relaxed_goal, simulated_count
+        ),
+    )
 
 
-def simulated(
-    own: Candidate, load: Workload, rate: float, rows: float, aim: SearchGoal, replicas: int = 1
+def simulate_candidate(
+    candidate: Candidate, workload: Workload, rate: float, rows: float, goal: SearchGoal, replicas: int = 1
 ) -> dict[str, Any]:
-    """Simulate `replicas` of a candidate under `rate` requests a second, while about `rows` requests run in
-    each engine."""
-    lasting = MOST if own.apart else LIFETIMES * rows  # a line of prompts grows slowly
-    count = int(min(max(FEWEST, lasting), MOST)) * own.decoders * replicas
-    entries = dealt(load, count, rate)
-    return fleet_of(own, replicas).serve(entries, aim.within, most_late=(1 - aim.share) * count)
+    """Simulate `replicas` replicas at `rate` requests a second, while about `rows` requests run in
+    each engine. Return the outcome as plain numbers."""
+    # A queue of prompts grows slowly.
+    wanted = MAX_REQUESTS if candidate.decoders_per_prefill else REQUEST_LIFETIMES * rows
+    count = int(min(max(MIN_REQUESTS, wanted), MAX_REQUESTS)) * candidate.num_decoders * replicas
+    entries = entries_at_rate(workload, count, rate)
+    return build_fleet(candidate, replicas).serve(entries, goal.slo, max_late=(1 - goal.share) * count)
 
 
-def fleet_of(own: Candidate, replicas: int = 1) -> Fleet:
-    """Replicas of a candidate behind the router's placement; of each its engines."""
-    engines = [simulation_of(own) for _ in range(own.decoders * replicas)]
-    prefills = [simulation_of(own) for _ in range(replicas)] if own.apart else []
-    return Fleet(engines, prefills, own.token_seconds)
+def build_fleet(candidate: Candidate, replicas: int = 1) -> Fleet:
+    """Build the engines of `replicas` replicas, behind the router's placement."""
+    engines = [build_simulation(candidate) for _ in range(candidate.num_decoders * replicas)]
+    prefills = (
+        [build_simulation(candidate) for _ in range(replicas)] if candidate.decoders_per_prefill else []
+    )
+    return Fleet(engines, prefills, candidate.token_transfer_seconds)
 
 
-def simulation_of(own: Candidate) -> Simulation:
-    """An engine of it, with pages in the host's memory where the options ask for that."""
-    demands = own.times.demands
-    found = Simulation(
+def build_simulation(candidate: Candidate) -> Simulation:
+    """Build an engine of a candidate, with pages in the host's memory if its options have `swap_space`."""
+    demands = candidate.roofline.demands
+    simulation = Simulation(
         demands.config,
         demands.params,
-        own.options,
-        own.fitted.sizes,
-        own.times,
-        own.platform,
-        acceptance=own.acceptance,
-        host=own.times.efficiency.host,
+        candidate.options,
+        candidate.fitted.sizes,
+        candidate.roofline,
+        candidate.platform,
+        acceptance=candidate.acceptance,
+        host=candidate.roofline.efficiency.host,
     )
-    if own.options.enable_prefix_caching and own.options.swap_space:
-        swap(found, int(own.options.swap_space * GIB), own.page_bytes, HANDED * own.fitted.layout.size)
-    return found
+    if candidate.options.enable_prefix_caching and candidate.options.swap_space:
+        attach_host_pages(
+            simulation,
+            int(candidate.options.swap_space * GIB),
+            candidate.page_bytes,
+            KV_TRANSFER_BANDWIDTH * candidate.fitted.layout.num_devices,
+        )
+    return simulation
 
 
-def dealt(load: Workload, count: int, rate: float) -> Iterator[TraceEntry]:
-    """Requests at a rate, of a workload that is repeated where it is too short."""
-    entries = load.repeated(count).entries
-    if math.isinf(load.rate):
+def entries_at_rate(workload: Workload, count: int, rate: float) -> Iterator[TraceEntry]:
+    """Return `count` requests at a rate. The workload is repeated if it is too short."""
+    entries = workload.repeat(count).entries
+    if math.isinf(workload.rate):
         return (replace(e, arrival=i / rate) for i, e in enumerate(islice(entries, count)))
-    return faster(islice(entries, count), rate / load.rate)
+    return speed_up(islice(entries, count), rate / workload.rate)

@@ -1,1 +1,1 @@
-"""The closed table of compiled steps: shapes, sizes, and programs kept between starts."""
+"""The closed table of compiled steps: shapes, sizes, and programs that are stored for later starts."""

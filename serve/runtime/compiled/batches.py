@@ -1,4 +1,4 @@
-"""Batches on the host: the rows of one call as numpy arrays, before the program of its shape is called."""
+"""Batches on the host: the rows of one step as numpy arrays, before the program of its shape is called."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,15 +14,16 @@ from .shapes import Shape, Sizes
 
 @runtime_checkable
 class BatchRow(Protocol):
-    """A row of a call, which writes itself into a batch."""
+    """Row of a step, which writes itself into a batch."""
 
-    def write(self, batch: Batch, row: int, seats: int) -> None:
-        """Fill in row `row`. Slots are numbered within their shard, which has `seats` of them."""
+    def write(self, batch: Batch, row: int, shard_slots: int) -> None:
+        """Write row number `row` of the batch. Slots are numbered within their shard, which has `shard_slots`
+        slots."""
         ...
 
 
-def batch_of(sizes: Sizes, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
-    """Return the batch of a call: these rows by their numbers, the others empty."""
+def make_batch(sizes: Sizes, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
+    """Return the batch of a step: `rows` by their numbers, all other rows empty."""
     batch = empty_batch(sizes, shape, sizes.max_num_seqs)
     for number, row in rows.items():
         row.write(batch, number, sizes.max_num_seqs)
@@ -30,7 +31,10 @@ def batch_of(sizes: Sizes, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
 
 
 def empty_batch(sizes: Sizes, shape: Shape, empty_slot: int) -> Batch:
-    """Return a batch of empty rows; those of shard i begin at i * shape.rows."""
+    """Return a batch of empty rows, of which shard i has rows [i * shape.rows, (i + 1) * shape.rows).
+
+    empty_slot: slot of an empty row, past the slots of a shard.
+    """
     B, T = sizes.shards * shape.rows, shape.tokens
     tokens, start, count = np.full((B, T), ON_DEVICE, np.int32), np.zeros(B, np.int32), np.zeros(B, np.int32)
     tables = tuple(np.zeros((B, sizes.table_width), np.int32) for _ in sizes.pages)
@@ -38,7 +42,7 @@ def empty_batch(sizes: Sizes, shape: Shape, empty_slot: int) -> Batch:
     return Batch(tokens, start, count, tables, np.full(B, empty_slot, np.int32), after)
 
 
-def fill(
+def fill_row(
     batch: Batch,
     row: int,
     tokens: Int[np.ndarray, " T"] | list[int],
@@ -46,24 +50,30 @@ def fill(
     pages: Sequence[Int[np.ndarray, " M"] | list[int]],
     slot: int,
 ) -> None:
-    """Write one row of a batch; `pages` has the row's own for each window."""
+    """Write one row of a batch: tokens from position `start` on, and the row's pages of each window."""
     batch.tokens[row, : len(tokens)] = tokens
     batch.start[row], batch.count[row], batch.slot[row] = start, len(tokens), slot
-    for table, own in zip(batch.page_tables, pages, strict=True):
-        table[row, : len(own)] = own
+    for table, page_row in zip(batch.page_tables, pages, strict=True):
+        table[row, : len(page_row)] = page_row
 
 
-def with_places(batch: Batch, shape: Shape, sizes: Sizes) -> Batch:
-    """Return a batch with the places of its tokens, for a shape that computes these alone."""
-    return replace(batch, packed=packed(batch, shape.packed, sizes.shards)) if shape.packed else batch
+def with_packed_indices(batch: Batch, shape: Shape, sizes: Sizes) -> Batch:
+    """Return a batch with the places of its tokens if the shape is packed: it computes these places only."""
+    return (
+        replace(batch, packed=packed_token_indices(batch, shape.packed_tokens, sizes.shards))
+        if shape.packed_tokens
+        else batch
+    )
 
 
-def packed(batch: Batch, rows: int, shards: int = 1) -> Int[np.ndarray, " places"]:
-    """Return the places of a batch that hold tokens, at most `rows` of them, then B*T as padding. Places of
-    several shards, which have B rows each, follow each other."""
+def packed_token_indices(batch: Batch, rows: int, shards: int = 1) -> Int[np.ndarray, " places"]:
+    """Return the places that hold tokens, indices into B*T, padded to `rows` places with B*T.
+
+    B is the number of rows of a shard; the places of several shards follow each other.
+    """
     T, places = batch.tokens.shape[1], []
     for count in np.split(np.asarray(batch.count), shards):
-        real = np.flatnonzero(np.arange(T) < count[:, None])
-        assert len(real) <= rows, f"{len(real)} tokens are too many for a verification of {rows}"
-        places.append(np.pad(real, (0, rows - len(real)), constant_values=len(count) * T))
+        occupied = np.flatnonzero(np.arange(T) < count[:, None])
+        assert len(occupied) <= rows, f"{len(occupied)} tokens are too many for a verification of {rows}"
+        places.append(np.pad(occupied, (0, rows - len(occupied)), constant_values=len(count) * T))
     return np.concatenate(places).astype(np.int32)

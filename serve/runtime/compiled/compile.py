@@ -13,353 +13,414 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ....kvcache.pages import Batch, empty_cache
-from ....kvcache.placement import automatic, cache_shardings
-from ....kvcache.placement import seats as seats_of
-from ....kvcache.quantised import kept_as
-from ....kvcache.shards import PAGES, SEATS, in_seat, steps
-from ....kvcache.stages import around
-from ....model.gpus import gpu_of, without
-from ....model.pair import PairConfig, Params, target_of
-from ....model.weights.cpu.packed import kernels_in
-from ....model.weights.prepared import lanes_of
-from ....sampling.state import Allowed, load_history, load_masks
+from ....kvcache.quantised import choose_cache_format
+from ....kvcache.shardings import cache_shardings, with_auto_axes
+from ....kvcache.shardings import slot_sharding as seats_of
+from ....kvcache.shards import PAGE_SPEC, SLOT_SPEC, map_phase, map_slot_update
+from ....kvcache.stages import outer_params
+from ....model.draft_pair import EngineParams, PairConfig, target_params
+from ....model.gpus import disable_kernels, gpu_from_device
+from ....model.weights.cpu.packed import kernel_isa
+from ....model.weights.device_forms import device_lanes
+from ....sampling.state import TokenMasks, load_history, load_masks
 from ...host import progress
-from ...host.process import release
-from ...host.streams import first_line, warn
+from ...host.process import clear_frames
+from ...host.streams import error_headline, warn_once
 from ..steps.phases import Phases, TargetOnly
-from ..steps.step import Seat, Slots, empty_slots, seat
+from ..steps.step import SlotContents, Slots, assign_slot, empty_slots
 from . import executable_cache
-from .batches import BatchRow, batch_of, empty_batch, with_places
+from .batches import BatchRow, empty_batch, make_batch, with_packed_indices
 from .executable_cache import JoinedPrograms, Lowered
 from .futures import DeferredSampling
 from .shapes import Shape, Sizes
-from .tuning import tuning
+from .tuning import tuning_hash
 
-THREADS = "duetto-warmup"  # how the names of the threads that compile begin
-SMALL = 5  # programs beside the steps: seat, history, masks, cache and slots
-MASKED_AT_ONCE = 8  # seats whose masks are written by one call
+WARMUP_THREAD_PREFIX = (
+    "duetto-warmup"  # prefix of the names of a warm-up's threads; their compilations are not counted
+)
+# number of programs besides the steps: slot assignment, history, masks, cache and slots
+NUM_SMALL_PROGRAMS = 5
+MASK_SLOTS_PER_CALL = 8  # number of slots whose masks one call writes
 
 
 @dataclass(frozen=True)
 class StepArguments:
-    """Arguments of every step besides its batch, as arrays or as shapes; cache and slots may be futures."""
+    """Arguments of every step besides its batch, as arrays or as shapes.
 
-    params: Params
+    cache, slots: may be futures.
+    """
+
+    params: EngineParams
     cache: Any  # KVCache
     slots: Any  # Slots
 
     @property
-    def everywhere(self) -> Sharding:
-        """Sharding of arrays that are whole on each device; each shard has its own."""
+    def replicated_sharding(self) -> Sharding:
+        """Sharding of arrays that are replicated on all devices of a shard."""
         return self.slots.last.sharding
 
 
-def like(tree: Any) -> Any:
-    """Return the shapes, dtypes and placement of a tree's arrays."""
+def abstract_tree(tree: Any) -> Any:
+    """Return the arrays of a tree as ShapeDtypeStructs with their placement."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=automatic(x.sharding)), tree
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=with_auto_axes(x.sharding)), tree
     )
 
 
 def fresh_slots(config: PairConfig, sizes: Sizes, dtype: Any) -> Slots:
+    """Return unused slots for a model that computes in `dtype`."""
     hidden = jax.ShapeDtypeStruct((sizes.hidden,), dtype) if sizes.hidden else None
     V, S = config.target.vocab_size, sizes.max_model_len if sizes.processors else 0
-    return empty_slots(sizes.seats, V, hidden, sizes.n_top, sizes.positions, sizes.processors, S)
+    return empty_slots(sizes.num_slots, V, hidden, sizes.n_top, sizes.positions, sizes.processors, S)
 
 
-def arguments_like(config: PairConfig, params: Params, sizes: Sizes) -> StepArguments:
-    """Return a step's arguments as shapes: cache and slots lie where the parameters, arrays or shapes too,
-    require."""
+def make_abstract_arguments(config: PairConfig, params: EngineParams, sizes: Sizes) -> StepArguments:
+    """Return a step's arguments as shapes. The placement of cache and slots follows from the parameters,
+    which may be arrays or shapes."""
 
-    def at(x: Any, where: Sharding) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+    def abstract_array(x: Any, sharding: Sharding) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    dtype, seats = target_of(params).embed.dtype, seats_of(params, sizes.shards)
+    dtype, slot_sharding = target_params(params).embed.dtype, seats_of(params, sizes.shards)
     pages = tuple(sizes.shards * count for count in sizes.pages)
-    (device, *_) = seats.device_set
-    kept, isa = kept_as(sizes.kv_cache_dtype, dtype), kernels_in(params)
-    lanes = lanes_of(seats.device_set, sizes.shards)
-    empty = partial(empty_cache, config.layers, pages, sizes.page_size, kept, device, isa, lanes)
-    cache = jax.eval_shape(empty)
+    (device, *_) = slot_sharding.device_set
+    cache_format, isa = choose_cache_format(sizes.kv_cache_dtype, dtype), kernel_isa(params)
+    lanes = device_lanes(slot_sharding.device_set, sizes.shards)
+    make_cache = partial(empty_cache, config.layers, pages, sizes.page_size, cache_format, device, isa, lanes)
+    cache = jax.eval_shape(make_cache)
     slots = jax.eval_shape(lambda: fresh_slots(config, sizes, dtype))
     places = cache_shardings(config.layers, params, sizes.shards)  # one for a pool and its scales
-    cache = jax.tree.map(lambda where, pool: jax.tree.map(lambda x: at(x, where), pool), places, cache)
-    return StepArguments(like(params), cache, jax.tree.map(lambda x: at(x, seats), slots))
+    cache = jax.tree.map(
+        lambda where, pool: jax.tree.map(lambda x: abstract_array(x, where), pool), places, cache
+    )
+    return StepArguments(
+        abstract_tree(params), cache, jax.tree.map(lambda x: abstract_array(x, slot_sharding), slots)
+    )
 
 
-def batch_like(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
-    """Return the batch of a shape as shapes, with rows for every shard."""
-    batch = with_places(empty_batch(sizes, shape, 0), shape, sizes)
+def abstract_batch(shape: Shape, sizes: Sizes, sharding: Sharding) -> Batch:
+    """Return the batch of a shape as ShapeDtypeStructs, with rows for every shard."""
+    batch = with_packed_indices(empty_batch(sizes, shape, 0), shape, sizes)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), batch)
 
 
-def seat_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
-    """Return the arguments of `seat` behind the slots, as shapes."""
+def abstract_assignment(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
+    """Return the arguments of `Programs.assign_slot` after the slots, as shapes: slot, SlotContents."""
     knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
-    one = jax.ShapeDtypeStruct((), jnp.int32)
-    return one, Seat(one, one, one, knobs, one)
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    return scalar, SlotContents(scalar, scalar, scalar, knobs, scalar)
 
 
-def history_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
-    """Return the arguments of `load_history` behind the slots: slot, tokens, the prompt's and all tokens'
-    number, bias."""
-    one, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
+def abstract_history(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
+    """Return the arguments of `load_history` after the slots, as shapes: slot, tokens, number of the prompt's
+    tokens, number of all tokens, bias."""
+    scalar, V = jax.ShapeDtypeStruct((), jnp.int32), slots.sampling.bias.shape[1]
     tokens = jax.ShapeDtypeStruct((sizes.max_model_len,), jnp.int32)
-    return one, tokens, one, one, jax.ShapeDtypeStruct((V,), jnp.float32)
+    return scalar, tokens, scalar, scalar, jax.ShapeDtypeStruct((V,), jnp.float32)
 
 
-def masks_like(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
-    """Return the arguments of `load_masks` behind the slots: slots, the first position of each, masks."""
-    K, rows = MASKED_AT_ONCE, slots.sampling.allowed.masks
-    some = jax.ShapeDtypeStruct((K,), jnp.int32)
-    return some, some, jax.ShapeDtypeStruct((K, *rows.shape[1:]), rows.dtype)
+def abstract_masks(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
+    """Return the arguments of `load_masks` after the slots, as shapes: slots, the first position of each,
+    masks."""
+    K, rows = MASK_SLOTS_PER_CALL, slots.sampling.token_masks.masks
+    row_numbers = jax.ShapeDtypeStruct((K,), jnp.int32)
+    return row_numbers, row_numbers, jax.ShapeDtypeStruct((K, *rows.shape[1:]), rows.dtype)
 
 
-# Programs that change the slots, and their arguments behind these.
-SLOT_PROGRAMS = {"seat": seat_like, "load_history": history_like, "load_masks": masks_like}
+# Programs that change the slots, each with its arguments after the slots.
+SLOT_PROGRAMS = {
+    "assign_slot": abstract_assignment,
+    "load_history": abstract_history,
+    "load_masks": abstract_masks,
+}
 
 
-def in_slots(load: Callable[..., Allowed]) -> Callable[..., Slots]:
-    """Wrap a program that loads masks to take all slots. It is called often, and each array argument costs
-    time."""
+def wrap_mask_loader(load: Callable[..., TokenMasks]) -> Callable[..., Slots]:
+    """Wrap a program that loads masks, so that it takes and returns all slots.
 
-    def change(slots: Slots, *given: Any) -> Slots:
-        allowed = load(slots.sampling.allowed, *given)
-        return replace(slots, sampling=replace(slots.sampling, allowed=allowed))
+    The program itself has few array arguments: it is called often, and each one costs time.
+    """
 
-    return change
+    def load_into_slots(slots: Slots, *masks: Any) -> Slots:
+        allowed = load(slots.sampling.token_masks, *masks)
+        return replace(slots, sampling=replace(slots.sampling, token_masks=allowed))
+
+    return load_into_slots
 
 
-def lower(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> jax.stages.Lowered:
-    """Lower a step's program. Cache and slots are donated, and keep placement and layout."""
-    whole = arguments.everywhere
-    out = jax.tree.map(lambda pool: pool.sharding, arguments.cache), whole, whole
+def lower_step(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> jax.stages.Lowered:
+    """Lower a step's program. Cache and slots are donated, and keep their placement and layout."""
+    replicated = arguments.replicated_sharding
+    out_shardings = jax.tree.map(lambda pool: pool.sharding, arguments.cache), replicated, replicated
     phase = getattr(phases, shape.phase)
     if sizes.shards > 1:
-        phase = steps(phase, arguments.params, mesh_of(whole))
-    jitted = jax.jit(phase, donate_argnums=(1, 2), out_shardings=out)
-    return jitted.lower(*operands(shape, arguments, sizes))
+        phase = map_phase(phase, arguments.params, mesh_of(replicated))
+    jitted = jax.jit(phase, donate_argnums=(1, 2), out_shardings=out_shardings)
+    return jitted.lower(*abstract_operands(shape, arguments, sizes))
 
 
-def lower_deferred(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> JoinedPrograms:
-    """Lower a decode as two programs: the forward pass, and the draw of tokens from its hidden states."""
-    assert isinstance(phases, TargetOnly), "what guesses needs each token at once"
-    params, cache, slots, batch = given = operands(shape, arguments, sizes)
-    ends, whole = around(params), slots.last.sharding
+def lower_deferred_step(
+    phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes
+) -> JoinedPrograms:
+    """Lower a decode as two programs: the forward pass, and the draw of tokens from the hidden states."""
+    assert isinstance(phases, TargetOnly), "a drafter needs each token at once"
+    params, cache, slots, batch = step_operands = abstract_operands(shape, arguments, sizes)
+    ends, replicated = outer_params(params), slots.last.sharding
     forward, draw = phases.forward, phases.draw
     if sizes.shards > 1:
-        forward = steps(forward, params, mesh_of(whole), made=(PAGES, SEATS))
-        draw = steps(draw, ends, mesh_of(whole), (SEATS, SEATS, SEATS), (SEATS, SEATS))
-    out = jax.tree.map(lambda pool: pool.sharding, cache), whole
-    first = jax.jit(forward, donate_argnums=1, out_shardings=out).trace(*given)
-    hidden = jax.ShapeDtypeStruct(first.out_info[1].shape, first.out_info[1].dtype, sharding=whole)
-    second = jax.jit(draw, donate_argnums=1, out_shardings=whole).lower(ends, slots, batch, hidden)
+        forward = map_phase(forward, params, mesh_of(replicated), out_specs=(PAGE_SPEC, SLOT_SPEC))
+        draw = map_phase(
+            draw, ends, mesh_of(replicated), (SLOT_SPEC, SLOT_SPEC, SLOT_SPEC), (SLOT_SPEC, SLOT_SPEC)
+        )
+    out_shardings = jax.tree.map(lambda pool: pool.sharding, cache), replicated
+    first = jax.jit(forward, donate_argnums=1, out_shardings=out_shardings).trace(*step_operands)
+    hidden = jax.ShapeDtypeStruct(first.out_info[1].shape, first.out_info[1].dtype, sharding=replicated)
+    second = jax.jit(draw, donate_argnums=1, out_shardings=replicated).lower(ends, slots, batch, hidden)
     return JoinedPrograms([first.lower(), second], DeferredSampling)
 
 
-def mesh_of(place: Sharding) -> Mesh:
-    assert isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh)
-    return place.mesh
+def mesh_of(sharding: Sharding) -> Mesh:
+    """Return the mesh of a sharding, which has one."""
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
 
 
-def operands(shape: Shape, arguments: StepArguments, sizes: Sizes) -> tuple[Any, ...]:
-    """Return the arguments of a step's program as shapes."""
-    batch = batch_like(shape, sizes, arguments.everywhere)
+def abstract_operands(shape: Shape, arguments: StepArguments, sizes: Sizes) -> tuple[Any, ...]:
+    """Return the arguments of a step's program as shapes: parameters, cache, slots, batch."""
+    batch = abstract_batch(shape, sizes, arguments.replicated_sharding)
     return arguments.params, arguments.cache, arguments.slots, batch
 
 
-def lower_zeros(like: Any) -> jax.stages.Lowered:
+def lower_zeros(abstract: Any) -> jax.stages.Lowered:
     """Lower a program that makes arrays of zeros with these shapes and placements."""
 
     def zeros() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
 
-    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, like)).lower()
+    return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, abstract)).lower()
 
 
-def compiling(count: int, later: int = 0) -> str:
-    what = "1 program" if count == 1 else f"{count} programs"
-    kept_too = ", kept for the next start" if jax.config.values["jax_compilation_cache_dir"] else ""
-    return f"compiling {what}{kept_too}" + (f"; {later} more while they serve" if later else "")
+def compiling_message(num_programs: int, num_later: int = 0) -> str:
+    """Return the message that `num_programs` programs are compiled now, and `num_later` ones while the engine
+    serves."""
+    programs = "1 program" if num_programs == 1 else f"{num_programs} programs"
+    storage_note = ", kept for the next start" if jax.config.values["jax_compilation_cache_dir"] else ""
+    return f"compiling {programs}{storage_note}" + (
+        f"; {num_later} more while they serve" if num_later else ""
+    )
 
 
 class Programs:
-    """Compiled steps by shape, and the small programs: they assign a slot to a request, load its history and
-    the masks of grammars, and make the empty cache and slots.
+    """Compiled steps by shape, and five small programs. The small programs assign a slot to a request, load
+    its history and the masks of grammars, and make the empty cache and slots.
 
-    Shapes of `first`, by default all, are compiled at once. `missing` ones are compiled later by `add`, from
-    any thread. No program has a kernel that is `refused`. With `reproducible`, steps are compiled so that
-    bits do not depend on the number of rows. `ready` has the seconds after the start at which each was
-    there, `spent` the seconds of tracing and compiling.
+    Shapes of `first`, by default all, are compiled by the constructor. With `reproducible`, steps are
+    compiled so that bits do not depend on the number of rows.
+
+    abstract_arguments: a step's arguments as shapes.
+    steps: compiled programs, by shape.
+    missing: shapes that are not compiled yet; `add` compiles them later, from any thread.
+    refused_kernels: names of kernels that no program has.
+    ready_seconds: seconds after the start at which each step was ready.
+    are_all_stored: True if all steps were read from disk; `num_read` is their number.
+    compile_times: seconds of tracing and compiling.
+    seconds: duration of the constructor.
     """
 
     def __init__(
         self,
         phases: Phases,
-        params: Params,
+        params: EngineParams,
         sizes: Sizes,
         shapes: Iterable[Shape],
         first: Collection[Shape] | None = None,
-        refused: tuple[str, ...] = (),
+        refused_kernels: tuple[str, ...] = (),
         reproducible: bool = False,
     ):
-        self.refused, self.reproducible = refused, reproducible
-        self.started = time.perf_counter()
+        self.refused_kernels, self.reproducible = refused_kernels, reproducible
+        self.start_time = time.perf_counter()
         self.config, self.sizes, self._phases = phases.config, sizes, phases
-        self.like = like = arguments_like(phases.config, params, sizes)
-        self._devices, self._lowering = like.everywhere.device_set, threading.Lock()
-        self._gpu = gpu_of(next(iter(self._devices)))
-        self._keys = {s: self._key(s) for s in shapes}
-        with ThreadPoolExecutor(max(2, executable_cache.cores() or 0)) as pool:
-            found = executable_cache.load_all(pool, self._keys, like.everywhere, self._join)
-            self.steps = {s: program for s, program in found.items() if program is not None}
-            self.ready = dict.fromkeys(self.steps, self.age)
-            lacking = [s for s in found if s not in self.steps]
-            self.key, self.loaded = executable_cache.combined(self._keys.values()), not lacking
-            self.read, self.spent = len(self.steps), executable_cache.Spent(self.key)
-            now = [s for s in lacking if first is None or s in first]
-            self.missing = [s for s in lacking if s not in now]
-            with progress.stage(compiling(len(now), len(self.missing)), len(now)) as done:
-                # lowered here: in other threads the user's settings for a block of code do not hold
-                jobs = [pool.submit(self._compile, s, self._lowered(s)) for s in now]
-                made = pool.map(lambda small: small.compile(compiler_options=self._options()), self._small())
-                self.seat, self.load_history, self.load_masks, self.fresh_cache, self.fresh_slots = made
+        self.abstract_arguments = abstract = make_abstract_arguments(phases.config, params, sizes)
+        self._devices, self._lowering_lock = abstract.replicated_sharding.device_set, threading.Lock()
+        self._gpu = gpu_from_device(next(iter(self._devices)))
+        self._keys = {s: self._program_key(s) for s in shapes}
+        with ThreadPoolExecutor(max(2, executable_cache.num_cores() or 0), "duetto-compile") as pool:
+            stored = executable_cache.load_programs(
+                pool, self._keys, abstract.replicated_sharding, self._part_joiner
+            )
+            self.steps = {s: program for s, program in stored.items() if program is not None}
+            self.ready_seconds = dict.fromkeys(self.steps, self.uptime_seconds)
+            missing = [s for s in stored if s not in self.steps]
+            self.key, self.are_all_stored = executable_cache.combine_keys(self._keys.values()), not missing
+            self.num_read, self.compile_times = len(self.steps), executable_cache.CompileTimes(self.key)
+            now = [s for s in missing if first is None or s in first]
+            self.missing = [s for s in missing if s not in now]
+            with progress.show_stage(compiling_message(len(now), len(self.missing)), len(now)) as done:
+                # lowered in this thread: jax's settings for a block of code (`with`) hold in one thread only
+                jobs = [pool.submit(self._compile, s, self._lower_without_refused(s)) for s in now]
+                small_programs = pool.map(
+                    lambda small: small.compile(compiler_options=self._xla_options()), self._lower_small()
+                )
+                self.assign_slot, self.load_history, self.load_masks, self.fresh_cache, self.fresh_slots = (
+                    small_programs
+                )
                 for job in as_completed(jobs):
                     done(job.result())
-        self.steps = {s: self.steps[s] for s in found if s in self.steps}  # in the table's order
-        self.seconds = self.age
-        self.spent.keep(together=self.seconds)
+        self.steps = {s: self.steps[s] for s in stored if s in self.steps}  # in the table's order
+        self.seconds = self.uptime_seconds
+        self.compile_times.store_mean(total_seconds=self.seconds)
 
     @property
-    def age(self) -> float:
+    def uptime_seconds(self) -> float:
         """Seconds since the start."""
-        return time.perf_counter() - self.started
+        return time.perf_counter() - self.start_time
 
     @property
-    def count(self) -> int:
-        return len(self.steps) + SMALL
+    def num_programs(self) -> int:
+        """Number of programs."""
+        return len(self.steps) + NUM_SMALL_PROGRAMS
 
     def report(self) -> dict[str, Any]:
-        """Return the number of programs, of those read from disk and missing, seconds of the start and of
-        compiling, and when each step was ready."""
-        ready = {str(shape): round(t, 3) for shape, t in sorted(self.ready.items())}
+        """Return the numbers of programs, of programs read from disk and of missing ones, the seconds of the
+        start and of compiling, and the time at which each step was ready."""
+        ready = {str(shape): round(t, 3) for shape, t in sorted(self.ready_seconds.items())}
         return {
-            "programs": self.count,
-            "programs_read": self.read,
+            "programs": self.num_programs,
+            "programs_read": self.num_read,
             "programs_missing": len(self._keys.keys() - self.steps.keys()),
             "warmup_seconds": self.seconds,
-            "compile_seconds": sum(self.spent.seconds.values()),
+            "compile_seconds": sum(self.compile_times.seconds.values()),
             "compiled_at": ready,
         }
 
-    def begin(self, state: StepArguments) -> None:
-        """Start counting: requests come from now on."""
+    def start_serving(self, arguments: StepArguments) -> None:
+        """Do nothing; subclasses prepare for the first request."""
 
     def close(self) -> None:
-        """End what the programs hold besides memory."""
+        """Do nothing; subclasses end their threads and processes."""
 
     def add(self, shape: Shape) -> None:
-        """Compile a missing shape, or one of no table. The latter is not kept, nor is any if jax's settings
-        have changed since the start."""
-        if self._keys.setdefault(shape) != self._key(shape):
+        """Compile a missing shape, or a shape that is not in the table. It is not stored if it is not in the
+        table, or if jax's settings have changed since the start."""
+        if self._keys.setdefault(shape) != self._program_key(shape):
             self._keys[shape] = None
-        self._compile(shape, self._lowered(shape))
-        self.spent.keep()
+        self._compile(shape, self._lower_without_refused(shape))
+        self.compile_times.store_mean()
 
-    def _key(self, shape: Shape) -> str | None:
-        given = operands(shape, self.like, self.sizes)
-        return executable_cache.key(self._phases, shape.phase, given, self.refused, self._options(shape))
+    def _program_key(self, shape: Shape) -> str | None:
+        """Return the key of a step in the executable cache; None if it cannot be stored."""
+        step_operands = abstract_operands(shape, self.abstract_arguments, self.sizes)
+        return executable_cache.executable_key(
+            self._phases, shape.phase, step_operands, self.refused_kernels, self._xla_options(shape)
+        )
 
-    def _options(self, shape: Shape | None = None) -> dict[str, str] | None:
-        """XLA's options for a step or a small program; None where they are its own."""
-        return self._gpu and self._gpu.options(shape.product_rows if shape and self.reproducible else 0)
+    def _xla_options(self, shape: Shape | None = None) -> dict[str, str] | None:
+        """Return XLA's options for a step, or for a small program if `shape` is None; None for XLA's
+        defaults."""
+        return self._gpu and self._gpu.compiler_options(
+            shape.product_rows if shape and self.reproducible else 0
+        )
 
     @property
-    def _join(self) -> Callable[..., Any]:
-        """Join the parts of a stored step to one program."""
-        return executable_cache.alone
+    def _part_joiner(self) -> Callable[..., Any]:
+        """Function that joins the parts of a stored step to one program."""
+        return executable_cache.join_single
 
-    def _lowered(self, shape: Shape) -> Lowered:
-        with without(self.refused):
+    def _lower_without_refused(self, shape: Shape) -> Lowered:
+        """Lower a step without the refused kernels."""
+        with disable_kernels(self.refused_kernels):
             return self._lower(shape)
 
     def _lower(self, shape: Shape) -> Lowered:
-        with self._lowering, self.spent.on(shape):  # one at a time: it is Python
-            make = lower_deferred if shape.phase == "deferred" else lower
-            return make(self._phases, shape, self.like, self.sizes)
+        with (
+            self._lowering_lock,
+            self.compile_times.measure(shape),
+        ):  # one at a time: tracing holds Python's lock
+            make = lower_deferred_step if shape.phase == "deferred" else lower_step
+            return make(self._phases, shape, self.abstract_arguments, self.sizes)
 
     def _compile(self, shape: Shape, lowered: Lowered) -> None:
-        with self.spent.on(shape):
-            program = self._compiled(shape, lowered)
-        self.steps[shape], self.ready[shape] = program, self.age
+        """Compile a lowered step and add it to `steps`."""
+        with self.compile_times.measure(shape):
+            program = self._compile_lowered(shape, lowered)
+        self.steps[shape], self.ready_seconds[shape] = program, self.uptime_seconds
 
-    def _compiled(self, shape: Shape, lowered: Lowered) -> Any:
-        own, usual = self._options(shape), self._options()
+    def _compile_lowered(self, shape: Shape, lowered: Lowered) -> Any:
+        """Compile a lowered step; with XLA's usual options and a warning, if the step's own options fail."""
+        options, default_options = self._xla_options(shape), self._xla_options()
         try:
-            return executable_cache.compile(self._keys[shape], lowered, own)
+            return executable_cache.compile_and_store(self._keys[shape], lowered, options)
         except jax.errors.JaxRuntimeError as error:
-            if own == usual:
+            if options == default_options:
                 raise
-            warn(f"{shape} may have bits of its own: it has no program without cuBLAS: {first_line(error)}")
-            return executable_cache.compile(self._keys[shape], lowered, usual)
+            warn_once(
+                f"{shape} may have bits of its own: it has no program without cuBLAS: {error_headline(error)}"
+            )
+            return executable_cache.compile_and_store(self._keys[shape], lowered, default_options)
 
-    def products(self, shapes: Iterable[Shape]) -> str | None:
-        """Return a hash of how an accelerator's matrix products in these shapes were configured, kept with
-        the programs; None on a CPU, which `provenance` describes."""
+    def matmul_tuning_hash(self, shapes: Iterable[Shape]) -> str | None:
+        """Return a hash of the configuration of an accelerator's matrix products in these shapes; None on a
+        CPU, which `provenance` describes. The hash is stored with the programs."""
         (device, *_) = self._devices
         if device.platform == "cpu":
             return None
         chosen = sorted(shapes)
-        own = executable_cache.combined([self._keys[shape] for shape in chosen], "products")
-        found = executable_cache.read(own, str) if self.loaded else None
-        if found is None:
-            found = tuning(self.steps[shape] for shape in chosen)
-            executable_cache.write(own, found)
-        return found
+        key = executable_cache.combine_keys([self._keys[shape] for shape in chosen], "products")
+        digest = executable_cache.read_record(key, str) if self.are_all_stored else None
+        if digest is None:
+            digest = tuning_hash(self.steps[shape] for shape in chosen)
+            executable_cache.write_record(key, digest)
+        return digest
 
-    def empty(self, params: Params, failed: BaseException | None = None) -> StepArguments:
-        """Return parameters with an unused cache and unused slots, made after those that a failed step held
-        are released."""
-        release(failed)
+    def fresh_arguments(self, params: EngineParams, failure: BaseException | None = None) -> StepArguments:
+        """Return the parameters with an unused cache and unused slots. They are made after the arrays of a
+        step that raised `failure` are released."""
+        clear_frames(failure)
         return StepArguments(params, self.fresh_cache(), self.fresh_slots())
 
-    def _small(self) -> list[Lowered]:
-        return [self._lower_seat(), *self._lower_loads(), self._lower_cache(), self._lower_slots()]
+    def _lower_small(self) -> list[Lowered]:
+        """Lower the small programs, in the order of the attributes that hold them."""
+        return [self._lower_slot_assignment(), *self._lower_loads(), self._lower_cache(), self._lower_slots()]
 
     def _lower_cache(self) -> Lowered:
-        return lower_zeros(self.like.cache)
+        return lower_zeros(self.abstract_arguments.cache)
 
     def _lower_slots(self) -> Lowered:
-        dtype = target_of(self.like.params).embed.dtype
+        dtype = target_params(self.abstract_arguments.params).embed.dtype
         fresh = partial(fresh_slots, self.config, self.sizes, dtype)
-        return jax.jit(fresh, out_shardings=self.like.everywhere).lower()
+        return jax.jit(fresh, out_shardings=self.abstract_arguments.replicated_sharding).lower()
 
-    def _lower_seat(self) -> Lowered:
-        slots = self.like.slots
-        return self._of_seat(seat).lower(slots, *seat_like(slots, self.sizes))
+    def _lower_slot_assignment(self) -> Lowered:
+        slots = self.abstract_arguments.slots
+        return self._jit_slot_program(assign_slot).lower(slots, *abstract_assignment(slots, self.sizes))
 
-    def _of_seat(self, change: Callable[..., Any]) -> Any:
-        whole = self.like.everywhere
+    def _jit_slot_program(self, program: Callable[..., Any]) -> Any:
+        """Return the jitted form of a function that changes some slots; their arrays are donated."""
+        replicated = self.abstract_arguments.replicated_sharding
         if self.sizes.shards > 1:
-            change = in_seat(change, mesh_of(whole))
-        return jax.jit(change, donate_argnums=0, out_shardings=whole)
+            program = map_slot_update(program, mesh_of(replicated))
+        return jax.jit(program, donate_argnums=0, out_shardings=replicated)
 
     def _lower_loads(self) -> list[Lowered]:
         """Lower the programs that load a request's history, and the masks of grammars."""
-        slots = self.like.slots
+        slots = self.abstract_arguments.slots
 
-        def load(slots, slot, tokens, prompt_len, total_len, bias):
+        def load_history_into_slots(slots, slot, tokens, prompt_len, total_len, bias):
             sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
             return replace(slots, sampling=sampling)
 
-        history = self._of_seat(load).lower(slots, *history_like(slots, self.sizes))
-        masks = self._of_seat(load_masks).lower(slots.sampling.allowed, *masks_like(slots, self.sizes))
-        return [history, JoinedPrograms([masks], in_slots)]
+        history = self._jit_slot_program(load_history_into_slots).lower(
+            slots, *abstract_history(slots, self.sizes)
+        )
+        masks = self._jit_slot_program(load_masks).lower(
+            slots.sampling.token_masks, *abstract_masks(slots, self.sizes)
+        )
+        return [history, JoinedPrograms([masks], wrap_mask_loader)]
 
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
-        """Dispatch a step, which consumes the cache and the slots; returns others, and the Output."""
-        batch = with_places(batch, shape, self.sizes)
+        """Dispatch a step; returns cache, slots and Output. The given cache and slots are donated."""
+        batch = with_packed_indices(batch, shape, self.sizes)
         return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
 
     def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
-        return batch_of(self.sizes, shape, rows)
+        return make_batch(self.sizes, shape, rows)

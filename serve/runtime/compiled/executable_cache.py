@@ -1,10 +1,11 @@
-"""Ahead-of-time compiled programs on disk, found without tracing: a second start neither traces, lowers nor
-compiles them.
+"""Ahead-of-time compiled programs on disk, found without tracing: a second start does not trace, lower or
+compile.
 
 jax's own compilation cache is keyed by the lowered program, and lowering a deep model takes seconds. The key
-here is the source that a program is traced from, the versions, the device, the flags, and the arguments'
-shapes. The files lie in a subfolder of jax's cache (`jax_compilation_cache_dir`) and may be deleted at any
-time. A program is read by `pickle`, as jax writes it, after `BlobStore` has checked owner and checksum.
+here is a hash of the source that a program is traced from, the versions, the device, the flags, and the
+arguments' shapes. The files are in a subfolder of jax's cache (`jax_compilation_cache_dir`) and may be
+deleted at any time. A program is read by `pickle`, as jax writes it, after `BlobStore` has checked owner and
+checksum.
 """
 
 import hashlib
@@ -28,37 +29,38 @@ import jax
 import msgspec
 from jax.experimental import serialize_executable
 
-from ....user_folders import refusal
+from ....user_folders import prepare_private_folder
 from ...host import progress
 from ...host.blob_store import BlobFormat, BlobStore, DamagedBlobError
-from ...host.devices import processor
-from ...host.streams import warn
+from ...host.devices import processor_flags
+from ...host.streams import warn_once
 from ..steps.phases import Phases
 
-LIBRARY = ("cpu_kernels", "model", "kvcache", "sampling", "serve")
-# Modules that trace, lower and compare steps, hashed into the keys of programs and measurements. An
-# edit elsewhere compiles nothing anew.
-TRACED = (
+LIBRARY_MODULES = ("cpu_kernels", "model", "kvcache", "sampling", "serve")
+# Modules that trace, lower and compare steps. Their source is hashed into the keys of programs and
+# measurements: an edit of another module recompiles nothing.
+TRACED_MODULES = (
     "cpu_kernels",
     "model",
     "kvcache",
     "sampling",
+    "serve.engine.speculation.draft_proposers",
     "serve.engine.speculation.draft_steps",
-    "serve.engine.speculation.guessers",
+    "serve.engine.startup.bfloat16_gain",
     "serve.engine.startup.kernel_cases",
     "serve.engine.startup.kernel_checks",
-    "serve.engine.startup.trial",
     "serve.runtime.compiled",
     "serve.runtime.equal_bits",
     "serve.runtime.pipeline",
     "serve.runtime.steps",
 )
-PROGRAMS = BlobFormat(b"duetto kept 1\n", ".", re.compile("[^.].*"), durable=True)
-LIMIT = 7 << 29  # bytes of a folder: the programs of a hundred models and sizes
-GRACE = 600  # seconds after its last use in which no start evicts a file: another start may be reading it
-FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
-# Raised for a program that cannot be serialised: one with custom partitioning holds functions of Python.
-UNSTORABLE = (
+PROGRAM_FORMAT = BlobFormat(b"duetto kept 1\n", ".", re.compile("[^.].*"), durable=True)
+MAX_FOLDER_BYTES = 7 << 29  # bytes of a folder: the programs of a hundred models and sizes
+# Seconds since its last use before a file may be evicted: another start may be reading it.
+EVICTION_GRACE_SECONDS = 600
+FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+# Raised for a program that cannot be serialised, for example because it has custom partitioning in Python.
+UNSTORABLE_ERRORS = (
     ValueError,
     TypeError,
     AttributeError,
@@ -66,21 +68,25 @@ UNSTORABLE = (
     pickle.PicklingError,
     jax.errors.JaxRuntimeError,
 )
-THREAD = threading.local()
+THREAD_STATE = threading.local()
 T = TypeVar("T")
 K = TypeVar("K")
 
 
 @runtime_checkable
 class Lowered(Protocol):
-    """A lowered program: jax's own, or several that are joined to one."""
+    """Lowered program: one of jax's, or several that are joined to one."""
 
     def compile(self, *, compiler_options: Any = None) -> Any: ...
 
 
 @dataclass(frozen=True)
 class JoinedPrograms:
-    """Lowered programs whose compiled forms `join` makes into one."""
+    """Lowered programs that form one program.
+
+    parts: the lowered programs.
+    join: makes one program of the compiled parts.
+    """
 
     parts: Sequence[Lowered]
     join: Callable[..., Any]
@@ -89,267 +95,299 @@ class JoinedPrograms:
         return self.join(*(part.compile(compiler_options=compiler_options) for part in self.parts))
 
 
-class Spent:
-    """Seconds that tracing and compiling took, by program of a table with a key. `mean` is stored for later
-    starts, and is 0 if no start has compiled."""
+class CompileTimes:
+    """Seconds of tracing and compiling, by program of a table with a key.
+
+    seconds: of each program that was compiled.
+    mean: seconds per program, stored for later starts; 0 if no start has compiled.
+    """
 
     def __init__(self, key: str | None):
         self.seconds: dict[Any, float] = {}
-        self._key = combined([key], "seconds of compiling")
-        self._earlier = read(self._key, float) or 0.0
+        self._key = combine_keys([key], "seconds of compiling")
+        self._stored_mean = read_record(self._key, float) or 0.0
 
     @contextmanager
-    def on(self, program: Any) -> Iterator[None]:
-        """Add the seconds of the block to a program's."""
+    def measure(self, program: Any) -> Iterator[None]:
+        """Add the seconds of the block to the program's."""
         begin = time.perf_counter()
         yield
         self.seconds[program] = self.seconds.get(program, 0.0) + time.perf_counter() - begin
 
-    def keep(self, together: float | None = None) -> None:
-        """Store the mean; `together` are the seconds of all programs, if they were compiled concurrently."""
-        if self.seconds and together is not None:
-            self.seconds = dict.fromkeys(self.seconds, together / len(self.seconds))
+    def store_mean(self, total_seconds: float | None = None) -> None:
+        """Store the mean. `total_seconds`: seconds of all programs, if they were compiled concurrently."""
+        if self.seconds and total_seconds is not None:
+            self.seconds = dict.fromkeys(self.seconds, total_seconds / len(self.seconds))
         if self.seconds:
-            write(self._key, self.mean)
+            write_record(self._key, self.mean)
 
     @property
     def mean(self) -> float:
-        found = list(self.seconds.values())
-        return sum(found) / len(found) if found else self._earlier
+        """Mean seconds of a program, of this start or of an earlier one."""
+        seconds = list(self.seconds.values())
+        return sum(seconds) / len(seconds) if seconds else self._stored_mean
 
 
-def usable(folder: Path) -> bool:
-    """Create a folder for programs; return False, with a warning, if it cannot hold any."""
-    if reason := refusal(folder):
-        warn(f"compiled programs are not kept in {folder}: {reason}")
+def can_create_folder(folder: Path) -> bool:
+    """Create a folder for programs. Returns False, with a warning, if it cannot be used."""
+    if reason := prepare_private_folder(folder):
+        warn_once(f"compiled programs are not kept in {folder}: {reason}")
     return not reason
 
 
-def folder() -> Path | None:
-    """Return the folder of stored programs; None if jax's cache is off or remote, or others could write
+def program_folder() -> Path | None:
+    """Return the folder of stored programs; None if jax's cache is off or remote, or other users can write
     there."""
-    place = jax.config.values["jax_compilation_cache_dir"]
-    if not place or "://" in place:
+    cache_folder = jax.config.values["jax_compilation_cache_dir"]
+    if not cache_folder or "://" in cache_folder:
         return None
-    own = Path(place) / "duetto"
-    return own if usable(own) else None
+    subfolder = Path(cache_folder) / "duetto"
+    return subfolder if can_create_folder(subfolder) else None
 
 
-def key(
+def executable_key(
     phases: Phases,
     phase: str,
     arguments: Any,
-    refused: Sequence[str] = (),
+    refused_kernels: Sequence[str] = (),
     options: Mapping[str, str] | None = None,
 ) -> str | None:
-    """Return the key of a phase's program with these abstract arguments, traced without the kernels that are
-    refused and compiled with XLA's options; None on devices of several processes, and for phases whose code
-    is not in the hash of `TRACED`."""
-    places = [leaf.sharding for leaf in jax.tree.leaves(arguments)]
-    is_here = all(place.is_fully_addressable for place in places)
-    if not is_here or not all(map(is_traced, [phases, getattr(phases, "guesser", None)])):
+    """Return the key of a phase's program with these abstract arguments.
+
+    Returns None on devices of several processes, and for phases whose code is not in the hash of
+    `TRACED_MODULES`.
+
+    refused_kernels: kernels that the program is traced without.
+    options: XLA's options.
+    """
+    shardings = [leaf.sharding for leaf in jax.tree.leaves(arguments)]
+    is_addressable = all(sharding.is_fully_addressable for sharding in shardings)
+    if not is_addressable or not all(map(is_traced_module, [phases, getattr(phases, "proposer", None)])):
         return None
-    (device, *_) = places[0].device_set
+    (device, *_) = shardings[0].device_set
     facts = (
-        *environment(device),
-        *described(phases, phase, arguments),
-        *refused,
+        *describe_environment(device),
+        *describe_phase(phases, phase, arguments),
+        *refused_kernels,
         *sorted((options or {}).items()),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def is_traced(part: object) -> bool:
-    """Return whether a part of the phases, or None, is of a module of `TRACED`."""
+def is_traced_module(part: object) -> bool:
+    """Return True if the class of a part is from a module of `TRACED_MODULES`, or if the part is None."""
     module = type(part).__module__.removeprefix("duetto.")
-    return part is None or any(module == name or module.startswith(f"{name}.") for name in TRACED)
+    return part is None or any(module == name or module.startswith(f"{name}.") for name in TRACED_MODULES)
 
 
-def described(phases: Phases, phase: str, arguments: Any) -> tuple[Any, ...]:
-    """Return what decides a phase's program besides the environment."""
+def describe_phase(phases: Phases, phase: str, arguments: Any) -> tuple[Any, ...]:
+    """Return the facts that decide a phase's program, besides the environment: phases, and the arguments'
+    tree, shapes, dtypes and placement."""
     leaves, structure = jax.tree.flatten(arguments)
-    shapes = [(leaf.shape, str(leaf.dtype), *placed(leaf.sharding)) for leaf in leaves]
+    shapes = [(leaf.shape, str(leaf.dtype), *describe_sharding(leaf.sharding)) for leaf in leaves]
     return phase, repr(phases), str(structure), shapes
 
 
-def placed(place: jax.sharding.Sharding) -> tuple[str, list[int]]:
-    """Return what decides a program of a sharding: how it divides an array, and its devices in their
-    order."""
-    mesh = place.mesh if isinstance(place, jax.sharding.NamedSharding) else None
-    devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else place.device_set
-    return str(place), [device.id for device in devices]
+def describe_sharding(sharding: jax.sharding.Sharding) -> tuple[str, list[int]]:
+    """Return the facts of a sharding that decide a program: how it divides an array, and its devices' numbers
+    in their order."""
+    mesh = sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None
+    devices = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else sharding.device_set
+    return str(sharding), [device.id for device in devices]
 
 
-def environment(device: Any) -> tuple[Any, ...]:
-    """Return what decides a result's bits on a device, besides the program and its arguments."""
-    kernels = find_spec("absl") is not None  # which some of jax's kernels need
+def describe_environment(device: Any) -> tuple[Any, ...]:
+    """Return the facts that decide a result's bits on a device, besides the program and its arguments."""
+    kernels = find_spec("absl") is not None  # some of jax's kernels need it
     versions = jax.__version__, version("jaxlib"), device.client.platform_version, kernels
-    machine = device.device_kind, processor(), cores(), [os.environ.get(name) for name in FLAGS]
+    machine = (
+        device.device_kind,
+        processor_flags(),
+        num_cores(),
+        [os.environ.get(name) for name in FLAG_VARIABLES],
+    )
     settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
-    return traced(), versions, machine, settings
+    return imported_sources_hash(), versions, machine, settings
 
 
 @cache
-def traced() -> str:
+def imported_sources_hash() -> str:
     """Return a hash of the code that programs are traced from, as it was when this module was imported."""
-    return hash_of_traced()
+    return hash_traced_sources()
 
 
-def hash_of_traced() -> str:
-    """Return the hash of the code as it is now."""
-    return sources_hash(place for name in TRACED for place in places(name))
+def hash_traced_sources() -> str:
+    """Return a hash of the code that programs are traced from, as it is on disk now."""
+    return hash_sources(path for name in TRACED_MODULES for path in module_paths(name))
 
 
 @cache
-def source() -> str:
-    """Return a hash of the code that decides tokens, text and scheduling included."""
-    return sources_hash(place for name in LIBRARY for place in places(name))
+def library_hash() -> str:
+    """Return a hash of the code that decides answers: `LIBRARY_MODULES`, which have text and scheduling."""
+    return hash_sources(path for name in LIBRARY_MODULES for path in module_paths(name))
 
 
-def places(name: str) -> list[str]:
-    """Return the folder of a package of this library, or the file of a module."""
-    found = find_spec(f"duetto.{name}")
-    assert found is not None and found.origin is not None
-    return list(found.submodule_search_locations or [found.origin])
+def module_paths(name: str) -> list[str]:
+    """Return the paths of a module of this library: a package's folder, or a module's file."""
+    spec = find_spec(f"duetto.{name}")
+    assert spec is not None and spec.origin is not None
+    return list(spec.submodule_search_locations or [spec.origin])
 
 
-def sources_hash(places: Iterable[str | Path]) -> str:
-    """Return a hash of the names and contents of Python files, and of those in folders."""
-    found = hashlib.sha256()
-    for place in map(Path, places):
-        for path in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            found.update(f"{path.relative_to(place.parent)} ".encode() + path.read_bytes())
-    return found.hexdigest()
+def hash_sources(paths: Iterable[str | Path]) -> str:
+    """Return a hash of the names and contents of Python files. A folder counts as all Python files in it."""
+    hasher = hashlib.sha256()
+    for root in map(Path, paths):
+        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            hasher.update(f"{path.relative_to(root.parent)} ".encode() + path.read_bytes())
+    return hasher.hexdigest()
 
 
-def cores() -> int | None:
+def num_cores() -> int | None:
     """Return the number of cores that the process may use: XLA divides products among them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def combined(keys: Iterable[str | None], *facts: Any) -> str | None:
-    """Return one key of several keys and other facts; None if one of the keys is None."""
+def combine_keys(keys: Iterable[str | None], *facts: Any) -> str | None:
+    """Return one key for several keys and other facts; None if one of the keys is None."""
     keys = sorted(keys, key=str)
     return None if None in keys else hashlib.sha256(repr((keys, facts)).encode()).hexdigest()
 
 
-def read(key: str | None, kind: type[T] | GenericAlias) -> T | None:
-    """Return the record of a type, such as dict[str, bytes], that is stored under a key, or None."""
-    content = read_bytes(key)
+def read_record(key: str | None, record_type: type[T] | GenericAlias) -> T | None:
+    """Return the record of type `record_type`, such as dict[str, bytes], that is stored under a key, or
+    None."""
+    content = read_entry(key)
     try:
-        return msgspec.msgpack.decode(content, type=kind) if content else None
-    except msgspec.DecodeError:  # of another shape than today's
+        return msgspec.msgpack.decode(content, type=record_type) if content else None
+    except msgspec.DecodeError:  # written by a version whose record had other fields
         return None
 
 
-def write(key: str | None, value: Any) -> None:
-    """Store a record for the next start; nothing is stored if the folder cannot be written."""
-    write_bytes(key, msgspec.msgpack.encode(value))
+def write_record(key: str | None, record: Any) -> None:
+    """Store a record for later starts; do nothing if the folder cannot be written."""
+    write_entry(key, msgspec.msgpack.encode(record))
 
 
-def read_bytes(key: str | None) -> bytes | None:
-    """Return what is stored under a key, or None; b"" in place of a file that was damaged."""
-    if key is None or (place := folder()) is None:
+def read_entry(key: str | None) -> bytes | None:
+    """Return the bytes that are stored under a key, or None. Returns b"" if the file was damaged, and
+    replaces it."""
+    if key is None or (folder_path := program_folder()) is None:
         return None
-    blobs = BlobStore(place, PROGRAMS, LIMIT)
+    blobs = BlobStore(folder_path, PROGRAM_FORMAT, MAX_FOLDER_BYTES)
     try:
         return blobs.read(key)
     except DamagedBlobError:
-        warn(f"{blobs.path(key)} was damaged: it is deleted and made anew")
-        write_bytes(key, b"")
+        warn_once(f"{blobs.path(key)} was damaged: it is deleted and made anew")
+        write_entry(key, b"")
         return b""
-    except OSError:  # most often there is none
+    except OSError:  # most often the file does not exist
         return None
 
 
-def write_bytes(key: str | None, content: bytes) -> None:
-    if key is not None and (place := folder()) is not None:
-        blobs = BlobStore(place, PROGRAMS, LIMIT, GRACE)
+def write_entry(key: str | None, content: bytes) -> None:
+    """Store bytes under a key; do nothing if the key is None or the folder cannot be written."""
+    if key is not None and (folder_path := program_folder()) is not None:
+        blobs = BlobStore(folder_path, PROGRAM_FORMAT, MAX_FOLDER_BYTES, EVICTION_GRACE_SECONDS)
         with suppress(OSError):
-            blobs.refresh()
+            blobs.refresh_index()
             blobs.write(key, content)
 
 
-def alone(program: T) -> T:
-    """Join a program that has one part."""
+def join_single(program: T) -> T:
+    """Return the program itself: the join of a program that has one part."""
     return program
 
 
-def load(key: str | None, device: Any, join: Callable[..., Any] = alone) -> Any:
-    """Return the program stored under a key, whose parts `join` makes into one, or None. It is loaded on its
-    own devices, of the client of `device`."""
-    content = read_bytes(key)
+def load_program(key: str | None, device: Any, join: Callable[..., Any] = join_single) -> Any:
+    """Return the program that is stored under a key, or None.
+
+    It is loaded on the devices that it was compiled for, of the client of `device`. `join` makes one program
+    of its parts.
+    """
+    content = read_entry(key)
     if not content:
         return None
     try:
-        return join(*(loaded(device.client, *part) for part in pickle.loads(content)))
-    except Exception:  # noqa: BLE001 - a runtime that cannot use it says so in its own way
+        return join(*(load_part(device.client, *part) for part in pickle.loads(content)))
+    except Exception:  # noqa: BLE001 - each runtime raises other errors for a program that it cannot use
         return None
 
 
-def loaded(client: Any, ids: Sequence[int], *program: Any) -> Any:
-    """Load a part of a program on the devices for which it was compiled."""
+def load_part(client: Any, ids: Sequence[int], *program: Any) -> Any:
+    """Load a part of a program on the devices that it was compiled for, by their numbers."""
     devices = {device.id: device for device in client.local_devices()}
-    own = [devices[i] for i in ids]
-    return serialize_executable.deserialize_and_load(*program, backend=client, execution_devices=own)
+    execution_devices = [devices[i] for i in ids]
+    return serialize_executable.deserialize_and_load(
+        *program, backend=client, execution_devices=execution_devices
+    )
 
 
-def stored(compiled: Any) -> tuple[Any, ...]:
-    """Return a part of a program as it is pickled: the numbers of its devices in their order first."""
+def serialize_part(compiled: Any) -> tuple[Any, ...]:
+    """Return a part of a program as it is pickled: its devices' numbers in their order, then jax's fields."""
     ids = [device.id for device in compiled.runtime_executable().local_devices()]
     return ids, *serialize_executable.serialize(compiled)
 
 
-def load_all(
+def load_programs(
     pool: ThreadPoolExecutor,
     keys: Mapping[K, str | None],
-    everywhere: jax.sharding.Sharding,
+    replicated_sharding: jax.sharding.Sharding,
     join: Callable[..., Any],
 ) -> dict[K, Any]:
-    """Return the programs stored under keys, joined of their parts; None for each that is not stored."""
-    (device, *_) = everywhere.device_set
-    with progress.stage("reading kept programs", len(keys), progress.PATIENCE) as done:
-        found = pool.map(lambda key: done(load(key, device, join)), keys.values())
-        return dict(zip(keys, found, strict=True))
+    """Return the programs that are stored under keys, each joined from its parts; None for a missing
+    program."""
+    (device, *_) = replicated_sharding.device_set
+    with progress.show_stage("reading kept programs", len(keys), progress.PATIENCE_SECONDS) as done:
+        programs = pool.map(lambda key: done(load_program(key, device, join)), keys.values())
+        return dict(zip(keys, programs, strict=True))
 
 
-def compile(key: str | None, lowered: Lowered, options: Mapping[str, str | bool] | None = None) -> Any:
-    """Compile a program with these options of XLA, and store its parts if the devices' programs can be
-    serialised.
+def compile_and_store(
+    key: str | None, lowered: Lowered, options: Mapping[str, str | bool] | None = None
+) -> Any:
+    """Compile a program with these options of XLA, and store its parts if they can be serialised.
 
-    On a CPU, a program that came from jax's cache cannot be serialised again. It is compiled once more if its
-    stored file was damaged.
+    On a CPU, a program that came from jax's cache cannot be serialised again. If its stored file was damaged,
+    it is compiled once more, past jax's cache.
     """
-    whole = lowered if isinstance(lowered, JoinedPrograms) else JoinedPrograms([lowered], alone)
-    parts = [compiled_from(part, options) for part in whole.parts]
-    if any(known for _, known in parts) and read_bytes(key) == b"":
+    joined_programs = (
+        lowered if isinstance(lowered, JoinedPrograms) else JoinedPrograms([lowered], join_single)
+    )
+    parts = [compile_part(part, options) for part in joined_programs.parts]
+    if any(from_cache for _, from_cache in parts) and read_entry(key) == b"":
         unlike_any = {"xla_gpu_dump_autotune_logs_to": str(time.time_ns())}  # without effect on a CPU
-        with suppress(ValueError, jax.errors.JaxRuntimeError):  # of an XLA that lacks the option
-            parts = [compiled_from(part, unlike_any) for part in whole.parts]
-    compiled, known = zip(*parts, strict=True)
-    if folder() is not None and key is not None and not any(known) and hash_of_traced() == traced():
-        with suppress(*UNSTORABLE):
-            write_bytes(key, pickle.dumps(list(map(stored, compiled))))
-    return whole.join(*compiled)
+        with suppress(ValueError, jax.errors.JaxRuntimeError):  # raised by an XLA that lacks the option
+            parts = [compile_part(part, unlike_any) for part in joined_programs.parts]
+    compiled, from_cache = zip(*parts, strict=True)
+    if (
+        program_folder() is not None
+        and key is not None
+        and not any(from_cache)
+        and hash_traced_sources() == imported_sources_hash()
+    ):
+        with suppress(*UNSTORABLE_ERRORS):
+            write_entry(key, pickle.dumps(list(map(serialize_part, compiled))))
+    return joined_programs.join(*compiled)
 
 
-def compiled_from(lowered: Lowered, options: Mapping[str, str | bool] | None = None) -> tuple[Any, bool]:
-    """Return the compiled program, and whether it is a CPU program from jax's cache."""
-    watch_hits()
-    THREAD.hits = 0
+def compile_part(lowered: Lowered, options: Mapping[str, str | bool] | None = None) -> tuple[Any, bool]:
+    """Return the compiled program, and True if it is a CPU program from jax's cache."""
+    listen_for_cache_hits()
+    THREAD_STATE.hits = 0
     compiled = lowered.compile(compiler_options=options)
-    return compiled, bool(THREAD.hits) and jax.default_backend() == "cpu"
+    return compiled, bool(THREAD_STATE.hits) and jax.default_backend() == "cpu"
 
 
 @cache
-def watch_hits() -> None:
-    """Count the hits of jax's cache by thread."""
+def listen_for_cache_hits() -> None:
+    """Start to count the hits of jax's cache, by thread."""
 
     def on_event(event: str, **_: Any) -> None:
         if event == "/jax/compilation_cache/cache_hits":
-            THREAD.hits = getattr(THREAD, "hits", 0) + 1
+            THREAD_STATE.hits = getattr(THREAD_STATE, "hits", 0) + 1
 
     jax.monitoring.register_event_listener(on_event)
 
 
-traced()  # later edits are not in the code that this process runs
+imported_sources_hash()  # hashed now: this process does not run later edits

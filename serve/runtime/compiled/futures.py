@@ -1,47 +1,58 @@
-"""Futures of steps: results of programs that another thread dispatches, or that are dispatched once masks are
-there."""
+"""Futures of steps: results of programs that another thread dispatches, or that are dispatched once the masks
+of grammars are known."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from ....kvcache.stages import around
-from ....model.pair import Params, target_of
+from ....kvcache.stages import outer_params
+from ....model.draft_pair import EngineParams, target_params
 
 
 @runtime_checkable
-class StepResult(Protocol):
-    """Future of a result."""
+class WaitableResult(Protocol):
+    """Future of the result of a dispatch."""
 
-    def arrived(self) -> Any:
+    def wait_result(self) -> Any:
         """Wait for the dispatch and return its result. Raises what the dispatch raised."""
         ...
 
 
 @dataclass
 class PendingSample:
-    """Output of a decode whose tokens have yet to be drawn from its hidden states, [B,1,D]."""
+    """Output of a decode whose tokens are drawn later.
+
+    program: draws tokens from hidden states.
+    batch: the decode's Batch.
+    hidden: hidden states [B,1,D]; None after the draw.
+    output: the Output; None before the draw.
+    """
 
     program: Callable[..., tuple[Any, Any]]
-    batch: Any  # Batch
-    hidden: Any  # until they are drawn from
-    output: Any = None  # Output
+    batch: Any
+    hidden: Any
+    output: Any = None
 
-    def draw(self, params: Params, slots: Any) -> Any:
-        """Dispatch the draw; returns the slots."""
-        slots, self.output = self.program(around(target_of(params)), slots, self.batch, self.hidden)
+    def draw(self, params: EngineParams, slots: Any) -> Any:
+        """Dispatch the draw of the tokens; returns the slots."""
+        slots, self.output = self.program(outer_params(target_params(params)), slots, self.batch, self.hidden)
         self.hidden = None
         return slots
 
-    def arrived(self) -> Any:
+    def wait_result(self) -> Any:
+        """Return the Output, after `draw`."""
         assert self.output is not None, "nothing is drawn yet"
         return self.output
 
 
 @dataclass(frozen=True)
 class DeferredSampling:
-    """Decode in two programs, called as other steps are; its output is `PendingSample`."""
+    """Decode in two programs, called like any step; its output is a `PendingSample`.
+
+    forward: runs the model; returns cache and hidden states.
+    draw: draws tokens from hidden states; returns slots and Output.
+    """
 
     forward: Callable[..., tuple[Any, Any]]
     draw: Callable[..., tuple[Any, Any]]
@@ -53,18 +64,23 @@ class DeferredSampling:
 
 @dataclass(frozen=True)
 class StepFuture:
-    """Future of a result, or of a part of it."""
+    """Future of the result of a job in another thread, or of a part of the result.
+
+    job: the job's future.
+    pick: selects the part.
+    """
 
     job: Future[Any]
     pick: Callable[[Any], Any] = lambda result: result
 
-    def arrived(self) -> Any:
+    def wait_result(self) -> Any:
         return self.pick(self.job.result())
 
     def part(self, i: int) -> "StepFuture":
+        """Return the future of the i-th element of the result."""
         return StepFuture(self.job, lambda result: self.pick(result)[i])
 
 
-def arrived(result: Any) -> Any:
-    """Return a result, after waiting for it if it is a future."""
-    return result.arrived() if isinstance(result, StepResult) else result
+def wait_result(result: Any) -> Any:
+    """Return the result of a future, after waiting for it; return any other value as it is."""
+    return result.wait_result() if isinstance(result, WaitableResult) else result

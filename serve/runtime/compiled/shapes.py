@@ -5,124 +5,145 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args
 
-from ....kvcache.kernels.cpu_attention import layers_read
-from ....kvcache.pages import BLOCK
-from ....kvcache.quantised import kept_as
-from ....kvcache.stages import stations
+from ....kvcache.kernels.cpu_attention import count_kernel_layers
+from ....kvcache.pages import KEYS_PER_BLOCK
+from ....kvcache.quantised import choose_cache_format
+from ....kvcache.stages import num_device_groups
 from ....model.config import LayerKind
-from ....model.pair import Params, target_of
-from ....model.tree import nbytes
-from ....model.weights.cpu.packed import kernels_in
+from ....model.draft_pair import EngineParams, target_params
+from ....model.tree import tree_bytes
+from ....model.weights.cpu.packed import kernel_isa
 from ....sampling.checks import MAX_LOGPROBS
-from ....sampling.custom import LogitsProcessor
-from ...options.checks import EDGE, SMALLEST_CHUNK, round_up
+from ....sampling.custom_processors import LogitsProcessor
+from ...options.checks import BUCKET_MULTIPLE_TOKENS, SMALLEST_CHUNK_TOKENS, round_up
 from ...options.engine import EngineOptions
 
-SMALLEST_WIDTH = 8
-# Rows of decode and tokens of prefill from which on padding costs an accelerator little: weights are read
+MIN_DECODE_ROWS = 8  # rows of a CPU's canonical decode; the widest decode is rounded up to a multiple of it
+# Rows of decode and tokens of prefill up to which padding costs an accelerator little: it reads the weights
 # once for all of them.
-WIDE_DECODE, WIDE_PREFILL = 64, 512
-# tokens of a row of a shared prefill: long ones pad short prompts, short ones read a CPU's keys slowly
+WIDE_DECODE_ROWS, WIDE_PREFILL_TOKENS = 64, 512
+# Tokens of a row of a shared prefill: long rows pad short prompts, with short rows a CPU reads keys slowly.
 ROW_TOKENS = 32
-# the same with CPU kernels, which read the keys of rows that go on with one another once; rows of one token
-# take a third longer
+# Tokens of such a row with CPU kernels, which read the keys of a prompt's consecutive rows once. Rows of one
+# token take a third longer.
 SHORT_ROW_TOKENS = 2
-SHARED = 2  # shapes of shared prefills on an accelerator, the largest: a CPU's padding costs what tokens cost
-WIDEST = 4  # tokens of a verification for each slot
-LIGHT = 1 << 30  # bytes that a CPU reads in some 40 ms: beside a longer step the host costs little
+# Number of shared prefills on an accelerator, the largest; on a CPU padding is as slow as tokens.
+MAX_SHARED_SHAPES = 2
+VERIFY_TOKENS_PER_SLOT = 4  # tokens of the largest verification, for each slot
+# Bytes that a CPU reads in some 40 ms; with a longer step the host's time matters little.
+LIGHT_STEP_BYTES = 1 << 30
 
 Phase = Literal["prefill", "decode", "verify", "deferred"]
 PHASES = get_args(Phase)
 
 
 class Shape(NamedTuple):
-    """Rows B and tokens T of one compiled step; for decode T is the number of steps in one dispatch. A
-    `deferred` shape is one step of decode in two programs, which draws its tokens once their masks are there.
+    """Shape of one compiled step. Rows of a prefill may be consecutive parts of one prompt, or of several.
 
-    Rows of a prefill may be consecutive parts of one prompt, or of several. `packed` is the number of tokens
-    that a verification computes, fewer than B T, of any rows; 0 if each row has its T.
+    phase: a `deferred` step is one step of decode in two programs; the second draws the tokens once the
+        masks of grammars are known.
+    rows: number of rows, B.
+    tokens: number of tokens of a row, T; for decode the number of steps in one dispatch.
+    packed_tokens: number of tokens that a verification computes, of any rows, fewer than B T; 0 if each row
+    has T.
     """
 
     phase: Phase
     rows: int
     tokens: int
-    packed: int = 0
+    packed_tokens: int = 0
 
     @property
-    def sequences(self) -> int:
-        """Sequences of a full call; the rows of a prefill count as one prompt's."""
+    def num_sequences(self) -> int:
+        """Number of sequences of a full step; the rows of a prefill count as one prompt's."""
         return 1 if self.phase == "prefill" else self.rows
 
     @property
     def area(self) -> int:
-        """Tokens computed, padding included."""
-        return self.packed or self.rows * self.tokens
+        """Number of tokens that the step computes, padding included."""
+        return self.packed_tokens or self.rows * self.tokens
 
     @property
     def product_rows(self) -> int:
-        """Rows of its matrix products: those of a decode's steps come one after another."""
+        """Number of rows of the step's matrix products. The steps of a decode run one after another."""
         return self.rows if self.phase == "decode" else self.area
 
     @property
-    def deferred(self) -> "Shape":
-        """Twin of a decode that draws later."""
+    def deferred_twin(self) -> "Shape":
+        """Shape of the same step of decode that draws its tokens later."""
         return self._replace(phase="deferred")
 
-    def rows_of(self, tokens: int) -> int:
-        """Return the number of rows of `tokens` tokens that fit."""
-        return min(self.rows, self.packed // tokens) if self.packed else self.rows
+    def max_rows(self, tokens: int) -> int:
+        """Return the number of rows of `tokens` tokens that fit in a step."""
+        return min(self.rows, self.packed_tokens // tokens) if self.packed_tokens else self.rows
 
     def __str__(self) -> str:
-        among = f" of {self.packed}" if self.packed else ""
-        return f"{self.phase}[{self.rows},{self.tokens}]{among}"
+        packed = f" of {self.packed_tokens}" if self.packed_tokens else ""
+        return f"{self.phase}[{self.rows},{self.tokens}]{packed}"
 
 
-class Canonical(NamedTuple):
-    """Shapes whose bits the others of their phase are compared with. Under the reproducibility contract they
-    are also the smallest, unless products are to have the same bits for every number of rows
-    (`batch_invariant_matmul`, `cpu_kernels`)."""
+class CanonicalShapes(NamedTuple):
+    """Shapes whose bits the other shapes of their phase are compared with.
 
-    prefill: Shape
-    decode: Shape
+    Under the reproducibility contract they are also the smallest shapes, unless products have the same bits
+    for every number of rows (`batch_invariant_matmul`, `cpu_kernels`).
+    """
+
+    prefill_shape: Shape
+    decode_shape: Shape
 
     @classmethod
-    def on(cls, platform: str, options: EngineOptions, sizes: "Sizes") -> "Canonical":
-        """Choose them: narrow on a CPU, whose time grows with rows from the first one on."""
+    def choose(cls, platform: str, options: EngineOptions, sizes: "Sizes") -> "CanonicalShapes":
+        """Choose the canonical shapes: narrow ones on a CPU, whose time grows with every row."""
         if platform == "cpu":
-            return cls(Shape("prefill", 1, SMALLEST_CHUNK), Shape("decode", SMALLEST_WIDTH, 1))
-        chunk = min(WIDE_PREFILL, last_edge(options, sizes.max_model_len))
-        return cls(Shape("prefill", 1, chunk), Shape("decode", WIDE_DECODE, 1))
+            return cls(Shape("prefill", 1, SMALLEST_CHUNK_TOKENS), Shape("decode", MIN_DECODE_ROWS, 1))
+        tokens = min(WIDE_PREFILL_TOKENS, largest_prefill_tokens(options, sizes.max_model_len))
+        return cls(Shape("prefill", 1, tokens), Shape("decode", WIDE_DECODE_ROWS, 1))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Fixed sizes of an engine. Slots, pages and rows are those of each of `shards`, whose steps are one."""
+    """Fixed sizes of an engine. Slots, pages and rows are counted in each shard; one step is of all shards.
 
-    max_model_len: int  # tokens of a request
-    max_num_seqs: int  # slots
-    pages: tuple[int, ...]  # for each window of the model
-    page_size: int  # tokens
-    hidden: int = 0  # size of the last hidden state that a slot keeps for a head; 0 without one
-    n_top: int = MAX_LOGPROBS  # alternatives to a token that a step reports
-    positions: int = 1  # tokens of a constrained row that a step samples at most
-    kv_cache_dtype: str = "auto"  # as in the options
+    max_model_len: tokens of a request, at most.
+    max_num_seqs: number of slots.
+    pages: number of pages of each window of the model.
+    page_size: tokens of a page.
+    hidden: size of the last hidden state that a slot keeps for a draft head; 0 without a head.
+    n_top: number of alternatives to a token that a step reports.
+    positions: tokens of a constrained row that a step samples, at most.
+    kv_cache_dtype: the option.
+    shards: number of shards.
+    state_stride: number of pages between two stored states of a recurrent layer.
+    processors: logits processors of the engine.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    pages: tuple[int, ...]
+    page_size: int
+    hidden: int = 0
+    n_top: int = MAX_LOGPROBS
+    positions: int = 1
+    kv_cache_dtype: str = "auto"
     shards: int = 1
-    stride: int = 1  # pages behind which a recurrent layer's state is kept
+    state_stride: int = 1
     processors: tuple[LogitsProcessor, ...] = ()
 
     @property
-    def seats(self) -> int:
-        """Slots of all shards; those of shard i begin at i * max_num_seqs."""
+    def num_slots(self) -> int:
+        """Number of slots of all shards. The slots of shard i begin at i * max_num_seqs."""
         return self.shards * self.max_num_seqs
 
     @property
     def table_width(self) -> int:
-        """Pages of a row, M, rounded up to whole blocks of attention."""
-        tokens = -(-self.max_model_len // BLOCK) * BLOCK
+        """Number of pages of a row, M, rounded up to whole blocks of attention."""
+        tokens = -(-self.max_model_len // KEYS_PER_BLOCK) * KEYS_PER_BLOCK
         return -(-tokens // self.page_size)
 
 
 def doublings(first: int, last: int) -> list[int]:
+    """Return `first` and its doubles below `last`, then `last`."""
     sizes = []
     while first < last:
         sizes.append(first)
@@ -130,151 +151,181 @@ def doublings(first: int, last: int) -> list[int]:
     return [*sizes, last]
 
 
-def decided(options: EngineOptions, params: Params) -> EngineOptions:
-    """Return the options with what prepared parameters, or ShapeDtypeStructs, decide: without `cpu_kernels`
-    if kernels multiply none of them, whose shapes are then those of XLA's products, and with one decode step
-    in a dispatch by default where these are large or of several stages."""
-    if not kernels_in(params):
+def resolve_cpu_options(options: EngineOptions, params: EngineParams) -> EngineOptions:
+    """Adapt options to prepared parameters, which may be ShapeDtypeStructs.
+
+    If CPU kernels multiply none of them, `cpu_kernels` is False: the table then has the shapes of XLA's
+    products. If they are large, or in several stages, `decode_steps` is 1 by default.
+    """
+    if not kernel_isa(params):
         return replace(options, cpu_kernels=False)
-    target = target_of(params)
-    looked_up = 0 if target.head is None else nbytes(target.embed)  # a step reads some rows of it
-    is_light = nbytes(params) - looked_up <= LIGHT and stations(params) == 1
+    target = target_params(params)
+    embed_bytes = 0 if target.head is None else tree_bytes(target.embed)  # a step reads few of its rows
+    is_light = tree_bytes(params) - embed_bytes <= LIGHT_STEP_BYTES and num_device_groups(params) == 1
     return options if is_light else replace(options, decode_steps=options.decode_steps or 1)
 
 
-def shared_row(options: EngineOptions, layers: Sequence[LayerKind], kv_cache_dtype: str, dtype: Any) -> int:
-    """Return the tokens of a row of a shared prefill of a model that computes in `dtype`: few if CPU kernels
-    read all of its keys."""
-    kept = kept_as(kv_cache_dtype, dtype)
-    is_short = options.cpu_kernels and layers_read(layers, kept, dtype) == len(layers)
+def shared_prefill_row_tokens(
+    options: EngineOptions, layers: Sequence[LayerKind], kv_cache_dtype: str, dtype: Any
+) -> int:
+    """Return the number of tokens of a row of a shared prefill, for a model that computes in `dtype`: few if
+    CPU kernels read the keys of all layers."""
+    cache_format = choose_cache_format(kv_cache_dtype, dtype)
+    is_short = options.cpu_kernels and count_kernel_layers(layers, cache_format, dtype) == len(layers)
     return SHORT_ROW_TOKENS if is_short else ROW_TOKENS
 
 
-def shapes_of(
+def engine_shapes(
     options: EngineOptions, sizes: Sizes, layers: Sequence[LayerKind], platform: str, dtype: Any
 ) -> list[Shape]:
-    """Return the `table` of an engine whose model has these layers and computes in `dtype`."""
-    row = shared_row(options, layers, sizes.kv_cache_dtype, dtype) if platform == "cpu" else ROW_TOKENS
-    return table(options, sizes, can_share(layers), platform, row)
+    """Return all shapes of an engine whose model has these layers and computes in `dtype`, by
+    `shape_table`."""
+    row_tokens = (
+        shared_prefill_row_tokens(options, layers, sizes.kv_cache_dtype, dtype)
+        if platform == "cpu"
+        else ROW_TOKENS
+    )
+    return shape_table(options, sizes, can_share_prefill(layers), platform, row_tokens)
 
 
-def table(
-    options: EngineOptions, sizes: Sizes, shared: bool, platform: str, row: int = ROW_TOKENS
+def shape_table(
+    options: EngineOptions, sizes: Sizes, can_share: bool, platform: str, row_tokens: int = ROW_TOKENS
 ) -> list[Shape]:
-    """Return all shapes of an engine; prompts may share a prefill, in rows of `row` tokens, if `shared`.
+    """Return all shapes of an engine, sorted by phase.
 
-    Without the reproducibility contract decode may be narrow, and prefill on a CPU too; with CPU kernels both
-    may be, and small."""
-    seats = sizes.max_num_seqs
-    canonical = Canonical.on(platform, options, sizes)
+    Without the reproducibility contract the smallest decode is narrow, and on a CPU the smallest prefill
+    short. With CPU kernels both are.
+
+    can_share: True if prompts may share a prefill.
+    row_tokens: tokens of a row of a shared prefill.
+    """
+    num_slots = sizes.max_num_seqs
+    canonical = CanonicalShapes.choose(platform, options, sizes)
     may_differ = options.reproducible and not options.batch_invariant_matmul
-    fewest, chunk = SMALLEST_WIDTH, SMALLEST_CHUNK
+    min_rows, chunk = MIN_DECODE_ROWS, SMALLEST_CHUNK_TOKENS
     if may_differ:
-        fewest, chunk = canonical.decode.rows, canonical.prefill.tokens
+        min_rows, chunk = canonical.decode_shape.rows, canonical.prefill_shape.tokens
     if options.cpu_kernels and platform == "cpu":
-        fewest, chunk = 1, EDGE
-    narrowest = fewest if options.reproducible else 1
-    widths = {narrowest, *doublings(fewest, max(fewest, round_up(seats, SMALLEST_WIDTH)))}
-    decode = {Shape("decode", width, n) for width in widths for n in (1, options.steps_of(width))}
-    prefill = prefills(options, sizes.max_model_len, shared, platform, chunk, row)
-    beside = options.speculation.model is not None
-    verify = verifications(seats, options.guesses, options.nodes, narrowest, beside)
-    must = set(canonical) if options.reproducible else set()
-    return sorted({*prefill, *decode, *verify, *must}, key=lambda s: (PHASES.index(s.phase), *s))
+        min_rows, chunk = 1, BUCKET_MULTIPLE_TOKENS
+    narrowest = min_rows if options.reproducible else 1
+    widths = {narrowest, *doublings(min_rows, max(min_rows, round_up(num_slots, MIN_DECODE_ROWS)))}
+    decode = {Shape("decode", width, n) for width in widths for n in (1, options.decode_steps_for(width))}
+    prefill = prefill_shapes(options, sizes.max_model_len, can_share, platform, chunk, row_tokens)
+    drafts_on_device = options.speculation.model is not None
+    verify = verify_shapes(
+        num_slots, options.max_draft_tokens, options.tree_nodes, narrowest, drafts_on_device
+    )
+    required = set(canonical) if options.reproducible else set()
+    return sorted({*prefill, *decode, *verify, *required}, key=lambda s: (PHASES.index(s.phase), *s))
 
 
-def last_edge(options: EngineOptions, most: int) -> int:
-    """Tokens of the largest prefill: no more than a request's, of at most `most`, since shapes are compared
-    on one text."""
-    return round_up(min(options.prefill_tokens, most), SMALLEST_CHUNK)
+def largest_prefill_tokens(options: EngineOptions, max_model_len: int) -> int:
+    """Return the number of tokens of the largest prefill. It is at most `max_model_len`, the tokens of a
+    request, because shapes are compared on one text."""
+    return round_up(min(options.prefill_tokens, max_model_len), SMALLEST_CHUNK_TOKENS)
 
 
-def prefills(
+def prefill_shapes(
     options: EngineOptions,
-    most: int,
-    shared: bool,
+    max_model_len: int,
+    can_share: bool,
     platform: str,
-    chunk: int = SMALLEST_CHUNK,
-    row: int = ROW_TOKENS,
+    min_tokens: int = SMALLEST_CHUNK_TOKENS,
+    row_tokens: int = ROW_TOKENS,
 ) -> list[Shape]:
-    """Return the shapes of prefills of up to max_prefill_tokens: one row for a prompt that is alone, and rows
-    of `row` tokens for several that share a call.
+    """Return the shapes of prefills of up to `largest_prefill_tokens` tokens.
 
-    The smallest has `chunk` tokens, or those of a smaller bucket of the options."""
-    last = last_edge(options, most)
-    edges = doublings(chunk, last)
-    several = [Shape("prefill", area // row, row) for area in shared_areas(edges, platform, row) if shared]
+    A prompt that is alone has one row; several that share a step have rows of `row_tokens` tokens. The
+    smallest prefill has `min_tokens` tokens, or those of a smaller bucket of the options.
+    """
+    last = largest_prefill_tokens(options, max_model_len)
+    edges = doublings(min_tokens, last)
+    shared_shapes = [
+        Shape("prefill", area // row_tokens, row_tokens)
+        for area in shared_prefill_areas(edges, platform, row_tokens)
+        if can_share
+    ]
     if options.prefill_buckets is not None:
-        edges = sorted({chunk, last, *(edge for edge in options.prefill_buckets if edge < last)})
-    return [Shape("prefill", 1, edge) for edge in edges] + several
+        edges = sorted({min_tokens, last, *(edge for edge in options.prefill_buckets if edge < last)})
+    return [Shape("prefill", 1, edge) for edge in edges] + shared_shapes
 
 
-def shared_areas(edges: list[int], platform: str, row: int) -> list[int]:
-    """Return the tokens of prefills that several prompts share in rows of `row`: of these edges, and halfway
-    between them where rows are short."""
+def shared_prefill_areas(edges: list[int], platform: str, row_tokens: int) -> list[int]:
+    """Return the numbers of tokens of prefills that several prompts share, in rows of `row_tokens` tokens.
+    They are taken from `edges`; if rows are short, also halfway between two edges."""
     if platform != "cpu":
-        return [edge for edge in edges if edge > SMALLEST_CHUNK][-SHARED:]
-    if row == ROW_TOKENS:
-        return [edge for edge in edges if edge >= SMALLEST_CHUNK]
+        return [edge for edge in edges if edge > SMALLEST_CHUNK_TOKENS][-MAX_SHARED_SHAPES:]
+    if row_tokens == ROW_TOKENS:
+        return [edge for edge in edges if edge >= SMALLEST_CHUNK_TOKENS]
     areas = [edge for edge in edges if edge >= ROW_TOKENS]
     return sorted({*areas, *(3 * area // 2 for area in areas[:-1])})
 
 
-def can_share(layers: Iterable[LayerKind]) -> bool:
-    """Return True if prompts may be cut into rows of a tile."""
-    return all(not layer.state and layer.keys and layer.keys.can_share for layer in layers)
+def can_share_prefill(layers: Iterable[LayerKind]) -> bool:
+    """Return True if prompts may be cut into the rows of a shared prefill: the keys of all layers allow it,
+    and no layer has recurrent state."""
+    return all(
+        not layer.state_shapes and layer.attention and layer.attention.can_share_prefill for layer in layers
+    )
 
 
-def row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
-    """Return the most tokens of a row of prefill if `prompts` prompts come together: short rows of several
-    can share a call."""
-    several = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
-    return max(several or [s.tokens for s in shapes])
+def max_row_tokens(shapes: Iterable[Shape], prompts: int) -> int:
+    """Return the largest number of tokens of a row of prefill for `prompts` prompts at once. Several prompts
+    share a step in short rows."""
+    shared_rows = [s.tokens for s in shapes if s.rows > 1] if prompts > 1 else []
+    return max(shared_rows or [s.tokens for s in shapes])
 
 
 @cache
-def shape_of_one(shapes: tuple[Shape, ...], tokens: int) -> Shape:
-    """Return the prefill, of these shapes, of a prompt of `tokens` tokens that is alone: the one with the
-    fewest padded tokens, of a single row or of short rows; of the longest row if none holds all of it."""
-    holding = [s for s in shapes if s.area >= tokens and (s.rows == 1 or s.tokens == SHORT_ROW_TOKENS)]
+def single_prompt_shape(shapes: tuple[Shape, ...], tokens: int) -> Shape:
+    """Return the shape of prefill for a single prompt of `tokens` tokens.
+
+    It has the fewest padded tokens, among shapes of one row or of short rows. If no shape holds the prompt,
+    it is the shape with the longest row.
+    """
+    candidates = [s for s in shapes if s.area >= tokens and (s.rows == 1 or s.tokens == SHORT_ROW_TOKENS)]
     longest = max(shapes, key=lambda s: s.tokens)
-    return min(holding, key=lambda s: (s.area, s.rows), default=longest)
+    return min(candidates, key=lambda s: (s.area, s.rows), default=longest)
 
 
-def least_row(shapes: Iterable[Shape]) -> int:
-    """Return the fewest tokens that a short prompt costs in a call with others."""
+def min_row_tokens(shapes: Iterable[Shape]) -> int:
+    """Return the smallest number of tokens that a short prompt costs in a step with other prompts."""
     return min([s.tokens for s in shapes if s.rows > 1] or [s.tokens for s in shapes])
 
 
-def verifications(
-    max_num_seqs: int, guesses: int, nodes: int, narrowest: int, beside: bool = False
+def verify_shapes(
+    max_num_seqs: int, num_draft_tokens: int, nodes: int, narrowest: int, drafts_on_device: bool = False
 ) -> list[Shape]:
-    """Shapes for a row's last token and its guesses, each row with as many as it is given.
+    """Return the shapes of verifications: of a row's last token and its draft tokens.
 
-    A verification computes what decode of as many rows as it has tokens computes: the narrowest decode bounds
-    it below. Above, rows beyond a shape take several calls. The nodes of a tree are computed whole. What
-    guesses `beside` the model does so for all rows of a shape: there are some of few rows.
+    A verification of N tokens has the products of a decode of N rows, so it has at least `narrowest` tokens.
+    If rows exceed a shape, they take several steps. The nodes of a draft tree are computed whole, not packed.
+
+    num_draft_tokens: number of draft tokens of a row, at most.
+    nodes: number of nodes of a draft tree; 0 without trees.
+    drafts_on_device: True if a draft model runs on the device. It drafts for all rows of a shape, so some
+        shapes have few.
     """
-    if not guesses:
+    if not num_draft_tokens:
         return []
-    tokens, seats = guesses + 1, 1 << (max_num_seqs - 1).bit_length()
+    tokens, num_slots = num_draft_tokens + 1, 1 << (max_num_seqs - 1).bit_length()
     if nodes:
         first = max(1, narrowest // nodes)
-        last = max(first, min(seats, WIDEST * seats // nodes))
+        last = max(first, min(num_slots, VERIFY_TOKENS_PER_SLOT * num_slots // nodes))
         return [Shape("verify", rows, tokens) for rows in doublings(first, last)]
-    first = max(narrowest, 1 << guesses.bit_length())
-    areas = doublings(first, max(first, min(WIDEST * seats, seats * first)))
-    few = {Shape("verify", min(area // first, seats), tokens, area) for area in areas if beside}
-    return sorted(few | {Shape("verify", min(area, seats), tokens, area) for area in areas})
+    first = max(narrowest, 1 << num_draft_tokens.bit_length())
+    areas = doublings(first, max(first, min(VERIFY_TOKENS_PER_SLOT * num_slots, num_slots * first)))
+    few = {Shape("verify", min(area // first, num_slots), tokens, area) for area in areas if drafts_on_device}
+    return sorted(few | {Shape("verify", min(area, num_slots), tokens, area) for area in areas})
 
 
-def holds(shape: Shape, rows: int, tokens: int, total: int = 0) -> bool:
-    """Return True if a shape holds `rows` of at most `tokens`, `total` together."""
+def fits_in_shape(shape: Shape, rows: int, tokens: int, total: int = 0) -> bool:
+    """Return True if a shape holds `rows` rows of at most `tokens` tokens each, `total` tokens together."""
     return shape.rows >= rows and shape.tokens >= tokens and shape.area >= total
 
 
-def smallest(shapes: Iterable[Shape], rows: int, tokens: int, total: int = 0) -> Shape:
-    """Return the shape with the fewest padded tokens that holds `rows` of at most `tokens`, `total` together;
-    at least one must."""
-    fitting = [s for s in shapes if holds(s, rows, tokens, total)]
-    return min(fitting, key=lambda s: (s.area, s.rows * s.tokens, s.tokens))
+def smallest_shape(shapes: Iterable[Shape], rows: int, tokens: int, total: int = 0) -> Shape:
+    """Return the shape with the fewest padded tokens that holds `rows` rows of at most `tokens` tokens each,
+    `total` tokens together. At least one shape must hold them."""
+    candidates = [s for s in shapes if fits_in_shape(s, rows, tokens, total)]
+    return min(candidates, key=lambda s: (s.area, s.rows * s.tokens, s.tokens))

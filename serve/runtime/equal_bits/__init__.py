@@ -1,1 +1,1 @@
-"""Which shapes give the same bits, found while the engine warms up."""
+"""Comparison of the bits that compiled shapes give, while the engine warms up."""

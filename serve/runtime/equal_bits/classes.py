@@ -1,8 +1,8 @@
-"""Compiled shapes that give the same bits, and their times: found by running all of them before they serve.
+"""Compiled shapes that give the same bits, and their times. All shapes are run before they serve.
 
 A row of a matrix product depends on the number of rows only through the kernel that the compiler picks for
-it. So shapes fall into classes; within one, a request's bits do not depend on the shapes that its tokens
-happened to run in.
+it. So shapes fall into classes. Within a class, a request's bits do not depend on the shapes that compute its
+tokens.
 """
 
 import hashlib
@@ -16,13 +16,16 @@ import numpy as np
 from ...host import progress
 from ..compiled import executable_cache
 from ..compiled.compile import Programs, StepArguments
-from ..compiled.shapes import PHASES, Canonical, Shape
-from .probe import Probe, Runs, finish
+from ..compiled.shapes import PHASES, CanonicalShapes, Shape
+from .probe import Probe, Runs, run_to_completion
 
 
 @dataclass(frozen=True)
 class ShapeClasses:
-    """Shapes that may serve together. same_bits: prefill and decode write the same bits."""
+    """Shapes that may serve together, by phase.
+
+    same_bits: True if prefill and decode write the same bits.
+    """
 
     prefill: tuple[Shape, ...]
     decode: tuple[Shape, ...]
@@ -31,119 +34,140 @@ class ShapeClasses:
     deferred: tuple[Shape, ...] = ()
 
     @classmethod
-    def of(cls, shapes: Iterable[Shape], same_bits: bool) -> "ShapeClasses":
-        of = {phase: tuple(s for s in sorted(shapes) if s.phase == phase) for phase in PHASES}
-        return cls(**of, same_bits=same_bits)
+    def from_shapes(cls, shapes: Iterable[Shape], same_bits: bool) -> "ShapeClasses":
+        """Sort shapes by phase."""
+        by_phase = {phase: tuple(s for s in sorted(shapes) if s.phase == phase) for phase in PHASES}
+        return cls(**by_phase, same_bits=same_bits)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
+        """Shapes of all phases."""
         return (*self.prefill, *self.decode, *self.verify, *self.deferred)
 
     @property
-    def single_steps(self) -> tuple[Shape, ...]:
-        """Decodes of one step in a dispatch."""
+    def single_step_shapes(self) -> tuple[Shape, ...]:
+        """Shapes of decode with one step in a dispatch."""
         return tuple(s for s in self.decode if s.tokens == 1)
 
     @property
-    def may_defer(self) -> bool:
-        """True if each decode of one step has a twin that draws later."""
-        return bool(self.decode) and {s.deferred for s in self.single_steps} == {*self.deferred}
+    def can_defer_sampling(self) -> bool:
+        """True if each decode of one step has a deferred twin, which draws its tokens later."""
+        return bool(self.decode) and {s.deferred_twin for s in self.single_step_shapes} == {*self.deferred}
 
-    def joined(self, shape: Shape) -> "ShapeClasses":
-        return ShapeClasses.of([*self.shapes, shape], self.same_bits)
+    def with_shape(self, shape: Shape) -> "ShapeClasses":
+        """Return the classes with one more shape."""
+        return ShapeClasses.from_shapes([*self.shapes, shape], self.same_bits)
 
 
-def choose_classes(
-    programs: Programs, arguments: StepArguments, canonical: Canonical, reproducible: bool
+def load_or_probe_classes(
+    programs: Programs, arguments: StepArguments, canonical: CanonicalShapes, reproducible: bool
 ) -> tuple[ShapeClasses, StepArguments]:
-    """Return the shapes that may serve together: under the reproducibility contract those with the bits of
-    the canonical ones, which a start finds or reads from an earlier one; else all."""
+    """Return the shapes that may serve together, and the step's arguments.
+
+    Under the reproducibility contract these shapes have the bits of the canonical ones. They are compared
+    now, or read from an earlier start. Without the contract they are all shapes.
+    """
     if not reproducible:
-        return ShapeClasses.of(programs.steps, same_bits=True), arguments
-    own = record(programs, arguments.params, canonical)
-    if programs.loaded and (
-        known := executable_cache.read(own, ShapeClasses)
-    ):  # new programs may have other bits
-        return known, arguments
-    classes, arguments = find_classes(programs, arguments, canonical)
-    executable_cache.write(own, classes)
+        return ShapeClasses.from_shapes(programs.steps, same_bits=True), arguments
+    key = classes_key(programs, arguments.params, canonical)
+    # programs that were compiled now may have other bits
+    stored = executable_cache.read_record(key, ShapeClasses) if programs.are_all_stored else None
+    if stored is not None:
+        return stored, arguments
+    classes, arguments = probe_classes(programs, arguments, canonical)
+    executable_cache.write_record(key, classes)
     return classes, arguments
 
 
-def record(programs: Programs, params: Any, canonical: Canonical) -> str | None:
-    if programs.key is None or executable_cache.folder() is None:
+def classes_key(programs: Programs, params: Any, canonical: CanonicalShapes) -> str | None:
+    """Return the key under which the classes are stored; None if they cannot be stored."""
+    if programs.key is None or executable_cache.program_folder() is None:
         return None
-    return executable_cache.combined([programs.key], fingerprint(params), canonical)
+    return executable_cache.combine_keys([programs.key], hash_param_rows(params), canonical)
 
 
-def fingerprint(params: Any) -> str:
-    found = hashlib.sha256()
+def hash_param_rows(params: Any) -> str:
+    """Return a hash of one row of each parameter."""
+    hasher = hashlib.sha256()
     for leaf in jax.tree.leaves(params):
-        found.update(np.asarray(leaf[(0,) * max(leaf.ndim - 1, 0)]).tobytes())
-    return found.hexdigest()
+        hasher.update(np.asarray(leaf[(0,) * max(leaf.ndim - 1, 0)]).tobytes())
+    return hasher.hexdigest()
 
 
-def probing(
-    programs: Programs, arguments: StepArguments, canonical: Canonical, work: Callable[[Probe], Runs[Any]]
-) -> tuple[Any, StepArguments]:
-    """Run a probe's work in an idle engine; its cache is scratch."""
-    probe = Probe(programs, canonical, programs.steps)
-    probe.lent = [list(range(probe.needed))] * len(programs.sizes.pages)
-    probe.take(arguments.params, arguments.cache)
-    found = finish(work(probe))
-    return found, replace(arguments, cache=probe.give())
-
-
-def find_classes(
-    programs: Programs, arguments: StepArguments, canonical: Canonical
-) -> tuple[ShapeClasses, StepArguments]:
-    """Compare every shape with the canonical one of its phase."""
-    with progress.stage("probing which programs give the same bits", len(programs.steps)) as done:
-
-        def work(probe: Probe) -> Runs[ShapeClasses]:
-            agreeing = []
-            for shape in sorted(programs.steps):
-                if done((yield from probe.agrees(shape))):
-                    agreeing.append(shape)
-            return ShapeClasses.of(agreeing, (yield from probe.same_bits()))
-
-        return probing(programs, arguments, canonical, work)
-
-
-def step_seconds(
+def run_in_idle_engine(
     programs: Programs,
     arguments: StepArguments,
-    canonical: Canonical,
+    canonical: CanonicalShapes,
+    work: Callable[[Probe], Runs[Any]],
+) -> tuple[Any, StepArguments]:
+    """Do a probe's work in an idle engine, whose cache it overwrites. Returns the result, and the step's
+    arguments."""
+    probe = Probe(programs, canonical, programs.steps)
+    probe.lent_pages = [list(range(probe.needed_pages))] * len(programs.sizes.pages)
+    probe.take_cache(arguments.params, arguments.cache)
+    result = run_to_completion(work(probe))
+    return result, replace(arguments, cache=probe.return_cache())
+
+
+def probe_classes(
+    programs: Programs, arguments: StepArguments, canonical: CanonicalShapes
+) -> tuple[ShapeClasses, StepArguments]:
+    """Compare every shape with the canonical shape of its phase. Returns the shapes that agree, and the
+    step's arguments."""
+    with progress.show_stage("probing which programs give the same bits", len(programs.steps)) as done:
+
+        def compare_shapes(probe: Probe) -> Runs[ShapeClasses]:
+            agreeing = []
+            for shape in sorted(programs.steps):
+                if done((yield from probe.matches_canonical(shape))):
+                    agreeing.append(shape)
+            return ShapeClasses.from_shapes(agreeing, (yield from probe.prefill_matches_decode()))
+
+        return run_in_idle_engine(programs, arguments, canonical, compare_shapes)
+
+
+def measure_step_seconds(
+    programs: Programs,
+    arguments: StepArguments,
+    canonical: CanonicalShapes,
     classes: ShapeClasses,
     depths: Sequence[int],
 ) -> tuple[dict[tuple[int, int], float], StepArguments]:
-    """Run `timed` in an idle engine."""
-    with progress.stage("measuring steps", len(timed_shapes(classes, depths))) as done:
-        return probing(programs, arguments, canonical, lambda probe: timed(probe, classes, depths, done))
+    """Measure the steps of an idle engine, as `time_steps` does. Returns the seconds, and the step's
+    arguments."""
+    with progress.show_stage("measuring steps", len(timed_shapes(classes, depths))) as done:
+        return run_in_idle_engine(
+            programs, arguments, canonical, lambda probe: time_steps(probe, classes, depths, done)
+        )
 
 
-def timed(
+def time_steps(
     probe: Probe, classes: ShapeClasses, depths: Sequence[int], done: Callable[[float], float] = float
 ) -> Runs[dict[tuple[int, int], float]]:
-    """Return the seconds of each call, by its tokens and the most guesses of a row, one of `depths`; 0 for a
-    decode. Where each row has a tree of guesses, its rows stand in place of its tokens."""
+    """Measure the seconds of each kind of step, by (size, depth).
+
+    size: number of tokens of the step; of rows for a decode, or if each row has a draft tree.
+    depth: number of draft tokens of a row, one of `depths`; 0 for a decode.
+    """
     seconds = {}
     for (size, k), shape in timed_shapes(classes, depths).items():
-        seconds[size, k] = done((yield from probe.seconds(shape, k + 1)))
+        seconds[size, k] = done((yield from probe.time_step(shape, k + 1)))
     return seconds
 
 
 def timed_shapes(classes: ShapeClasses, depths: Sequence[int]) -> dict[tuple[int, int], Shape]:
-    """Return the shape to time for each kind of step."""
-    packed = [s for s in classes.verify if s.packed]
-    trees = [s for s in classes.verify if not s.packed]
-    found = {(s.rows, 0): s for s in classes.decode if s.tokens == 1}
-    found |= {(s.packed, k): fullest(packed, s.packed, k) for s in packed for k in depths}
-    return found | {(s.rows, k): s for s in trees for k in depths}
+    """Return the shape to time for each kind of step, by (size, depth) as in `time_steps`."""
+    packed = [s for s in classes.verify if s.packed_tokens]
+    trees = [s for s in classes.verify if not s.packed_tokens]
+    shapes = {(s.rows, 0): s for s in classes.decode if s.tokens == 1}
+    shapes |= {
+        (s.packed_tokens, k): fewest_rows_shape(packed, s.packed_tokens, k) for s in packed for k in depths
+    }
+    return shapes | {(s.rows, k): s for s in trees for k in depths}
 
 
-def fullest(shapes: Sequence[Shape], total: int, k: int) -> Shape:
-    """Return the shape of `total` tokens that takes the longest rows of k draft tokens, with as few rows as
+def fewest_rows_shape(shapes: Sequence[Shape], total: int, k: int) -> Shape:
+    """Return the shape of `total` tokens that is full of rows with k draft tokens, with as few rows as
     possible."""
-    fitting = [s for s in shapes if s.packed == total]
-    return min(fitting, key=lambda s: (s.rows * (k + 1) < total, s.rows))
+    candidates = [s for s in shapes if s.packed_tokens == total]
+    return min(candidates, key=lambda s: (s.rows * (k + 1) < total, s.rows))

@@ -1,7 +1,7 @@
 """Keys and samples of compiled shapes on fixed texts, so that their bits can be compared.
 
 A comparison takes many runs. Each method that runs programs is a generator that yields after every run, so
-that an engine may serve between two of them.
+that an engine may serve between two runs.
 """
 
 import hashlib
@@ -16,32 +16,35 @@ import numpy as np
 from jaxtyping import Array, Int, Shaped
 
 from ....kvcache.pages import Batch, KVCache
-from ....kvcache.placement import whole
-from ....kvcache.tables import Tables
-from ....model.pair import Params, target_of, with_target
-from ....model.recurrent.kinds import STATE
-from ....model.weights.adapted import NO_ADAPTER, adapted, places_in, stacks_of
-from ....sampling.params import NO_TOKEN, SamplingParams, knobs_row
+from ....kvcache.shardings import replicated_sharding
+from ....kvcache.tables import SequenceTables
+from ....model.draft_pair import EngineParams, target_params, with_target
+from ....model.recurrent.kinds import STATE_WINDOW
+from ....model.weights.lora import NO_ADAPTER, lora_stacks, num_lora_slots, with_lora_stacks
+from ....sampling.params import NO_TOKEN, SamplingParams, request_knobs
 from ...host.devices import time_calls
-from ..compiled.batches import empty_batch, fill
+from ..compiled.batches import empty_batch, fill_row
 from ..compiled.compile import Programs, StepArguments
-from ..compiled.futures import PendingSample, arrived
-from ..compiled.shapes import Canonical, Shape
-from ..steps.scoring import NEVER
-from ..steps.step import Output, Seat
+from ..compiled.futures import PendingSample, wait_result
+from ..compiled.shapes import CanonicalShapes, Shape
+from ..steps.scoring import NEVER_SCORED
+from ..steps.step import Output, SlotContents
 
-REPEATS = 5  # runs of a shape that is timed
-TEXTS = 64  # that a prefill is probed with, at most
-NUMBERS = 1 << 20  # that shapes are compared by, if rounded to 16 or 8 bits: few show that sums differ
-WHOLE_NUMBERS = 1 << 14  # and in 32 bits, where most show it
-FEWEST_STEPS = 4  # of decode that are compared
+TIMED_RUNS = 5  # number of runs of a shape that is timed
+MAX_TEXTS = 64  # number of texts that a prefill is probed with, at most
+# Numbers of the cache that are compared, in 16 or 8 bits: rounding hides most differences.
+NARROW_NUMBERS = 1 << 20
+# Numbers of the cache that are compared, in 32 bits: most of them show a difference.
+FLOAT32_NUMBERS = 1 << 14
+MIN_DECODE_STEPS = 4  # number of steps of decode that are compared, at least
+MIN_READ_PAGES = 8  # pages that a program copies, at least
 
 T = TypeVar("T")
 Runs = Generator[None, None, T]  # yields between two runs of programs
 
 
-def finish(runs: Runs[T]) -> T:
-    """Do all runs, one after the other."""
+def run_to_completion(runs: Runs[T]) -> T:
+    """Do all runs, one after the other; returns the result."""
     while True:
         try:
             next(runs)
@@ -49,115 +52,136 @@ def finish(runs: Runs[T]) -> T:
             return end.value
 
 
-class Written(NamedTuple):
-    """Digest of a sequence's keys and values, and the log-probabilities of samples by the number of tokens
-    before them."""
+class ProbeResult(NamedTuple):
+    """Result of a prefill, for comparison.
+
+    digest: hash of the sequence's keys and values.
+    scores: log-probabilities of samples, as bytes, by the number of tokens before them.
+    """
 
     digest: bytes
     scores: dict[int, bytes]
 
 
 class Probe:
-    """Runs shapes on fixed token sequences, in pages of a cache that are lent to it, and compares what they
-    write and sample with the canonical shape of their phase.
+    """Comparison of shapes with the canonical shape of their phase, by the keys that they write and the
+    tokens that they sample.
 
-    Between two runs the engine may have the cache: `take` and `give` pass it. The probe has slots of its own.
-    It needs `needed` pages of each window, and has those of `lent`.
+    Shapes run on fixed token sequences, in pages of the cache that are lent to the probe. Between two runs
+    the engine may use the cache: `take_cache` and `return_cache` pass it. The probe has its own slots.
 
-    serving: requests come meanwhile. Places for adapters differ, so that of all rows is the first, and it is
-    compared as it was when the comparison began.
+    is_serving: True if requests are served meanwhile. Then adapters may change, so all rows use the first
+        adapter's slot, in a copy that is made when the comparison begins.
+    needed_pages: number of pages of each window that it needs.
+    lent_pages: pages of each window that it has.
+    compared_tokens: number of tokens of a prefill that is compared.
+    compared_steps: number of steps of decode that are compared; `pages_per_row` is the number of pages of a
+    row of decode.
     """
 
     def __init__(
-        self, programs: Programs, canonical: Canonical, shapes: Iterable[Shape], serving: bool = False
+        self,
+        programs: Programs,
+        canonical: CanonicalShapes,
+        shapes: Iterable[Shape],
+        is_serving: bool = False,
     ):
         self.programs, self.canonical, shapes = programs, canonical, list(shapes)
-        places = places_in(programs.like.params)
-        self._places = min(places, 1) if serving else places  # all of these hold the same
-        self._own_terms, self._terms = serving and places > 0, None
-        sizes, like = programs.sizes, programs.like
+        lora_slots = num_lora_slots(programs.abstract_arguments.params)
+        # an idle engine's adapter slots all hold the same
+        self._lora_slots = min(lora_slots, 1) if is_serving else lora_slots
+        self._copies_adapters, self._adapter_copies = is_serving and lora_slots > 0, None
+        sizes, abstract = programs.sizes, programs.abstract_arguments
         self.page_size, self.pool, self.capacity = sizes.page_size, min(sizes.pages), sizes.max_num_seqs
-        areas, least = [s.area for s in shapes if s.phase == "prefill"], FEWEST_STEPS
-        wide = [s for s in shapes if s.phase != "prefill"]
-        self.tokens = min(max(areas), self.page_size * min(self.pool, sizes.table_width))
-        self.layers = programs.config.target.layers  # draft tokens may have any bits
-        room = max(min(self.pool // self.capacity, sizes.table_width), 1)  # pages of a row of decode at most
-        enough = -(-self._enough(like.cache) // canonical.decode.rows)
-        least = max(least, *(s.tokens for s in wide))
-        self.steps = min(max(enough, least), room * self.page_size, self.tokens)
-        self.pages = -(-self.steps // self.page_size)  # of a row of decode
-        widest = max(self._rows(s, 1) for s in wide)
-        self.needed = max(widest * self.pages, -(-self.tokens // self.page_size))
+        prefill_tokens, min_steps = [s.area for s in shapes if s.phase == "prefill"], MIN_DECODE_STEPS
+        decode_shapes = [s for s in shapes if s.phase != "prefill"]
+        self.compared_tokens = min(max(prefill_tokens), self.page_size * min(self.pool, sizes.table_width))
+        self.layers = programs.config.target.layers  # without the drafter's: draft tokens may have any bits
+        # pages of a row of decode at most
+        row_pages = max(min(self.pool // self.capacity, sizes.table_width), 1)
+        enough_steps = -(-self._min_compared_tokens(abstract.cache) // canonical.decode_shape.rows)
+        min_steps = max(min_steps, *(s.tokens for s in decode_shapes))
+        self.compared_steps = min(
+            max(enough_steps, min_steps), row_pages * self.page_size, self.compared_tokens
+        )
+        self.pages_per_row = -(-self.compared_steps // self.page_size)
+        max_rows = max(self._num_rows(s, 1) for s in decode_shapes)
+        self.needed_pages = max(max_rows * self.pages_per_row, -(-self.compared_tokens // self.page_size))
         V = programs.config.target.vocab_size
-        self.text = np.random.default_rng(0).integers(0, V, (TEXTS, self.tokens), dtype=np.int32)
+        self.text = np.random.default_rng(0).integers(0, V, (MAX_TEXTS, self.compared_tokens), dtype=np.int32)
         self.slots: Any = None  # Slots
-        self.lent: Tables = []
-        self._state: tuple[Params, Any] | None = None
-        self._readers = self._compiled_readers(like.cache)
-        self.forget()
+        self.lent_pages: SequenceTables = []
+        self._state: tuple[EngineParams, Any] | None = None
+        self._page_readers = self._compile_readers(abstract.cache)
+        self.clear_results()
 
-    def forget(self) -> None:
+    def clear_results(self) -> None:
         """Forget the results of the canonical shapes: other parameters are served."""
-        self._written: dict[tuple[int, int], Written] = {}
-        self._decoded: dict[bool, list[bytes]] = {}
-        self._spoken: np.ndarray | None = None
+        self._prefill_results: dict[tuple[int, int], ProbeResult] = {}
+        self._decode_digests: dict[bool, list[bytes]] = {}
+        self._continued_texts: np.ndarray | None = None
 
-    def take(self, params: Params, cache: Any) -> None:
-        self._state = self._with_own_terms(params) if self._own_terms else params, cache
+    def take_cache(self, params: EngineParams, cache: Any) -> None:
+        """Take parameters and cache for the next runs."""
+        self._state = self._with_copied_adapters(params) if self._copies_adapters else params, cache
 
-    def _with_own_terms(self, params: Params) -> Params:
-        """The parameters with a copy of the adapters' arrays, which the engine changes in place."""
-        target = target_of(params)
-        if self._terms is None:
-            copied = partial(jax.tree.map, lambda x: jax.device_put(np.array(x), x.sharding))
-            self._terms = {path: copied(pair) for path, pair in stacks_of(target).items()}
-        return with_target(params, adapted(target, self._terms))
+    def _with_copied_adapters(self, params: EngineParams) -> EngineParams:
+        """Return the parameters with a copy of the adapters' arrays, which the engine changes in place."""
+        target = target_params(params)
+        if self._adapter_copies is None:
+            copy_arrays = partial(jax.tree.map, lambda x: jax.device_put(np.array(x), x.sharding))
+            self._adapter_copies = {path: copy_arrays(pair) for path, pair in lora_stacks(target).items()}
+        return with_target(params, with_lora_stacks(target, self._adapter_copies))
 
-    def give(self) -> Any:
+    def return_cache(self) -> Any:
+        """Give the cache back."""
         assert self._state is not None
         (_, cache), self._state = self._state, None
         return cache
 
-    def rest(self) -> None:
+    def release_arrays(self) -> None:
         """Release the arrays on the device."""
         self._state = self.slots = None
-        if self._terms is not None:  # the next copy is another one
-            self._terms = None
-            self.forget()
+        if self._adapter_copies is not None:  # the next copy may have other adapters
+            self._adapter_copies = None
+            self.clear_results()
 
     # ------------------------------------------------------------ one run
 
     def _run(self, shape: Shape, batch: Batch) -> Output:
+        """Run a step; returns its output on the host."""
         assert self._state is not None
         params, cache = self._state
-        slots = self._seated() if self.slots is None else self.slots
+        slots = self._make_slots() if self.slots is None else self.slots
         cache, self.slots, out = self.programs.run(shape, StepArguments(params, cache, slots), batch)
         if isinstance(out, PendingSample):
             self.slots = out.draw(params, self.slots)
         self._state = params, cache
-        return jax.tree.map(np.asarray, arrived(out))
+        return jax.tree.map(np.asarray, wait_result(out))
 
-    def _seated(self) -> Any:
-        """Return slots with requests that do not end."""
+    def _make_slots(self) -> Any:
+        """Return slots, all with requests that do not end."""
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
-        own = self.programs.sizes.processors
-        knobs = knobs_row(params, seed=0, stop_ids=(), prompt_len=0, processors=own)
-        slots, places = self.programs.fresh_slots(), self._places
+        processors = self.programs.sizes.processors
+        knobs = request_knobs(params, seed=0, stop_ids=(), prompt_len=0, processors=processors)
+        slots, lora_slots = self.programs.fresh_slots(), self._lora_slots
         for slot in range(self.capacity):
-            own = np.int32(slot % places if places else NO_ADAPTER)
-            new = Seat(np.int32(0), np.int32(2**31 - 1), np.int32(NEVER), knobs, own)
-            slots = self.programs.seat(slots, np.int32(slot), new)
+            lora_slot = np.int32(slot % lora_slots if lora_slots else NO_ADAPTER)
+            contents = SlotContents(
+                np.int32(0), np.int32(2**31 - 1), np.int32(NEVER_SCORED), knobs, lora_slot
+            )
+            slots = self.programs.assign_slot(slots, np.int32(slot), contents)
         return slots
 
-    def _own(self, pages: Int[np.ndarray, " M"]) -> list[Int[np.ndarray, " M"]]:
-        """Return pages for each window, by their numbers among those lent."""
-        return [np.asarray(lent, np.int32)[pages] for lent in self.lent]
+    def _lent_page_numbers(self, pages: Int[np.ndarray, " M"]) -> list[Int[np.ndarray, " M"]]:
+        """Return pages of each window, by their indices into the lent pages."""
+        return [np.asarray(lent, np.int32)[pages] for lent in self.lent_pages]
 
     # ------------------------------------------------------------ prefill
 
-    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Runs[Written]:
-        """Run a prefill of a sequence's first tokens; returns what it wrote, with scores at the canonical
-        one's ends of chunks."""
+    def run_prefill(self, shape: Shape, tokens: int, text: int = 0) -> Runs[ProbeResult]:
+        """Prefill the first `compared_tokens` tokens of a text. The result has scores where a chunk of the
+        canonical shape would end."""
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
         scores = {}
         for first in range(0, tokens, shape.area):
@@ -165,187 +189,214 @@ class Probe:
             starts = range(first, min(first + shape.area, tokens), shape.tokens)
             ends = [min(start + shape.tokens, tokens) for start in starts]
             for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-                fill(batch, row, self.text[text, start:end], start, self._own(pages), 0)
+                fill_row(batch, row, self.text[text, start:end], start, self._lent_page_numbers(pages), 0)
             sampled = self._run(shape, batch).sampled
-            has_sample = sampled.token[:, 0] != NO_TOKEN  # not all, if there are fewer slots than rows
-            found = {
+            has_sample = sampled.token[:, 0] != NO_TOKEN  # with fewer slots than rows, some rows have none
+            end_scores = {
                 end: sampled.logprob[row, 0].tobytes() for row, end in enumerate(ends) if has_sample[row]
             }
             scores |= {
                 end: x
-                for end, x in found.items()
-                if end % self.canonical.prefill.tokens == 0 or end == tokens
+                for end, x in end_scores.items()
+                if end % self.canonical.prefill_shape.tokens == 0 or end == tokens
             }
             yield
-        return Written(self._digests(pages[None], tokens)[0], scores)
+        return ProbeResult(self._hash_pages(pages[None], tokens)[0], scores)
 
-    def agrees(self, shape: Shape) -> Runs[bool]:
-        """Return True if a shape writes and samples what the canonical one of its phase does, on as many
-        texts as it takes to tell."""
+    def matches_canonical(self, shape: Shape) -> Runs[bool]:
+        """Return True if a shape writes and samples the same bits as the canonical shape of its phase, on
+        enough texts to tell."""
         if shape in self.canonical:
             return True
         if shape.phase != "prefill":
-            spoken = shape.phase == "verify"
-            found, wanted = (yield from self.decode(shape, spoken)), (yield from self.decoded(spoken))
-            return all(row == wanted[i % len(wanted)] for i, row in enumerate(found))
-        tokens = min(shape.area, self.tokens)
-        for text in range(min(TEXTS, -(-self._enough(self._cache) // tokens))):
-            if not (yield from self._equal(shape, tokens, text)):
+            is_verify = shape.phase == "verify"
+            digests = yield from self.run_decode(shape, is_verify)
+            expected = yield from self.run_canonical_decode(is_verify)
+            return all(row == expected[i % len(expected)] for i, row in enumerate(digests))
+        tokens = min(shape.area, self.compared_tokens)
+        for text in range(min(MAX_TEXTS, -(-self._min_compared_tokens(self._cache) // tokens))):
+            if not (yield from self._prefill_matches(shape, tokens, text)):
                 return False
         return True
 
-    def _enough(self, cache: KVCache) -> int:
-        """Return the tokens that leave enough numbers in the cache to tell shapes apart."""
-        pools = list(self._pools(cache))
-        narrow = any(pool.dtype.itemsize < 4 for pool, _ in pools)
-        each = sum(numbers_of_token(pool, self._is_state(window)) for pool, window in pools)
-        return -(-(NUMBERS if narrow else WHOLE_NUMBERS) // each)
+    def _min_compared_tokens(self, cache: KVCache) -> int:
+        """Return the number of tokens whose keys and values are enough numbers to tell shapes apart."""
+        pools = list(self._layer_pools(cache))
+        is_narrow = any(pool.dtype.itemsize < 4 for pool, _ in pools)
+        numbers_per_token = sum(values_per_token(pool, self._is_state(window)) for pool, window in pools)
+        return -(-(NARROW_NUMBERS if is_narrow else FLOAT32_NUMBERS) // numbers_per_token)
 
-    def _equal(self, shape: Shape, tokens: int, text: int) -> Runs[bool]:
-        found, wanted = (yield from self.prefill(shape, tokens, text)), self._written.get((tokens, text))
-        if wanted is None:
-            wanted = yield from self.prefill(self.canonical.prefill, tokens, text)
-            self._written[tokens, text] = wanted
-        return found.digest == wanted.digest and found.scores.items() <= wanted.scores.items()
+    def _prefill_matches(self, shape: Shape, tokens: int, text: int) -> Runs[bool]:
+        """Return True if a prefill of a text has the same result as the canonical prefill."""
+        result = yield from self.run_prefill(shape, tokens, text)
+        expected = self._prefill_results.get((tokens, text))
+        if expected is None:
+            expected = yield from self.run_prefill(self.canonical.prefill_shape, tokens, text)
+            self._prefill_results[tokens, text] = expected
+        return result.digest == expected.digest and result.scores.items() <= expected.scores.items()
 
     # ------------------------------------------------------------ decode and verification
 
-    def decode(self, shape: Shape, spoken: bool = False) -> Runs[list[bytes]]:
-        """Return the digest of each row after `steps` tokens; rows take the sequences in turn. If decode
-        itself has `spoken` the texts, draft tokens are right."""
-        text = (yield from self._speak()) if spoken else self.text
-        scores = [b""] * self._rows(shape)
-        for start in range(0, self.steps, shape.tokens):
-            count = min(shape.tokens, self.steps - start)
-            logprob = self._run(shape, self._batch(shape, text, start, count)).sampled.logprob
+    def run_decode(self, shape: Shape, is_continued: bool = False) -> Runs[list[bytes]]:
+        """Run `compared_steps` tokens in each row; returns each row's digest and scores. Row i has text i
+        modulo the number of texts.
+
+        is_continued: use texts that the canonical decode has generated, so that all draft tokens are right.
+        """
+        text = (yield from self._continue_texts()) if is_continued else self.text
+        scores = [b""] * self._num_rows(shape)
+        for start in range(0, self.compared_steps, shape.tokens):
+            count = min(shape.tokens, self.compared_steps - start)
+            logprob = self._run(shape, self._make_batch(shape, text, start, count)).sampled.logprob
             scores = [score + logprob[row, :count].tobytes() for row, score in enumerate(scores)]
             yield
-        pages = np.stack([self._pages(row) for row in range(len(scores))])
-        return [own + score for own, score in zip(self._digests(pages, self.steps), scores, strict=True)]
+        pages = np.stack([self._row_pages(row) for row in range(len(scores))])
+        return [
+            digest + score
+            for digest, score in zip(self._hash_pages(pages, self.compared_steps), scores, strict=True)
+        ]
 
-    def decoded(self, spoken: bool = False) -> Runs[list[bytes]]:
-        """Return the digests of the canonical decode on the same texts."""
-        if spoken not in self._decoded:
-            self._decoded[spoken] = yield from self.decode(self.canonical.decode, spoken)
-        return self._decoded[spoken]
+    def run_canonical_decode(self, is_continued: bool = False) -> Runs[list[bytes]]:
+        """Return the digests and scores of the canonical decode, run once; `is_continued` as in
+        `run_decode`."""
+        if is_continued not in self._decode_digests:
+            self._decode_digests[is_continued] = yield from self.run_decode(
+                self.canonical.decode_shape, is_continued
+            )
+        return self._decode_digests[is_continued]
 
-    def same_bits(self) -> Runs[bool]:
-        """Return True if prefill writes what decode does."""
-        for i, row in enumerate((yield from self.decoded())):
-            written = yield from self.prefill(self.canonical.prefill, self.steps, i % self.sequences)
+    def prefill_matches_decode(self) -> Runs[bool]:
+        """Return True if prefill writes the same bits as decode."""
+        for i, row in enumerate((yield from self.run_canonical_decode())):
+            written = yield from self.run_prefill(
+                self.canonical.prefill_shape, self.compared_steps, i % self.num_texts
+            )
             if row[:16] != written.digest:
                 return False
         return True
 
-    def _speak(self) -> Runs[Int[np.ndarray, "texts tokens"]]:
+    def _continue_texts(self) -> Runs[Int[np.ndarray, "texts tokens"]]:
         """Return the texts, continued after their first token by the canonical decode."""
-        text = self._spoken
+        text = self._continued_texts
         if text is None:
-            text, decode, n = self.text.copy(), self.canonical.decode, self.sequences
-            for step in range(1, self.steps):
-                token = self._run(decode, self._batch(decode, text, step - 1, 1)).sampled.token
-                text[:n, step] = np.resize(token[: self._rows(decode), 0], n)
+            text, decode, n = self.text.copy(), self.canonical.decode_shape, self.num_texts
+            for step in range(1, self.compared_steps):
+                token = self._run(decode, self._make_batch(decode, text, step - 1, 1)).sampled.token
+                text[:n, step] = np.resize(token[: self._num_rows(decode), 0], n)
                 yield
-            self._spoken = text
+            self._continued_texts = text
         return text
 
-    def seconds(self, shape: Shape, tokens: int) -> Runs[float]:
-        """Return the best time of a step of as many rows of `tokens` tokens as fit, whose draft tokens are
-        right."""
-        text = yield from self._speak()
-        batch = self._batch(shape, text, 0, min(tokens, self.steps), tokens)
-        found = []
-        for _ in range(REPEATS):
-            jax.block_until_ready(self._cache)  # an engine's own step may still run
-            found += time_calls(lambda: self._run(shape, batch), 1)
+    def time_step(self, shape: Shape, tokens: int) -> Runs[float]:
+        """Return the best seconds of a step that is full of rows of `compared_tokens` tokens, whose draft
+        tokens are right."""
+        text = yield from self._continue_texts()
+        batch = self._make_batch(shape, text, 0, min(tokens, self.compared_steps), tokens)
+        times = []
+        for _ in range(TIMED_RUNS):
+            jax.block_until_ready(self._cache)  # the engine's last step may still run
+            times += time_calls(lambda: self._run(shape, batch), 1)
             yield
-        return min(found)
+        return min(times)
 
     @property
-    def sequences(self) -> int:
-        """Number of texts that rows of decode take in turn."""
-        return min(self.canonical.decode.rows, TEXTS)
+    def num_texts(self) -> int:
+        """Number of texts of the rows of decode."""
+        return min(self.canonical.decode_shape.rows, MAX_TEXTS)
 
-    def _rows(self, shape: Shape, tokens: int = 0) -> int:
-        return min(shape.rows_of(tokens or shape.tokens), self.pool, self.capacity)
+    def _num_rows(self, shape: Shape, tokens: int = 0) -> int:
+        """Return the number of rows of `compared_tokens` tokens, by default T, that a shape can run here."""
+        return min(shape.max_rows(tokens or shape.tokens), self.pool, self.capacity)
 
-    def _batch(
+    def _make_batch(
         self, shape: Shape, text: Int[np.ndarray, "texts tokens"], start: int, count: int, tokens: int = 0
     ) -> Batch:
-        """Return a batch of rows of `tokens` tokens, by default T, in pages of their own, with the sequences'
-        tokens [start, start + count)."""
+        """Return a batch that is full of rows of `compared_tokens` tokens, by default T, each in its own
+        pages. Row i has the tokens [start, start + count) of its text."""
         batch = empty_batch(self.programs.sizes, shape, self.capacity)
-        for row in range(self._rows(shape, tokens)):
-            own = text[row % self.sequences, start : start + count]
-            fill(batch, row, own, start, self._own(self._pages(row)), row)
+        for row in range(self._num_rows(shape, tokens)):
+            row_tokens = text[row % self.num_texts, start : start + count]
+            fill_row(batch, row, row_tokens, start, self._lent_page_numbers(self._row_pages(row)), row)
         return batch
 
-    def _pages(self, row: int) -> Int[np.ndarray, " M"]:
-        return np.arange(row * self.pages, (row + 1) * self.pages, dtype=np.int32)
+    def _row_pages(self, row: int) -> Int[np.ndarray, " M"]:
+        """Return the indices of a row's pages among the lent pages."""
+        return np.arange(row * self.pages_per_row, (row + 1) * self.pages_per_row, dtype=np.int32)
 
     # ------------------------------------------------------------ what was written
 
     @property
     def _cache(self) -> KVCache:
         assert self._state is not None
-        return arrived(self._state[1])
+        return wait_result(self._state[1])
 
-    def _pools(self, cache: KVCache) -> Iterator[tuple[Any, int]]:
-        """Yield the pools whose layers' bits matter, each with the number of its window."""
+    def _layer_pools(self, cache: KVCache) -> Iterator[tuple[Any, int]]:
+        """Yield the pools of the model's layers, each with the number of its window."""
         windows = self.programs.config.windows
         for pools in (cache.k, cache.v, cache.states):
             for layer, pool in zip(self.layers, pools, strict=False):
-                window = STATE if pools is cache.states or layer.keys is None else layer.keys.window
-                for own in jax.tree.leaves(pool):
-                    yield own, windows.index(window)
+                window = (
+                    STATE_WINDOW
+                    if pools is cache.states or layer.attention is None
+                    else layer.attention.window
+                )
+                for leaf in jax.tree.leaves(pool):
+                    yield leaf, windows.index(window)
 
-    def _digests(self, rows: Int[np.ndarray, "rows M"], tokens: int) -> list[bytes]:
-        """Return a hash of each sequence's keys and values in all layers: its first tokens, in pages of its
-        own."""
-        found, pages = [hashlib.blake2b(digest_size=16) for _ in rows], self._own(rows.reshape(-1))
-        for pool, window in self._pools(self._cache):
-            read = self._read(pool, pages[window])
-            numbers = read.reshape(read.shape[0], len(rows), -1, *read.shape[3:])
-            last = None if self._is_state(window) else tokens
-            for row, own in enumerate(found):
-                own.update(numbers[:, row, :last].tobytes())
-        return [own.digest() for own in found]
+    def _hash_pages(self, rows: Int[np.ndarray, "rows M"], tokens: int) -> list[bytes]:
+        """Return a hash of each sequence's keys and values in all layers, of its first `compared_tokens`
+        tokens.
+
+        rows: indices of each sequence's pages among the lent pages.
+        """
+        hashers, pages = (
+            [hashlib.blake2b(digest_size=16) for _ in rows],
+            self._lent_page_numbers(rows.reshape(-1)),
+        )
+        for pool, window in self._layer_pools(self._cache):
+            copied = self._copy_pages(pool, pages[window])
+            numbers = copied.reshape(copied.shape[0], len(rows), -1, *copied.shape[3:])
+            end = None if self._is_state(window) else tokens
+            for row, hasher in enumerate(hashers):
+                hasher.update(numbers[:, row, :end].tobytes())
+        return [hasher.digest() for hasher in hashers]
 
     def _is_state(self, window: int) -> bool:
-        return self.programs.config.windows[window] == STATE
+        return self.programs.config.windows[window] == STATE_WINDOW
 
-    def _compiled_readers(self, cache: KVCache) -> dict[Any, Any]:
-        """Compile, for each kind of pool, a program that copies the pages of a row or of a prefill out of
-        it."""
-        self._at_once = max(self.pages, min(self.needed, SMALLEST_READ))
-        pages = jax.ShapeDtypeStruct((self._at_once,), jnp.int32)
-        kinds = {kind(pool): pool for pool, _ in self._pools(cache)}
+    def _compile_readers(self, cache: KVCache) -> dict[Any, Any]:
+        """Compile a program for each kind of pool that copies pages out of it, as many as a row or a prefill
+        has."""
+        self._pages_per_read = max(self.pages_per_row, min(self.needed_pages, MIN_READ_PAGES))
+        pages = jax.ShapeDtypeStruct((self._pages_per_read,), jnp.int32)
+        pools = {pool_kind(pool): pool for pool, _ in self._layer_pools(cache)}
         return {
-            name: jax.jit(read_pages, out_shardings=whole(pool.sharding)).lower(pool, pages).compile()
-            for name, pool in kinds.items()
+            name: jax.jit(read_pages, out_shardings=replicated_sharding(pool.sharding))
+            .lower(pool, pages)
+            .compile()
+            for name, pool in pools.items()
         }
 
-    def _read(
+    def _copy_pages(
         self, pool: Shaped[Array, "K P W ..."], pages: Int[np.ndarray, " M"]
     ) -> Shaped[np.ndarray, "K M W ..."]:
-        """Copy pages of a pool, in one piece."""
-        n, reader = self._at_once, self._readers[kind(pool)]
+        """Copy pages of a pool to the host, as one array."""
+        n, reader = self._pages_per_read, self._page_readers[pool_kind(pool)]
         parts = [np.resize(pages[i : i + n], n) for i in range(0, len(pages), n)]
         return np.concatenate([np.asarray(reader(pool, part)) for part in parts], axis=1)[:, : len(pages)]
 
 
-SMALLEST_READ = 8  # pages
-
-
-def numbers_of_token(pool: Any, is_state: bool) -> int:
-    """Return the numbers that tell a token from others in a pool; of a state one for each dimension of a
+def values_per_token(pool: Any, is_state: bool) -> int:
+    """Return how many numbers of a pool depend on a single token; of a state one for each dimension of a
     head."""
     return pool.shape[0] * (pool.shape[-1] if is_state else prod(pool.shape[3:]))
 
 
 def read_pages(pool: Any, pages: Any) -> Any:
+    """Copy pages out of a pool."""
     return pool[:, pages]
 
 
-def kind(pool: Any) -> Any:
+def pool_kind(pool: Any) -> Any:
+    """Return the shape, dtype and sharding of a pool; one program reads all pools of a kind."""
     return pool.shape, str(pool.dtype), pool.sharding

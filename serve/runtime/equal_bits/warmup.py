@@ -1,8 +1,8 @@
-"""Warm-up beside serving: the rest of a cold engine's table is compiled by threads, compared with its first
-programs between its steps, and added to its classes one by one.
+"""Warm-up while the engine serves. Threads compile the rest of a cold engine's shapes. Between the engine's
+steps each is compared with the first programs, and added to the classes.
 
-The first programs are the canonical ones, whose bits all others must have, so a shape that joins later
-changes no result. Comparing needs pages of the cache, which are lent for as long as one shape takes.
+The first programs are canonical: a shape that joins later must have their bits, so it changes no result. A
+comparison needs pages of the cache, which are lent for one shape at a time.
 """
 
 import threading
@@ -15,59 +15,78 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ....kvcache.pages import KVCache
-from ....kvcache.tables import PageTables, Tables
-from ...host.streams import first_line, warn
+from ....kvcache.tables import PageTables, SequenceTables
+from ...host.streams import error_headline, warn_once
 from ..compiled import executable_cache, jaxcache
-from ..compiled.compile import THREADS, Programs, StepArguments
-from ..compiled.shapes import PHASES, Canonical, Shape
-from .classes import ShapeClasses, timed
+from ..compiled.compile import WARMUP_THREAD_PREFIX, Programs, StepArguments
+from ..compiled.shapes import PHASES, CanonicalShapes, Shape
+from .classes import ShapeClasses, time_steps
 from .probe import Probe, Runs
 
-PLAIN = "prefill", "decode"  # phases whose missing shapes an engine can do without
-PAUSE = 0.02  # seconds between two polls of an engine
-TURN = 0.001  # seconds after a run in which a waiting caller can have the engine
+OPTIONAL_PHASES = "prefill", "decode"  # phases that an engine can serve with some of their shapes
+WARMUP_POLL_SECONDS = 0.02  # seconds between two polls of an engine
+YIELD_SECONDS = 0.001  # seconds after a run that a waiting caller has to take the engine
 
 
-# Makes the speculation of these classes and of the times of their steps, as `timed` returns them.
-Speculate = Callable[[ShapeClasses, dict[tuple[int, int], float] | None], Any]
+# Makes the speculation from the classes and the times of their steps, as `time_steps` returns them.
+SpeculationFactory = Callable[[ShapeClasses, dict[tuple[int, int], float] | None], Any]
 
 
 class WarmupGoal(NamedTuple):
-    """Goal of a warm-up: shapes with the bits of the canonical ones, if `reproducible`, and the times of
-    steps whose rows have up to `depths` draft tokens."""
+    """Goal of a warm-up.
 
-    canonical: Canonical
+    canonical: shapes whose bits the others are compared with.
+    reproducible: True if only shapes with these bits may serve.
+    depths: numbers of draft tokens of a row whose steps are timed; empty if none are.
+    """
+
+    canonical: CanonicalShapes
     reproducible: bool
     depths: tuple[int, ...]
 
 
-def first_shapes(shapes: Iterable[Shape], canonical: Canonical) -> tuple[Shape, Shape]:
-    """Return the smallest set that serves every request: a prefill and a decode, the canonical ones if the
-    table has them."""
+def first_shapes(shapes: Iterable[Shape], canonical: CanonicalShapes) -> tuple[Shape, Shape]:
+    """Return a prefill and a decode that can serve every request: the canonical ones, if the table has
+    them."""
     prefills = [s for s in shapes if s.phase == "prefill" and s.rows == 1]
     decodes = [s for s in shapes if s.phase == "decode" and s.tokens == 1]
     return (
-        canonical.prefill if canonical.prefill in prefills else min(prefills),
-        canonical.decode if canonical.decode in decodes else max(decodes),
+        canonical.prefill_shape if canonical.prefill_shape in prefills else min(prefills),
+        canonical.decode_shape if canonical.decode_shape in decodes else max(decodes),
     )
 
 
-def in_turn(shapes: Collection[Shape]) -> list[Shape]:
-    """Return the order of compilation: of each phase the largest first, since those save most calls."""
-    phases = [sorted((s for s in shapes if s.phase == p), key=lambda s: -s.area) for p in reversed(PHASES)]
-    return [shape for each in zip_longest(*phases) for shape in each if shape is not None]
+def compile_order(shapes: Collection[Shape]) -> list[Shape]:
+    """Return the shapes in the order of compilation: phases alternate, and each phase's largest shape is
+    first, since it saves most steps."""
+    shapes_by_phase = [
+        sorted((s for s in shapes if s.phase == p), key=lambda s: -s.area) for p in reversed(PHASES)
+    ]
+    return [
+        shape for alternates in zip_longest(*shapes_by_phase) for shape in alternates if shape is not None
+    ]
 
 
 class Warmup:
-    """Compiles and compares those of `shapes` that an engine with `classes` lacks.
+    """Compilation and comparison of the shapes that an engine lacks.
 
-    The engine calls `advance` between its steps. `classes` grow. Once `done`, `speculation` is what
-    `speculate` makes of them and of the times of steps, if those were wanted. A shape that fails is left out
-    and noted in `failed`. The final classes are kept under `record`.
+    Each shape is in one of these states:
 
-    While the engine serves, a shape is compiled if the engine has set it as `wanted`, and all are if it is
-    `idle`. Shapes of verification and of deferred draws are compiled at once: the engine waits until all are
-    there.
+    | state | moved on by |
+    |---|---|
+    | missing | a thread that compiles it, if it is `wanted`, or if the engine `is_idle` or waits |
+    | compiled | the engine, which calls `advance` between its steps and compares it, run by run |
+    | in `classes` | nothing: it serves |
+    | in `failed` | nothing: it could not be compiled or compared, and does not serve |
+
+    Shapes of verification and of deferred draws are compiled at once, because the engine waits for all of
+    them. When no shape is left, the classes are stored under `classes_key`, and the warm-up is `is_done`.
+
+    classes: shapes that serve; they grow.
+    speculation: made by `make_speculation` at the end, from the classes and the times of steps.
+    failed: errors of shapes that could not be compiled or compared.
+    wanted: shape that the engine's steps need next; set by the engine.
+    is_idle: True if the engine has nothing to serve; set by the engine.
     """
 
     def __init__(
@@ -75,207 +94,240 @@ class Warmup:
         programs: Programs,
         shapes: Collection[Shape],
         classes: ShapeClasses,
-        aim: WarmupGoal,
-        speculate: Speculate,
-        record: str | None = None,
+        goal: WarmupGoal,
+        make_speculation: SpeculationFactory,
+        classes_key: str | None = None,
     ):
-        self.programs, self.classes, self.aim, self.speculate = programs, classes, aim, speculate
+        self.programs, self.classes, self.goal, self.make_speculation = (
+            programs,
+            classes,
+            goal,
+            make_speculation,
+        )
         self.speculation: Any = None
         self.failed: dict[Shape, str] = {}
-        self.done = self.stopped = False
-        self._record, self._shapes = record, {*programs.steps, *shapes}
-        self._missing = in_turn([s for s in shapes if s not in programs.steps])
-        self._waited_for = any(s.phase not in PLAIN for s in shapes)
+        self.is_done = self.is_stopped = False
+        self._classes_key, self._shapes = classes_key, {*programs.steps, *shapes}
+        self._missing = compile_order([s for s in shapes if s not in programs.steps])
+        self._blocks_engine = any(s.phase not in OPTIONAL_PHASES for s in shapes)
         self.wanted: Shape | None = None
-        self.idle, self._prepared = False, False
-        self._compiling = len(self._missing)
-        self._here = deque(s for s in shapes if s in programs.steps and s not in classes.shapes)
+        self.is_idle, self._has_made_probe = False, False
+        self._num_uncompiled = len(self._missing)
+        self._uncompared = deque(s for s in shapes if s in programs.steps and s not in classes.shapes)
         self._lock = threading.Lock()
         self._probe: Probe | None = None
         self._runs: Runs[None] | None = None
-        self._current: Shape | None = None  # that is compared
-        self._lent: Tables = []
+        self._current_shape: Shape | None = None  # that is compared
+        self._lent_pages: SequenceTables = []
 
     # ------------------------------------------------------------ compiling, in threads
 
-    def begin(self, idle: Callable[[], bool]) -> None:
-        """Start to compile. One of the threads also calls `idle` until all is done: there an engine with
-        nothing else to do may advance, and returns whether it did."""
-        threads = max(1, min((executable_cache.cores() or 2) // 2, self._compiling))
-        targets = [partial(self._attend, idle), *[self._compile] * (threads - 1)]
+    def start_threads(self, advance_if_idle: Callable[[], bool]) -> None:
+        """Start threads that compile. One of them also calls `advance_if_idle` until the warm-up is done: it
+        advances an engine that has nothing to serve, and returns True if it did."""
+        threads = max(1, min((executable_cache.num_cores() or 2) // 2, self._num_uncompiled))
+        targets = [
+            partial(self._advance_or_compile, advance_if_idle),
+            *[self._compile_missing] * (threads - 1),
+        ]
         for number, target in enumerate(targets):
-            threading.Thread(target=target, name=f"{THREADS}-{number}").start()
+            threading.Thread(target=target, name=f"{WARMUP_THREAD_PREFIX}-{number}").start()
 
-    def hurry(self) -> None:
-        """Compile everything beside serving, because the engine waits for the end."""
-        self._waited_for = True
+    def compile_all_now(self) -> None:
+        """Compile all shapes from now on, because the engine waits for the end."""
+        self._blocks_engine = True
 
     def stop(self) -> None:
-        """Compile nothing more than what is begun, and release the arrays on the device."""
-        self.stopped = True
+        """Start no more compilations, and release the arrays on the device."""
+        self.is_stopped = True
         if self._probe is not None:
-            self._probe.rest()
+            self._probe.release_arrays()
 
     @property
-    def _goes_on(self) -> bool:
-        return not (self.stopped or self.done) and threading.main_thread().is_alive()
+    def _is_running(self) -> bool:
+        """True while the threads have to run."""
+        return not (self.is_stopped or self.is_done) and threading.main_thread().is_alive()
 
-    def _attend(self, idle: Callable[[], bool]) -> None:
-        while self._goes_on:
-            if idle():
-                time.sleep(TURN)
+    def _advance_or_compile(self, advance_if_idle: Callable[[], bool]) -> None:
+        """Advance an idle engine, and compile shapes otherwise, until the warm-up is done."""
+        while self._is_running:
+            if advance_if_idle():
+                time.sleep(YIELD_SECONDS)
                 continue
-            shape = self._take()
-            if not self._prepared and (shape or self._here or not self._compiling):
-                self._prepared = True
-                self._prepare()
-            self._add(shape) if shape else time.sleep(PAUSE)
-        if self.done:
-            idle()  # so that an engine without requests takes the result
+            shape = self._take_next_shape()
+            if not self._has_made_probe and (shape or self._uncompared or not self._num_uncompiled):
+                self._has_made_probe = True
+                self._make_probe()
+            self._compile_shape(shape) if shape else time.sleep(WARMUP_POLL_SECONDS)
+        if self.is_done:
+            advance_if_idle()  # an engine without requests takes the result
 
-    def _compile(self) -> None:
-        while self._goes_on and self._missing:
-            shape = self._take()
-            self._add(shape) if shape else time.sleep(PAUSE)
+    def _compile_missing(self) -> None:
+        """Compile shapes until none is missing."""
+        while self._is_running and self._missing:
+            shape = self._take_next_shape()
+            self._compile_shape(shape) if shape else time.sleep(WARMUP_POLL_SECONDS)
 
-    def _take(self) -> Shape | None:
-        """Return the shape to compile now: the wanted one, or any if nothing serves, or if the engine waits
-        for all."""
+    def _take_next_shape(self) -> Shape | None:
+        """Take the shape to compile now: the wanted one, or the first missing one if the engine is idle or
+        waits. Returns None if there is nothing to compile now."""
         with self._lock:
             shape, self.wanted = self.wanted, None
-            if self.idle or self._waited_for:
+            if self.is_idle or self._blocks_engine:
                 shape = next(iter(self._missing), None)
-            if shape is None or shape not in self._missing:  # another thread was faster
+            if shape is None or shape not in self._missing:  # another thread has taken it
                 return None
             self._missing.remove(shape)
             return shape
 
-    def _prepare(self) -> None:
-        if not (self.aim.reproducible or self.aim.depths):
+    def _make_probe(self) -> None:
+        """Make the probe, if shapes are compared or timed. If that fails, the warm-up is done."""
+        if not (self.goal.reproducible or self.goal.depths):
             return
         try:
-            self._probe = Probe(self.programs, self.aim.canonical, self._shapes, serving=True)
-        except Exception as error:  # noqa: BLE001 - the engine serves with what it has
-            self.done = True
-            warn(f"no other shapes serve: they cannot be compared: {first_line(error)}")
+            self._probe = Probe(self.programs, self.goal.canonical, self._shapes, is_serving=True)
+        except Exception as error:  # noqa: BLE001 - the engine serves with its first shapes
+            self.is_done = True
+            warn_once(f"no other shapes serve: they cannot be compared: {error_headline(error)}")
 
-    def _add(self, shape: Shape) -> None:
+    def _compile_shape(self, shape: Shape) -> None:
+        """Compile a shape, which is compared next."""
         try:
             self.programs.add(shape)
-            self._here.append(shape)
+            self._uncompared.append(shape)
         except Exception as error:  # noqa: BLE001 - the engine serves without it
-            self._fail(shape, error)
+            self._record_failure(shape, error)
         with self._lock:
-            self._compiling -= 1
+            self._num_uncompiled -= 1
         if not self.is_compiling:
-            jaxcache.seal()
+            jaxcache.store_checksums()
 
-    def _fail(self, shape: Shape, error: Exception) -> None:
+    def _record_failure(self, shape: Shape, error: Exception) -> None:
+        """Record a shape's error, with a warning."""
         self.failed[shape] = str(error)
-        warn(f"{shape} does not serve: {first_line(error)}")
+        warn_once(f"{shape} does not serve: {error_headline(error)}")
 
     @property
     def missing(self) -> Sequence[Shape]:
-        """Shapes that are compiled only if steps want them."""
-        return () if self._waited_for else tuple(self._missing)
+        """Shapes that are compiled only if the engine wants them."""
+        return () if self._blocks_engine else tuple(self._missing)
 
     @property
     def is_compiling(self) -> bool:
-        return self._compiling > len(self._missing)
+        """True while a shape is being compiled."""
+        return self._num_uncompiled > len(self._missing)
 
     @property
-    def has_in_hand(self) -> bool:
+    def has_pending(self) -> bool:
         """True if a shape is being compiled, or waits to be compared."""
-        return self.is_compiling or bool(self._here) or self._runs is not None
+        return self.is_compiling or bool(self._uncompared) or self._runs is not None
 
     # ------------------------------------------------------------ comparing, between steps
 
     @property
-    def busy(self) -> bool:
-        """True if there is something to run, or the warm-up can end."""
-        return self._runs is not None or self.done or (self._is_ready and (bool(self._here) or self._is_last))
+    def has_work(self) -> bool:
+        """True if `advance` has something to do."""
+        return (
+            self._runs is not None
+            or self.is_done
+            or (self._is_ready and (bool(self._uncompared) or self._has_compared_all))
+        )
 
     @property
     def _is_ready(self) -> bool:
-        return self._probe is not None or not (self.aim.reproducible or self.aim.depths)
+        """True if the probe is made, or none is needed."""
+        return self._probe is not None or not (self.goal.reproducible or self.goal.depths)
 
     @property
-    def _is_last(self) -> bool:
-        # in this order: a thread that compiles adds to the one before it takes from the other
-        return not self._compiling and not self._here
+    def _has_compared_all(self) -> bool:
+        """True if no shape is left to be compiled or compared."""
+        # in this order: a compiling thread adds to `_uncompared` before it subtracts from `_num_uncompiled`
+        return not self._num_uncompiled and not self._uncompared
 
-    def advance(self, state: StepArguments, tables: PageTables, spare: int) -> KVCache | None:
-        """Do one run of a comparison, in pages that are lent once that leaves `spare` to running sequences;
-        returns the cache, None if a failure has cost it."""
-        if self._runs is None and not self.done:
-            self._choose(tables, spare)
+    def advance(self, arguments: StepArguments, tables: PageTables, spare: int) -> KVCache | None:
+        """Do one run of a comparison. Returns the cache, or None if a failure has consumed it.
+
+        The run's pages are lent if `spare` pages of each window remain for running sequences.
+        """
+        if self._runs is None and not self.is_done:
+            self._start_next_runs(tables, spare)
         if self._runs is None or self._probe is None:
-            return state.cache
-        self._probe.take(state.params, state.cache)
+            return arguments.cache
+        self._probe.take_cache(arguments.params, arguments.cache)
         try:
             next(self._runs)
         except StopIteration:
-            self._finish(tables)
-        except Exception as error:  # noqa: BLE001 - the engine serves without what fails
-            return self._failed(error)
-        return self._probe.give()
+            self._return_pages(tables)
+        except Exception as error:  # noqa: BLE001 - the engine serves without the shape
+            return self._on_run_failed(error)
+        return self._probe.return_cache()
 
-    def _failed(self, error: Exception) -> None:
-        if self._current is not None:
-            self._fail(self._current, error)
+    def _on_run_failed(self, error: Exception) -> None:
+        """Leave out the shape whose comparison failed; end the warm-up if all shapes together were
+        compared."""
+        if self._current_shape is not None:
+            self._record_failure(self._current_shape, error)
         else:
-            self.done = True
-            warn(f"steps are not compared as a whole: {first_line(error)}")
-        self._current = None
+            self.is_done = True
+            warn_once(f"steps are not compared as a whole: {error_headline(error)}")
+        self._current_shape = None
 
     def interrupt(self, tables: PageTables) -> None:
-        """Release pages and memory; the comparison under way begins again later."""
-        if self._current is not None:
-            self._here.appendleft(self._current)
+        """Release pages and memory. The comparison that is under way begins again later."""
+        if self._current_shape is not None:
+            self._uncompared.appendleft(self._current_shape)
         if self._probe is not None:
-            self._probe.rest()
-        self._finish(tables)
+            self._probe.release_arrays()
+        self._return_pages(tables)
 
-    def replaced(self, tables: PageTables) -> None:
-        """Compare later shapes on other parameters, which are served from now on."""
+    def on_weights_replaced(self, tables: PageTables) -> None:
+        """Compare shapes on other parameters from now on, because the engine serves these."""
         self.interrupt(tables)
-        self._record = None
+        self._classes_key = None
         if self._probe is not None:
-            self._probe.forget()
+            self._probe.clear_results()
 
-    def _finish(self, tables: PageTables) -> None:
-        if self._lent:
-            tables.take_back(self._lent)
-        self._lent, self._runs, self._current = [], None, None
+    def _return_pages(self, tables: PageTables) -> None:
+        """Return the lent pages, and forget the runs."""
+        if self._lent_pages:
+            tables.return_warmup_pages(self._lent_pages)
+        self._lent_pages, self._runs, self._current_shape = [], None, None
 
-    def _choose(self, tables: PageTables, spare: int) -> None:
-        """Choose what to run next, if there are pages for it."""
-        if not self.aim.reproducible:
-            while self._here:
-                self.classes = self.classes.joined(self._here.popleft())
-        last = self._is_last
+    def _start_next_runs(self, tables: PageTables, spare: int) -> None:
+        """Choose the next runs, if there are pages for them."""
+        if not self.goal.reproducible:
+            while self._uncompared:
+                self.classes = self.classes.with_shape(self._uncompared.popleft())
+        is_last = self._has_compared_all
         if self._probe is None:
-            if last and self._is_ready:
-                self._conclude(None)
-        elif self._here or last:
-            self._lent = tables.lend(self._probe.needed, spare) or []
-            if self._lent:
-                self._probe.lent = self._lent
-                self._runs = self._end(self._probe) if last else self._join(self._probe)
+            if is_last and self._is_ready:
+                self._complete_warmup(None)
+        elif self._uncompared or is_last:
+            self._lent_pages = tables.lend_warmup_pages(self._probe.needed_pages, spare) or []
+            if self._lent_pages:
+                self._probe.lent_pages = self._lent_pages
+                self._runs = (
+                    self._finish_comparison(self._probe) if is_last else self._compare_shape(self._probe)
+                )
 
-    def _join(self, probe: Probe) -> Runs[None]:
-        self._current = shape = self._here.popleft()
-        if (yield from probe.agrees(shape)):
-            self.classes = self.classes.joined(shape)
+    def _compare_shape(self, probe: Probe) -> Runs[None]:
+        """Compare the next shape, and add it to the classes if it agrees."""
+        self._current_shape = shape = self._uncompared.popleft()
+        if (yield from probe.matches_canonical(shape)):
+            self.classes = self.classes.with_shape(shape)
 
-    def _end(self, probe: Probe) -> Runs[None]:
-        """Find what concerns all shapes together, and keep the classes for the next start."""
-        if self.aim.reproducible:
-            self.classes = replace(self.classes, same_bits=(yield from probe.same_bits()))
+    def _finish_comparison(self, probe: Probe) -> Runs[None]:
+        """Compare prefill with decode, store the classes for later starts, time the steps, and end the
+        warm-up."""
+        if self.goal.reproducible:
+            self.classes = replace(self.classes, same_bits=(yield from probe.prefill_matches_decode()))
             if not self.failed:
-                executable_cache.write(self._record, self.classes)
-        wanted = self.aim.depths and self.classes.verify
-        self._conclude((yield from timed(probe, self.classes, self.aim.depths)) if wanted else None)
+                executable_cache.write_record(self._classes_key, self.classes)
+        wanted = self.goal.depths and self.classes.verify
+        self._complete_warmup(
+            (yield from time_steps(probe, self.classes, self.goal.depths)) if wanted else None
+        )
 
-    def _conclude(self, seconds: dict[tuple[int, int], float] | None) -> None:
-        self.speculation, self.done = self.speculate(self.classes, seconds), True
+    def _complete_warmup(self, seconds: dict[tuple[int, int], float] | None) -> None:
+        """Make the speculation, and mark the warm-up as done."""
+        self.speculation, self.is_done = self.make_speculation(self.classes, seconds), True

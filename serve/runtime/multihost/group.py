@@ -1,7 +1,7 @@
-"""Group of processes that serve one model on a mesh of all their devices. Rank 0 schedules and sends the
-others which program comes next; every rank runs it, as multi-controller JAX requires.
+"""Group of processes that serve one model on a mesh of all their devices. Rank 0 schedules, and sends the
+other ranks which program is next. Every rank runs it, as multi-controller JAX requires.
 
-A mesh is one failure domain: where a rank is lost, every process of the group ends.
+A mesh is one failure domain: if a rank is lost, every process of the group ends.
 """
 
 import queue
@@ -13,135 +13,146 @@ from typing import Any, NoReturn
 
 import jax
 
-from ...host.process import is_inherited
+from ...host.process import is_forked
 from ...host.sockets.handshake import HandshakeRejected
-from ...host.sockets.link import Link
-from ...host.streams import tell
-from .messages import Beat, End, Message, Order
-from .supervisor import LOST, end_process
+from ...host.sockets.message_link import Link
+from ...host.streams import print_stderr
+from .messages import Beat, End, GroupMessage, Order
+from .supervisor import LOST_EXIT_CODE, end_process
 
-CAUSE = 2.0  # seconds in which this rank may find by itself the error that ended another
-BEATS = 10  # heartbeats in the time after which a silent rank is lost
+CAUSE_SECONDS = 2.0  # seconds in which this rank may find the error itself that ended another rank
+HEARTBEATS_PER_TIMEOUT = 10  # number of heartbeats in the time after which a silent rank is lost
 
 
 class ProcessGroup:
-    """This process's rank among `size` ranks and its links: rank 0 has one to each other rank, in their
-    order; the others have one to rank 0. A rank is lost that sends nothing, or completes no order, for
-    `seconds`.
+    """Group of processes, as one of its ranks sees it.
 
-    `serves` is set once the start is over. `shutdown` is called when the group ends.
+    A rank is lost if it sends nothing, or completes no order, for `timeout_seconds`.
+
+    rank: number of this process among `size` processes.
+    links: on rank 0 one link to each other rank, in their order; on other ranks one link to rank 0.
+    is_serving: True once the start is over.
+    has_ended: True once the group has ended.
+    shutdown: called when the group ends.
     """
 
-    def __init__(self, rank: int, size: int, links: Sequence[Link[Message]], seconds: float):
-        self.rank, self.size, self.seconds = rank, size, seconds
+    def __init__(self, rank: int, size: int, links: Sequence[Link[GroupMessage]], timeout_seconds: float):
+        self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
         self.shutdown: Callable[[], None] = lambda: None
         self._links = dict(zip(range(1, size) if rank == 0 else [0], links, strict=True))
-        self._told = self._done = 0  # orders
-        self._progress: dict[int, tuple[int, float]] = {}  # orders that a rank has done, and since when
-        self._heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self.serves = self.ended = False
-        self._refused = False  # this process cannot go on
-        for other, link in self._links.items():
-            self._progress[other] = 0, time.monotonic()
-            self._start(self._hear, other, link)
-        self._start(self._beat)
+        # numbers of orders that were sent, and that this rank has completed
+        self._sent_orders = self._done_orders = 0
+        self._progress: dict[int, tuple[int, float]] = {}  # by rank, number of completed orders, since a time
+        self._received: queue.SimpleQueue[GroupMessage] = queue.SimpleQueue()
+        self.is_serving = self.has_ended = False
+        self._is_failing = False  # True if this process cannot continue
+        for peer, link in self._links.items():
+            self._progress[peer] = 0, time.monotonic()
+            self._start_thread(f"receiver-{peer}", self._receive_loop, peer, link)
+        self._start_thread("heartbeats", self._send_heartbeats)
 
-    def _start(self, work: Callable[..., None], *given: Any) -> None:
-        threading.Thread(target=work, args=given, name="duetto-group", daemon=True).start()
+    def _start_thread(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=target, args=args, name=f"duetto-group-{name}", daemon=True).start()
 
-    # ------------------------------------------------------------ words
+    # ------------------------------------------------------------ messages
 
-    def tell(self, message: Message) -> None:
+    def broadcast(self, message: GroupMessage) -> None:
         """Send a message over all links of this rank."""
-        self._told += isinstance(message, Order)
-        for other, link in self._links.items():
+        self._sent_orders += isinstance(message, Order)
+        for peer, link in self._links.items():
             try:
                 link.send(message)
             except OSError as error:
-                self._lost(f"rank {other} cannot be reached: {error}")
+                self._on_rank_lost(f"rank {peer} cannot be reached: {error}")
 
-    def orders(self) -> Iterator[Order]:
-        """Yield rank 0's orders until it ends; an order counts as done when the next is taken."""
-        while isinstance(message := self._heard.get(), Order):
+    def receive_orders(self) -> Iterator[Order]:
+        """Yield rank 0's orders until the group ends. An order is completed when the next one is
+        requested."""
+        while isinstance(message := self._received.get(), Order):
             yield message
-            self._done += 1
-        self._part()
+            self._done_orders += 1
+        self._shut_down()
 
-    def end(self) -> None:
-        """End all processes of the group, from rank 0. A process that was forked from it does nothing."""
-        if not self.ended and not is_inherited():
-            self.ended = True
-            self.tell(End())
-            self._part()
+    def end_group(self) -> None:
+        """End all processes of the group; called on rank 0. A process that was forked from it does
+        nothing."""
+        if not self.has_ended and not is_forked():
+            self.has_ended = True
+            self.broadcast(End())
+            self._shut_down()
 
-    def _part(self) -> None:
+    def _shut_down(self) -> None:
+        """Call `shutdown`, and close the links."""
         self.shutdown()
         for link in self._links.values():
             link.close()
 
-    def lose(self, why: str, code: int = LOST) -> NoReturn:
-        """End the process now: its programs would wait for ranks that are lost."""
-        end_process(code, f"rank {self.rank} ends: {why}")
+    def abort_process(self, reason: str, code: int = LOST_EXIT_CODE) -> NoReturn:
+        """End this process now, with an exit code: its programs would wait for ranks that are lost."""
+        end_process(code, f"rank {self.rank} ends: {reason}")
 
-    def refuse(self, error: BaseException) -> NoReturn:
-        """End all processes of the group for an error of this one, rank 0 first: it may have found the same
-        error, and reports it to its caller."""
-        time.sleep(CAUSE)  # a rank that was lost fails the others' programs, and its link says so
+    def fail_group(self, error: BaseException) -> NoReturn:
+        """End all processes of the group because of an error of this one. Rank 0 ends first: it may have
+        found the same error, and reports it to its caller."""
+        time.sleep(CAUSE_SECONDS)  # if a lost rank caused the error, its link reports that meanwhile
         if isinstance(error, jax.errors.JaxRuntimeError):
-            self.lose(f"a program failed: {error}")
-        tell(f"duetto: rank {self.rank} ends: {error}")
-        self._refused = True
+            self.abort_process(f"a program failed: {error}")
+        print_stderr(f"duetto: rank {self.rank} ends: {error}")
+        self._is_failing = True
         for link in self._links.values():
             with suppress(OSError):
                 link.send(HandshakeRejected(str(error)))
         if self.rank:
-            time.sleep(self.seconds)
+            time.sleep(self.timeout_seconds)
         end_process(1)
 
     # ------------------------------------------------------------ threads
 
-    def _hear(self, other: int, link: Link[Message]) -> None:
+    def _receive_loop(self, peer: int, link: Link[GroupMessage]) -> None:
+        """Handle a rank's messages until the group ends, or the rank is lost."""
         try:
-            while not self.ended:
-                self._take(other, link.receive())
+            while not self.has_ended:
+                self._on_message(peer, link.receive())
         except EOFError:
-            self._lost(f"rank {other} has ended")
+            self._on_rank_lost(f"rank {peer} has ended")
         except TimeoutError:
-            self._lost(f"rank {other} has said nothing for {self.seconds:g} s")
+            self._on_rank_lost(f"rank {peer} has said nothing for {self.timeout_seconds:g} s")
         except (OSError, ValueError) as error:
-            self._lost(f"rank {other} cannot be heard: {error}")
+            self._on_rank_lost(f"rank {peer} cannot be heard: {error}")
 
-    def _lost(self, why: str, code: int = LOST) -> None:
-        if self.ended:
+    def _on_rank_lost(self, reason: str, code: int = LOST_EXIT_CODE) -> None:
+        """End this process because a rank is lost, unless the group has ended."""
+        if self.has_ended:
             return
-        if self._refused:
+        if self._is_failing:
             end_process(1)
-        self.lose(why, code)
+        self.abort_process(reason, code)
 
-    def _take(self, other: int, message: Message) -> None:
+    def _on_message(self, peer: int, message: GroupMessage) -> None:
         match message:
             case Beat(done=done):
-                before, since = self._progress[other]
-                moves = done > before or done == self._told
-                self._progress[other] = done, time.monotonic() if moves else since
+                before, since = self._progress[peer]
+                has_progress = done > before or done == self._sent_orders
+                self._progress[peer] = done, time.monotonic() if has_progress else since
             case HandshakeRejected(why=why):
-                time.sleep(0 if self.rank else CAUSE)
-                self._lost(f"rank {other}: {why}", 1)
+                time.sleep(0 if self.rank else CAUSE_SECONDS)
+                self._on_rank_lost(f"rank {peer}: {why}", 1)
             case End():
-                self.ended = True
-                if self._refused or not self.serves:  # the main thread may wait for rank 0
-                    self._part()
-                    end_process(int(self._refused))
-                self._heard.put(message)
+                self.has_ended = True
+                if self._is_failing or not self.is_serving:  # the main thread may wait for rank 0
+                    self._shut_down()
+                    end_process(int(self._is_failing))
+                self._received.put(message)
             case _:
-                self._heard.put(message)
+                self._received.put(message)
 
-    def _beat(self) -> None:
-        while not self.ended:
-            time.sleep(self.seconds / BEATS)
-            for other, link in self._links.items():
-                with suppress(OSError):  # the thread that receives from it reports it
-                    link.send(Beat(self._done))
-                done, since = self._progress[other]
-                if done < self._told and time.monotonic() - since > self.seconds:
-                    self._lost(f"rank {other} has done no order for {self.seconds:g} s")
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats until the group ends; end this process if a rank completes no order in time."""
+        while not self.has_ended:
+            time.sleep(self.timeout_seconds / HEARTBEATS_PER_TIMEOUT)
+            for peer, link in self._links.items():
+                with suppress(OSError):  # the thread that receives from this rank reports it
+                    link.send(Beat(self._done_orders))
+                done, since = self._progress[peer]
+                if done < self._sent_orders and time.monotonic() - since > self.timeout_seconds:
+                    self._on_rank_lost(f"rank {peer} has done no order for {self.timeout_seconds:g} s")

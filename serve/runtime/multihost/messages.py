@@ -10,59 +10,62 @@ from ...host.sockets.handshake import Handshake, HandshakeRejected
 
 
 class JoinAccepted(msgspec.Struct, tag="Welcome", frozen=True):
-    """All ranks are there and run the same: the group begins."""
+    """Message of rank 0 that the group begins: all ranks have connected, and run the same programs."""
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """Heartbeat.
+    """Heartbeat of a rank.
 
-    done: number of orders that this rank has completed.
+    done: number of orders that the rank has completed.
     """
 
     done: int = 0
 
 
-class Numbers(msgspec.Struct, array_like=True, frozen=True):
-    """A host array."""
+class HostArray(msgspec.Struct, array_like=True, frozen=True):
+    """Host array: its dtype, shape and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes
 
     @classmethod
-    def of(cls, x: Any) -> "Numbers":
+    def from_array(cls, x: Any) -> "HostArray":
+        """Make the message of an array."""
         x = np.asarray(x)
         return cls(x.dtype.str, x.shape, x.tobytes())
 
     @property
     def array(self) -> np.ndarray:
+        """The array, read-only."""
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 class Order(msgspec.Struct, tag=True, frozen=True):
-    """Program that every rank runs next.
+    """Order of rank 0: the program that every rank runs next.
 
-    program: its name, such as "run" for a step.
+    program: name of the program, such as "run" for a step.
     shape: name of the step's compiled shape; empty for other programs.
-    given: leaves of its host arguments.
+    given: leaves of the program's host arguments.
     """
 
     program: str
     shape: str = ""
-    given: tuple[Numbers, ...] = ()
+    given: tuple[HostArray, ...] = ()
 
     @classmethod
-    def of(cls, program: str, shape: str, given: Any) -> "Order":
-        return cls(program, shape, tuple(map(Numbers.of, jax.tree.leaves(given))))
+    def from_tree(cls, program: str, shape: str, given: Any) -> "Order":
+        """Make the order of a program with a tree of host arguments."""
+        return cls(program, shape, tuple(map(HostArray.from_array, jax.tree.leaves(given))))
 
-    def tree(self, like: Any) -> Any:
-        """Return the arguments in the structure of `like`, a tree of shapes."""
-        return jax.tree.unflatten(jax.tree.structure(like), [numbers.array for numbers in self.given])
+    def unflatten(self, abstract: Any) -> Any:
+        """Return the program's arguments in the structure of the tree `abstract`."""
+        return jax.tree.unflatten(jax.tree.structure(abstract), [numbers.array for numbers in self.given])
 
 
 class End(msgspec.Struct, tag=True, frozen=True):
-    """Rank 0 ends the group."""
+    """Message of rank 0 that the group ends."""
 
 
-Message = Handshake | JoinAccepted | HandshakeRejected | Beat | Order | End
-DECODER = msgspec.msgpack.Decoder(Message)
+GroupMessage = Handshake | JoinAccepted | HandshakeRejected | Beat | Order | End
+GROUP_DECODER = msgspec.msgpack.Decoder(GroupMessage)

@@ -1,4 +1,4 @@
-"""Programs of a mesh over several processes: each call of rank 0 is an order to the other ranks."""
+"""Programs on a mesh of several processes: each call on rank 0 is an order to the other ranks."""
 
 import signal
 import threading
@@ -13,141 +13,154 @@ import jax
 import numpy as np
 
 from ....kvcache.pages import Batch
-from ....model.pair import Params
-from ...host.process import release
+from ....model.draft_pair import EngineParams
+from ...host.process import clear_frames
 from ..compiled import executable_cache
 from ..compiled.batches import empty_batch
-from ..compiled.compile import SLOT_PROGRAMS, Programs, StepArguments, operands
-from ..compiled.futures import StepFuture, arrived
+from ..compiled.compile import SLOT_PROGRAMS, Programs, StepArguments, abstract_operands
+from ..compiled.futures import StepFuture, wait_result
 from ..compiled.shapes import Shape
 from .group import ProcessGroup
 from .messages import Order
-from .rendezvous import agree, group
+from .rendezvous import check_same_facts, current_group
 from .supervisor import end_process
 
-FLIGHTS = 2  # steps whose results a rank has not waited for, at most
-SMALL = 1 << 20  # numbers of a parameter that ranks are compared by, at most
+MAX_STEPS_IN_FLIGHT = 2  # number of steps whose results a rank has not waited for, at most
+MAX_HASHED_NUMBERS = 1 << 20  # numbers of a parameter that is compared between ranks, at most
 
 
 class SharedPrograms(Programs):
     """Programs that all processes of a group compile, and run together.
 
-    Until `begin` each process runs the same programs by itself: model and options decide which. From then on
-    rank 0's engine decides. A thread of it sends each call to the other ranks and makes it, so that an
-    interrupted caller leaves no call half made; results are futures. A call that fails ends the group.
+    Until `start_serving`, model and options decide which programs each process runs. From then on rank 0's
+    engine decides. A thread of rank 0 sends each call to the other ranks and makes it: so a caller that is
+    interrupted leaves no call incomplete. Results are futures. A call that fails ends the group.
     """
 
-    def __init__(self, phases: Any, params: Params, *given: Any):
-        found = group()
-        assert found is not None, "parameters lie on other processes' devices, and there is no group"
-        self.group: ProcessGroup = found
-        self._calls: ThreadPoolExecutor | None = None  # of rank 0
-        self._outputs: deque[Any] = deque()  # of the others' steps in flight
-        agree({"sizes": repr(given), "weights": fingerprint(params)})
-        super().__init__(phases, params, *given)
-        agree({"programs": self._facts()})
+    def __init__(self, phases: Any, params: EngineParams, *others: Any):
+        process_group = current_group()
+        assert process_group is not None, "parameters lie on other processes' devices, and there is no group"
+        self.process_group: ProcessGroup = process_group
+        self._dispatcher: ThreadPoolExecutor | None = None  # rank 0's thread, from `begin` on
+        self._outputs: deque[Any] = deque()  # outputs of steps in flight, on the other ranks
+        check_same_facts({"sizes": repr(others), "weights": hash_small_params(params)})
+        super().__init__(phases, params, *others)
+        check_same_facts({"programs": self._describe_programs()})
 
-    def begin(self, state: StepArguments) -> None:
-        self.group.serves = True
-        if self.group.rank:
-            self._follow(state)
-        self._calls = ThreadPoolExecutor(1, "duetto-orders")
+    def start_serving(self, arguments: StepArguments) -> None:
+        """Prepare rank 0 for requests. On other ranks, run rank 0's orders and never return."""
+        self.process_group.is_serving = True
+        if self.process_group.rank:
+            self._follow_orders(arguments)
+        self._dispatcher = ThreadPoolExecutor(1, "duetto-order-dispatcher")
         for program in SLOT_PROGRAMS:
-            setattr(self, program, self._ordered(program, getattr(self, program)))
+            setattr(self, program, self._wrap_slot_program(program, getattr(self, program)))
 
-    def _facts(self) -> str:
-        """Describe all that the programs of all shapes depend on."""
-        every = ((shape.phase, operands(shape, self.like, self.sizes)) for shape in sorted(self.steps))
-        return repr([executable_cache.described(self._phases, *one) for one in every])
+    def _describe_programs(self) -> str:
+        """Describe everything that the programs of all shapes depend on."""
+        phase_operands = (
+            (shape.phase, abstract_operands(shape, self.abstract_arguments, self.sizes))
+            for shape in sorted(self.steps)
+        )
+        return repr([executable_cache.describe_phase(self._phases, *phase) for phase in phase_operands])
 
     def close(self) -> None:
-        if self._calls is not None:
-            self._calls.shutdown()
-            self.group.end()
+        if self._dispatcher is not None:
+            self._dispatcher.shutdown()
+            self.process_group.end_group()
 
     # ------------------------------------------------------------ rank 0
 
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
-        if self._calls is None:
+        if self._dispatcher is None:
             return super().run(shape, arguments, batch)
         cache, slots = arguments.cache, arguments.slots
-        job = self._call(
-            Order.of("run", str(shape), batch),
-            lambda: self._run(shape, StepArguments(arguments.params, arrived(cache), arrived(slots)), batch),
+        job = self._dispatch_to_ranks(
+            Order.from_tree("run", str(shape), batch),
+            lambda: self._run_locally(
+                shape, StepArguments(arguments.params, wait_result(cache), wait_result(slots)), batch
+            ),
         )
         return job.part(0), job.part(1), job.part(2)
 
-    def empty(self, params: Params, failed: BaseException | None = None) -> StepArguments:
-        if self._calls is None:
-            return super().empty(params, failed)
-        self._calls.submit(int).result()  # calls under way hold arrays
-        if failed is not None and isinstance(failed, jax.errors.JaxRuntimeError):
-            self.group.refuse(failed)  # the others' programs may wait for the one that failed here
-        release(failed)
-        job = self._call(Order("empty"), lambda: (self.fresh_cache(), self.fresh_slots()))
+    def fresh_arguments(self, params: EngineParams, failure: BaseException | None = None) -> StepArguments:
+        if self._dispatcher is None:
+            return super().fresh_arguments(params, failure)
+        self._dispatcher.submit(int).result()  # calls under way hold arrays
+        if failure is not None and isinstance(failure, jax.errors.JaxRuntimeError):
+            # other ranks' programs may wait for the program that failed here
+            self.process_group.fail_group(failure)
+        clear_frames(failure)
+        job = self._dispatch_to_ranks(Order("empty"), lambda: (self.fresh_cache(), self.fresh_slots()))
         return StepArguments(params, job.part(0), job.part(1))
 
-    def _run(self, *call: Any) -> tuple[Any, Any, Any]:
+    def _run_locally(self, *call: Any) -> tuple[Any, Any, Any]:
         return super().run(*call)
 
-    def _ordered(self, program: str, compiled: Callable[..., Any]) -> Callable[..., StepFuture]:
-        """Wrap a program of the slots so that all processes call it."""
+    def _wrap_slot_program(
+        self, program: str, program_function: Callable[..., Any]
+    ) -> Callable[..., StepFuture]:
+        """Wrap a program that changes slots so that all processes call it."""
 
-        def call(slots: Any, *given: Any) -> StepFuture:
-            return self._call(Order.of(program, "", given), lambda: compiled(arrived(slots), *given))
+        def dispatch(slots: Any, *inputs: Any) -> StepFuture:
+            return self._dispatch_to_ranks(
+                Order.from_tree(program, "", inputs), lambda: program_function(wait_result(slots), *inputs)
+            )
 
-        return call
+        return dispatch
 
-    def _call(self, order: Order, work: Callable[[], Any]) -> StepFuture:
-        assert self._calls is not None
+    def _dispatch_to_ranks(self, order: Order, work: Callable[[], Any]) -> StepFuture:
+        """Send an order and do the same work, in rank 0's thread; returns the future of the work's result."""
+        assert self._dispatcher is not None
 
-        def make() -> Any:
-            self.group.tell(order)
+        def send_and_run() -> Any:
+            self.process_group.broadcast(order)
             try:
                 return work()
-            except Exception as error:  # noqa: BLE001 - the others have begun it, and wait for this rank
-                self.group.refuse(error)
+            except Exception as error:  # noqa: BLE001 - other ranks run the order, and wait for this rank
+                self.process_group.fail_group(error)
 
-        return StepFuture(self._calls.submit(make))
+        return StepFuture(self._dispatcher.submit(send_and_run))
 
-    # ------------------------------------------------------------ the others
+    # ------------------------------------------------------------ other ranks
 
-    def _follow(self, state: StepArguments) -> NoReturn:
+    def _follow_orders(self, arguments: StepArguments) -> NoReturn:
         """Run rank 0's orders, and end this process when the group ends."""
-        shapes, held = {str(shape): shape for shape in self.steps}, [state]
+        shapes, held_arguments = {str(shape): shape for shape in self.steps}, [arguments]
         is_main = threading.current_thread() is threading.main_thread()
         if is_main:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 has it too, and decides
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 receives Ctrl-C too, and decides
         try:
-            for order in self.group.orders():
-                held.append(self._obey(order, held.pop(), shapes.get(order.shape)))
+            for order in self.process_group.receive_orders():
+                held_arguments.append(self._run_order(order, held_arguments.pop(), shapes.get(order.shape)))
         except Exception as error:  # noqa: BLE001 - rank 0 would wait for this rank
-            self.group.refuse(error)
+            self.process_group.fail_group(error)
         if is_main:
             raise SystemExit(0)
-        end_process(0)  # SystemExit would end the thread alone
+        end_process(0)  # SystemExit would end this thread only
 
-    def _obey(self, order: Order, state: StepArguments, shape: Shape | None) -> StepArguments:
+    def _run_order(self, order: Order, arguments: StepArguments, shape: Shape | None) -> StepArguments:
+        """Run an order; returns the step's arguments after it."""
         if order.program == "run" and shape is not None:
-            batch = order.tree(empty_batch(self.sizes, shape, 0))
-            cache, slots, output = super().run(shape, state, batch)
+            batch = order.unflatten(empty_batch(self.sizes, shape, 0))
+            cache, slots, output = super().run(shape, arguments, batch)
             self._outputs.append(output)
-            if len(self._outputs) > FLIGHTS:  # so that errors of the device are raised
+            if len(self._outputs) > MAX_STEPS_IN_FLIGHT:  # waiting raises errors of the device
                 jax.block_until_ready(self._outputs.popleft())
-            return replace(state, cache=cache, slots=slots)
+            return replace(arguments, cache=cache, slots=slots)
         if order.program in SLOT_PROGRAMS:
-            given = order.tree(SLOT_PROGRAMS[order.program](state.slots, self.sizes))
-            return replace(state, slots=getattr(self, order.program)(state.slots, *given))
+            inputs = order.unflatten(SLOT_PROGRAMS[order.program](arguments.slots, self.sizes))
+            return replace(arguments, slots=getattr(self, order.program)(arguments.slots, *inputs))
         assert order.program == "empty", order.program
-        params = state.params
-        del state  # its cache goes first: two may not fit
-        return super().empty(params)
+        params = arguments.params
+        del arguments  # frees the old cache: two may not fit
+        return super().fresh_arguments(params)
 
 
-def fingerprint(params: Params) -> str:
-    """Hash the small parameters that every device has."""
-    found = sha256()
+def hash_small_params(params: EngineParams) -> str:
+    """Return a hash of the replicated parameters of at most `MAX_HASHED_NUMBERS` numbers."""
+    hasher = sha256()
     for x in jax.tree.leaves(params):
-        if x.is_fully_replicated and x.size <= SMALL:
-            found.update(np.asarray(x).tobytes())
-    return found.hexdigest()
+        if x.is_fully_replicated and x.size <= MAX_HASHED_NUMBERS:
+            hasher.update(np.asarray(x).tobytes())
+    return hasher.hexdigest()

@@ -1,4 +1,4 @@
-"""Rendezvous of a group's processes: they connect to rank 0, which rejects those that would run other
+"""Rendezvous of a group's processes: they connect to rank 0, which rejects a process that would run other
 programs."""
 
 import atexit
@@ -20,250 +20,283 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ....checkpoints import orbax
-from ....sampling.custom import sources_of
-from ...host.devices import default_device, is_started, processor
-from ...host.sockets.handshake import Handshake, HandshakeRejected, greet, meet
-from ...host.sockets.link import Link
-from ...host.sockets.port import Port
-from ...host.sockets.secret import Refusal, Secret, key_in
-from ...host.streams import silent_stdout
+from ....sampling.custom_processors import list_function_names
+from ...host.devices import default_device, is_jax_initialized, processor_flags
+from ...host.sockets.handshake import Handshake, HandshakeRejected, connect_to_listener, receive_handshake
+from ...host.sockets.listener import AuthenticatedListener
+from ...host.sockets.message_link import Link
+from ...host.sockets.secret import HandshakeError, Secret, read_key
+from ...host.streams import silence_stdout
 from ...options.engine import EngineOptions
 from ..compiled import executable_cache
-from .group import CAUSE, ProcessGroup
-from .messages import DECODER, JoinAccepted, Message
-from .supervisor import TOKEN, follow_supervisor
+from .group import CAUSE_SECONDS, ProcessGroup
+from .messages import GROUP_DECODER, GroupMessage, JoinAccepted
+from .supervisor import TOKEN_VARIABLE, end_with_supervisor
 
 P = ParamSpec("P")
 T = TypeVar("T")
-JOINING = 300.0  # seconds in which all ranks have to be there
-HELLO = 5.0  # seconds in which a rank that has connected sends its facts
-PAUSE = 0.1  # seconds between two tries to reach rank 0
-SAMPLE = 1 << 20  # bytes
-Rank = tuple[Link[Message], Handshake]  # that has connected
-SETTINGS = (  # of jax, which programs follow from
+JOIN_TIMEOUT_SECONDS = 300.0  # seconds within which all ranks have to connect
+HANDSHAKE_SECONDS = 5.0  # seconds within which a rank that has connected sends its facts
+JOIN_RETRY_SECONDS = 0.1  # seconds between two attempts to connect to rank 0
+SAMPLE_BYTES = 1 << 20  # bytes at each end of a file that are hashed
+ConnectedRank = tuple[Link[GroupMessage], Handshake]  # link and handshake of a rank that has connected
+PROGRAM_SETTINGS = (  # jax's settings that programs depend on
     "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable",
 )  # fmt: skip
-OWN = ("node_rank", "use_tqdm_on_load", "cluster_key_file")  # options in which ranks may differ
-LOCK = threading.Lock()
-_GROUP: list[ProcessGroup] = []  # that this process has joined: one in its life, as of jax.distributed
+RANK_OPTIONS = ("node_rank", "use_tqdm_on_load", "cluster_key_file")  # options in which ranks may differ
+JOIN_LOCK = threading.Lock()
+_GROUP: list[ProcessGroup] = []  # the group of this process: at most one in its life, as in jax.distributed
 
 
-def group() -> ProcessGroup | None:
-    """Return the group of this process, if it has joined one."""
+def current_group() -> ProcessGroup | None:
+    """Return the group that this process has joined, or None."""
     return _GROUP[0] if _GROUP else None
 
 
-def join(options: EngineOptions) -> EngineOptions:
-    """Connect `nnodes` processes, before jax looks for devices; nothing to do for one process, or for a group
-    that is about to start. Returns the options of this process: only rank 0 shows its progress.
+def join_group(options: EngineOptions) -> EngineOptions:
+    """Join the group of `nnodes` processes, before jax looks for devices. Returns this process's options:
+    only rank 0 shows progress.
 
-    Raises ValueError where ranks do not run the same, and for a second LLM, TimeoutError where some ranks do
-    not come, OSError for an address that rank 0 cannot listen on.
+    Does nothing for one process, or if the group has been joined but does not serve yet. Raises ValueError if
+    ranks would run other programs, or for a second LLM; TimeoutError if some ranks do not connect; OSError
+    for an address that rank 0 cannot listen on.
     """
     if options.nnodes > 1:
-        with LOCK:
+        with JOIN_LOCK:
             if not _GROUP:
-                assemble(options)
-            elif _GROUP[0].serves or _GROUP[0].ended:
+                form_group(options)
+            elif _GROUP[0].is_serving or _GROUP[0].has_ended:
                 raise ValueError(f"nnodes {options.nnodes} is not allowed: a group of processes has one LLM")
     return replace(options, use_tqdm_on_load=False) if options.node_rank else options
 
 
-def assemble(options: EngineOptions) -> None:
-    """Join the group: duetto's links first, then jax's service, then the facts that need devices."""
-    ours = not jax.distributed.is_initialized()
-    if ours and is_started():
+def form_group(options: EngineOptions) -> None:
+    """Form the group: connect duetto's links, start jax's service, then compare the facts that need
+    devices."""
+    needs_init = not jax.distributed.is_initialized()
+    if needs_init and is_jax_initialized():
         raise ValueError(
             f"nnodes {options.nnodes} is not allowed: jax has looked for devices already; begin with the LLM"
         )
-    follow_supervisor()
-    facts, rank = own_facts(options), options.node_rank
-    links = [reached(options, facts)] if rank else gathered(options, facts)
-    found = ProcessGroup(rank, options.nnodes, links, options.distributed_timeout_seconds)
-    _GROUP.append(found)
-    with silent_stdout():
-        if ours:
-            initialize(options)
-            found.shutdown = jax.distributed.shutdown
+    end_with_supervisor()
+    facts, rank = rank_facts(options), options.node_rank
+    links = [connect_to_rank_0(options, facts)] if rank else accept_ranks(options, facts)
+    process_group = ProcessGroup(rank, options.nnodes, links, options.distributed_timeout_seconds)
+    _GROUP.append(process_group)
+    with silence_stdout():
+        if needs_init:
+            initialize_distributed(options)
+            process_group.shutdown = jax.distributed.shutdown
         device = default_device()
         multihost_utils.sync_global_devices("duetto")
     if rank == 0:
-        atexit.register(found.end)
+        atexit.register(process_group.end_group)
     if (jax.process_index(), jax.process_count()) != (rank, options.nnodes):
         raise ValueError(
             f"node_rank {rank} of nnodes {options.nnodes} is not allowed: jax.distributed has made this "
             f"process {jax.process_index()} of {jax.process_count()}"
         )
-    agree({"device": f"{device.device_kind} {processor() if device.platform == 'cpu' else ''}"})
+    check_same_facts(
+        {"device": f"{device.device_kind} {processor_flags() if device.platform == 'cpu' else ''}"}
+    )
 
 
-def initialize(options: EngineOptions) -> None:
-    """Start jax's own service, on the port after duetto's. It waits longer for a lost rank than duetto's
-    links, which end the group first."""
-    place = f"{options.master_addr}:{options.master_port + 1}"
+def initialize_distributed(options: EngineOptions) -> None:
+    """Start jax's distributed service, on the port after duetto's. Its timeout for a lost rank is longer than
+    the links' timeout: the links end the group first."""
+    coordinator = f"{options.master_addr}:{options.master_port + 1}"
     jax.distributed.initialize(
-        place,
+        coordinator,
         options.nnodes,
         options.node_rank,
-        coordinator_bind_address=place,
-        initialization_timeout=int(JOINING),
+        coordinator_bind_address=coordinator,
+        initialization_timeout=int(JOIN_TIMEOUT_SECONDS),
         shutdown_timeout_seconds=options.distributed_timeout_seconds,
         heartbeat_timeout_seconds=10 * options.distributed_timeout_seconds,
     )
 
 
-def own_facts(options: EngineOptions) -> dict[str, str]:
-    """Return what must be equal in all processes, because their programs depend on it, by name."""
-    flags = {name: value for name, value in asdict(options).items() if name not in OWN}
-    flags["logits_processors"] = sources_of(options.logits_processors)
-    settings = {name: jax.config.values.get(name) for name in SETTINGS}
+def rank_facts(options: EngineOptions) -> dict[str, str]:
+    """Return the facts that must be equal in all processes, by name: their programs depend on them."""
+    option_values = {name: value for name, value in asdict(options).items() if name not in RANK_OPTIONS}
+    # the processors' computations are a part of the sizes, which are compared later
+    option_values["logits_processors"] = list_function_names(options.logits_processors)
+    settings = {name: jax.config.values.get(name) for name in PROGRAM_SETTINGS}
     versions = {name: version(name) for name in ("jax", "jaxlib")}
-    alike = versions | {"duetto": executable_cache.source()[:16]}
-    return alike | {name: str(value) for name, value in (flags | settings).items()}
+    versions_and_source = versions | {"duetto": executable_cache.library_hash()[:16]}
+    return versions_and_source | {name: str(value) for name, value in (option_values | settings).items()}
 
 
-def secret_of(options: EngineOptions) -> Secret:
-    """Return the secret of a group: the key in the ranks' file, and the token of one start. Raises ValueError
+def group_secret(options: EngineOptions) -> Secret:
+    """Return the secret of a group: the key in the ranks' file, and the token of the start. Raises ValueError
     for a file that has no key."""
-    return Secret("group", key_in(options.cluster_key_file) + os.environ.get(TOKEN, "").encode())
+    return Secret("group", read_key(options.cluster_key_file) + os.environ.get(TOKEN_VARIABLE, "").encode())
 
 
-def gathered(options: EngineOptions, facts: dict[str, str]) -> list[Link[Message]]:
-    """Wait for all other ranks; return rank 0's links to them, in their order."""
-    found, seen, came = dict[int, Link[Message]](), list[Link[Message]](), queue.SimpleQueue[Rank]()
-    port: Port[Rank] = Port((options.master_addr, options.master_port), secret_of(options), "duetto-group")
-    until = time.monotonic() + JOINING
+def accept_ranks(options: EngineOptions, facts: dict[str, str]) -> list[Link[GroupMessage]]:
+    """Accept the connections of all other ranks; returns rank 0's links to them, by rank. Raises TimeoutError
+    if some do not connect, ValueError if one would run other programs."""
+    links = dict[int, Link[GroupMessage]]()
+    accepted = list[Link[GroupMessage]]()
+    arrivals = queue.SimpleQueue[ConnectedRank]()
+    listener: AuthenticatedListener[ConnectedRank] = AuthenticatedListener(
+        (options.master_addr, options.master_port), group_secret(options), "duetto-group"
+    )
+    deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
     try:
-        port.begin(lambda connection: greet(connection, HELLO, DECODER), came.put)
-        while missing := {*range(1, options.nnodes)} - found.keys():
+        listener.start(
+            lambda connection: receive_handshake(connection, HANDSHAKE_SECONDS, GROUP_DECODER), arrivals.put
+        )
+        while missing := {*range(1, options.nnodes)} - links.keys():
             try:
-                link, hello = came.get(timeout=max(until - time.monotonic(), 0.001))
+                link, handshake = arrivals.get(timeout=max(deadline - time.monotonic(), 0.001))
             except queue.Empty:
-                raise TimeoutError(f"{named(missing)} did not come within {JOINING:g} s") from None
-            seen.append(link)
-            found = {rank: old for rank, old in found.items() if not old.is_closed}
-            check(hello, facts, options.nnodes, found, link)
-            found[hello.rank] = link
+                raise TimeoutError(
+                    f"{format_ranks(missing)} did not come within {JOIN_TIMEOUT_SECONDS:g} s"
+                ) from None
+            accepted.append(link)
+            links = {rank: old for rank, old in links.items() if not old.is_closed}
+            reject_mismatched_rank(handshake, facts, options.nnodes, links, link)
+            links[handshake.rank] = link
     except BaseException:
-        for link in seen:
+        for link in accepted:
             link.close()
         raise
     finally:
-        port.close()
-        while not came.empty():
-            came.get()[0].close()
-    for link in found.values():
+        listener.close()
+        while not arrivals.empty():
+            arrivals.get()[0].close()
+    for link in links.values():
         link.send(JoinAccepted())
-        link.wait_for(options.distributed_timeout_seconds)
-    return [found[rank] for rank in sorted(found)]
+        link.set_timeout(options.distributed_timeout_seconds)
+    return [links[rank] for rank in sorted(links)]
 
 
-def named(ranks: set[int]) -> str:
+def format_ranks(ranks: set[int]) -> str:
+    """Format ranks for an error message."""
     return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
-def check(
-    hello: Handshake,
+def reject_mismatched_rank(
+    handshake: Handshake,
     facts: dict[str, str],
     nnodes: int,
-    found: Mapping[int, Link[Message]],
-    link: Link[Message],
+    links: Mapping[int, Link[GroupMessage]],
+    link: Link[GroupMessage],
 ) -> None:
-    """Raise ValueError for a rank that cannot be one of the group; all ranks that are connected are told."""
-    missing = {*range(1, nnodes)} - found.keys()
-    if differing := hello.differing(facts):
+    """Raise ValueError for a rank that cannot join the group, and send the reason to all connected ranks.
+
+    links: links of the ranks that have joined, by rank.
+    link: link of the rank that is checked.
+    """
+    missing = {*range(1, nnodes)} - links.keys()
+    if differing := handshake.differing_facts(facts):
         name = differing[0]
-        why = f"{name} is {hello.facts.get(name)} in rank {hello.rank} and {facts.get(name)} in rank 0"
-    elif hello.rank not in missing:
-        why = f"node_rank {hello.rank} is not allowed: {named(missing)} is missing"
+        refusal = (
+            f"{name} is {handshake.facts.get(name)} in rank {handshake.rank} and {facts.get(name)} in rank 0"
+        )
+    elif handshake.rank not in missing:
+        refusal = f"node_rank {handshake.rank} is not allowed: {format_ranks(missing)} is missing"
     else:
         return
-    for here in (*found.values(), link):
+    for rank_link in (*links.values(), link):
         with suppress(OSError):
-            here.send(HandshakeRejected(why))
-    raise ValueError(why)
+            rank_link.send(HandshakeRejected(refusal))
+    raise ValueError(refusal)
 
 
-def reached(options: EngineOptions, facts: dict[str, str]) -> Link[Message]:
-    """Connect to rank 0, and return the link once all ranks are there."""
-    secret, until, last = secret_of(options), time.monotonic() + JOINING, "it does not answer"
-    address, hello = (options.master_addr, options.master_port), Handshake(facts, options.node_rank)
-    seconds = options.distributed_timeout_seconds
+def connect_to_rank_0(options: EngineOptions, facts: dict[str, str]) -> Link[GroupMessage]:
+    """Connect to rank 0; returns the link once all ranks have connected. Raises ValueError if rank 0 rejects
+    this process, TimeoutError if it is not reached."""
+    secret = group_secret(options)
+    deadline = time.monotonic() + JOIN_TIMEOUT_SECONDS
+    last_error = "it does not answer"
+    address, handshake = (options.master_addr, options.master_port), Handshake(facts, options.node_rank)
+    timeout_seconds = options.distributed_timeout_seconds
     while True:
         try:
-            return meet(address, secret, hello, JoinAccepted, DECODER, seconds, JOINING)[0]
-        except Refusal as why:
+            return connect_to_listener(
+                address, secret, handshake, JoinAccepted, GROUP_DECODER, timeout_seconds, JOIN_TIMEOUT_SECONDS
+            )[0]
+        except HandshakeError as why:
             raise ValueError(str(why)) from None
-        except (OSError, EOFError) as error:  # it is not there yet, or ends just now
-            last = str(error) or last
-        if time.monotonic() > until:
-            place = f"{options.master_addr}:{options.master_port}"
-            raise TimeoutError(f"rank 0 was not found at {place} within {JOINING:g} s: {last}")
-        time.sleep(PAUSE)
+        except (OSError, EOFError) as error:  # rank 0 does not listen yet, or is ending
+            last_error = str(error) or last_error
+        if time.monotonic() > deadline:
+            address_text = f"{options.master_addr}:{options.master_port}"
+            raise TimeoutError(
+                f"rank 0 was not found at {address_text} within {JOIN_TIMEOUT_SECONDS:g} s: {last_error}"
+            )
+        time.sleep(JOIN_RETRY_SECONDS)
 
 
-def agree(what: Mapping[str, str]) -> None:
+def check_same_facts(facts: Mapping[str, str]) -> None:
     """Raise ValueError in all processes unless all have the same facts; a collective operation."""
-    for name, fact in what.items():
-        own = np.frombuffer(sha256(fact.encode()).digest(), np.uint8)
-        every = multihost_utils.process_allgather(own)
-        others = [rank for rank, row in enumerate(every) if (row != every[0]).any()]
+    for name, fact in facts.items():
+        digest = np.frombuffer(sha256(fact.encode()).digest(), np.uint8)
+        digests = multihost_utils.process_allgather(digest)
+        others = [rank for rank, row in enumerate(digests) if (row != digests[0]).any()]
         if others:
-            raise ValueError(f"{name} of {named(set(others))} are others than of rank 0")
+            raise ValueError(f"{name} of {format_ranks(set(others))} are others than of rank 0")
 
 
-def of_rank_0(choose: Callable[[], bool]) -> bool:
+def is_chosen_by_rank_0(choose: Callable[[], bool]) -> bool:
     """Return rank 0's choice in all processes of a group; a collective operation."""
-    found = group()
-    if found is None:
+    process_group = current_group()
+    if process_group is None:
         return choose()
-    own = np.asarray(found.rank == 0 and choose())
-    return bool(multihost_utils.broadcast_one_to_all(own))
+    choice = np.asarray(process_group.rank == 0 and choose())
+    return bool(multihost_utils.broadcast_one_to_all(choice))
 
 
-def in_any_rank(flags: Sequence[bool]) -> list[bool]:
-    """Return for each flag whether it is set in any process of a group; a collective operation."""
-    if group() is None or not flags:
+def any_across_ranks(flags: Sequence[bool]) -> list[bool]:
+    """Return for each flag True if any process of a group has set it; a collective operation."""
+    if current_group() is None or not flags:
         return list(flags)
     return multihost_utils.process_allgather(np.asarray(flags)).any(axis=0).tolist()
 
 
-def agree_on(folder: Path) -> None:
-    """Raise ValueError in all processes of a group unless a model's folder has the same weights in each,
-    judged by the sizes of its files and their first and last bytes; nothing to do without a group."""
-    if group() is None:
+def check_same_weight_files(folder: Path) -> None:
+    """Raise ValueError in all processes of a group unless a model's folder has the same weights in each.
+    Compares the files' sizes, and their first and last bytes. Does nothing without a group."""
+    if current_group() is None:
         return
-    files = [*folder.glob("*.safetensors"), *(folder / orbax.PARAMS).rglob("*")]
-    ends = [f"{f.relative_to(folder)} {f.stat().st_size} {ends_of(f)}" for f in sorted(files) if f.is_file()]
-    agree({"files of the model": "\n".join(ends)})
+    files = [*folder.glob("*.safetensors"), *(folder / orbax.PARAMS_FOLDER).rglob("*")]
+    file_facts = [
+        f"{f.relative_to(folder)} {f.stat().st_size} {hash_file_ends(f)}"
+        for f in sorted(files)
+        if f.is_file()
+    ]
+    check_same_facts({"files of the model": "\n".join(file_facts)})
 
 
-def ends_of(file: Path) -> str:
-    """Hash a file's first and last bytes."""
-    with open(file, "rb") as content:
-        first = content.read(SAMPLE)
-        content.seek(-min(SAMPLE, file.stat().st_size), os.SEEK_END)
+def hash_file_ends(path: Path) -> str:
+    """Return a hash of a file's first and last `SAMPLE_BYTES`."""
+    with open(path, "rb") as content:
+        first = content.read(SAMPLE_BYTES)
+        content.seek(-min(SAMPLE_BYTES, path.stat().st_size), os.SEEK_END)
         return sha256(first + content.read()).hexdigest()
 
 
-def together(start: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function that starts an engine: an error in one process of a group ends the others."""
+def fail_group_on_error(start: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that starts an engine: an error in one process of a group ends the other
+    processes."""
 
     @wraps(start)
-    def begun(*args: P.args, **kwargs: P.kwargs) -> T:
+    def start_or_fail(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return start(*args, **kwargs)
         except Exception as error:
-            if (found := group()) is not None and not found.serves:
-                give_up(found, error)
+            if (process_group := current_group()) is not None and not process_group.is_serving:
+                abandon_start(process_group, error)
             raise
 
-    return begun
+    return start_or_fail
 
 
-def give_up(found: ProcessGroup, error: Exception) -> None:
-    """End a group for an error of its start. Rank 0's process goes on, so that it can report the error."""
-    if found.rank or isinstance(error, jax.errors.JaxRuntimeError):
-        found.refuse(error)
-    time.sleep(CAUSE)  # where a rank was lost, its link says so
-    found.end()
+def abandon_start(process_group: ProcessGroup, error: Exception) -> None:
+    """End a group because of an error of its start. Rank 0's process continues, and reports the error."""
+    if process_group.rank or isinstance(error, jax.errors.JaxRuntimeError):
+        process_group.fail_group(error)
+    time.sleep(CAUSE_SECONDS)  # if a lost rank caused the error, its link reports that meanwhile
+    process_group.end_group()

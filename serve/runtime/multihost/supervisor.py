@@ -1,4 +1,4 @@
-"""Supervisor of a group: runs its ranks as child processes and restarts them when the group is lost."""
+"""Supervisor of a group: it runs the ranks as child processes, and restarts them if the group is lost."""
 
 import os
 import secrets
@@ -13,133 +13,146 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from ...host.streams import tell
+from ...host.streams import print_stderr
 
-SUPERVISED = "DUETTO_SUPERVISED"  # in a child's environment: the number of its end of a pipe
-TOKEN = "DUETTO_GROUP"  # likewise: a part of the key, of the ranks of one start
-LOST = 75  # exit code of a process whose group is lost: EX_TEMPFAIL of sysexits.h
-STARTS = 5  # in a row that may fail without an answer between them
-GRACE = 10.0  # seconds that the other ranks have to end when one has
-PAUSE = 0.05  # seconds between two looks at the children
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+PIPE_VARIABLE = "DUETTO_SUPERVISED"  # environment variable of a child: the descriptor of its end of a pipe
+# Environment variable of a child: a part of the key, equal for all ranks of a start.
+TOKEN_VARIABLE = "DUETTO_GROUP"
+LOST_EXIT_CODE = 75  # exit code of a process whose group is lost: EX_TEMPFAIL of sysexits.h
+MAX_LOST_STARTS = 5  # number of starts in a row that may be lost without an answer
+END_GRACE_SECONDS = 10.0  # seconds that the other ranks have to end after one has failed
+CHILD_POLL_SECONDS = 0.05  # seconds between two polls of the children
+GPUS_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
-def is_supervised() -> bool:
-    return SUPERVISED in os.environ
+def has_supervisor() -> bool:
+    """Return True if this process has a supervisor."""
+    return PIPE_VARIABLE in os.environ
 
 
 def supervise(
     command: Sequence[str], nnodes: int, rank: int | None, progress: Callable[[], int] | None
 ) -> int:
-    """Run a command in `nnodes` processes on this machine, or as one `rank` of them; returns the exit code.
+    """Run a command in `nnodes` processes on this machine, or one `rank` of them; returns the exit code.
 
-    `progress` counts the results that are kept of a run that is lost, which is then started again; without
-    `progress` it is not. On several machines rank 0's supervisor decides, and the others follow it.
+    A lost run is started again, unless `progress` is None or `MAX_LOST_STARTS` runs were lost in a row
+    without progress. `progress` returns the number of results that are kept of lost runs. On several machines
+    rank 0's supervisor decides, and the other supervisors follow it.
     """
-    failed, kept = 0, progress() if progress else 0
+    num_failed, last_progress = 0, progress() if progress else 0
     while True:
-        code = run(command, nnodes, rank)
-        if code != LOST or progress is None:
+        code = run_ranks(command, nnodes, rank)
+        if code != LOST_EXIT_CODE or progress is None:
             return code
-        failed, kept = (failed + 1, kept) if progress() == kept else (1, progress())
-        if failed == STARTS and not rank:
-            tell(f"duetto: {STARTS} starts in a row were lost without an answer")
+        num_failed, last_progress = (
+            (num_failed + 1, last_progress) if progress() == last_progress else (1, progress())
+        )
+        if num_failed == MAX_LOST_STARTS and not rank:
+            print_stderr(f"duetto: {MAX_LOST_STARTS} starts in a row were lost without an answer")
             return code
-        tell("duetto: the processes start again")
+        print_stderr("duetto: the processes start again")
 
 
-def run(command: Sequence[str], nnodes: int, rank: int | None) -> int:
-    """Start the ranks once and wait for all. Returns LOST where one was lost, 128 plus the signal's number
-    where this process got one."""
+def run_ranks(command: Sequence[str], nnodes: int, rank: int | None) -> int:
+    """Start the ranks once, and wait for all of them. Returns the exit code: `LOST_EXIT_CODE` if a rank was
+    lost, 128 plus the signal's number if it was lost after a signal to this process."""
     ranks, token = [[*command]], {}
     if rank is None:
-        where = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-        ranks = [[*command, "--node-rank", str(i), *where] for i in range(nnodes)]
-        token = {TOKEN: secrets.token_hex(16)}
-    with leash() as held:
-        children = [start(argv, held, i, len(ranks), token) for i, argv in enumerate(ranks)]
-        with forwarding(children[0], rank) as heard:
-            code = wait(children)
-    return 128 + heard[0] if heard and code == LOST else code
+        coordinator = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+        ranks = [[*command, "--node-rank", str(i), *coordinator] for i in range(nnodes)]
+        token = {TOKEN_VARIABLE: secrets.token_hex(16)}
+    with open_liveness_pipe() as pipe_end:
+        children = [start_child(argv, pipe_end, i, len(ranks), token) for i, argv in enumerate(ranks)]
+        with forward_signals(children[0], rank) as signals:
+            code = wait_for_children(children)
+    return 128 + signals[0] if signals and code == LOST_EXIT_CODE else code
 
 
 @contextmanager
-def leash() -> Iterator[int]:
-    """Open a pipe whose other end closes with this process: children that watch it end then."""
-    theirs, ours = os.pipe()
+def open_liveness_pipe() -> Iterator[int]:
+    """Open a pipe whose other end closes when this process ends: children that watch the pipe then end too.
+    Yields the children's end."""
+    child_end, own_end = os.pipe()
     try:
-        yield theirs
+        yield child_end
     finally:
-        os.close(theirs)
-        os.close(ours)
+        os.close(child_end)
+        os.close(own_end)
 
 
-def start(
-    argv: Sequence[str], held: int, i: int, count: int, token: dict[str, str]
+def start_child(
+    argv: Sequence[str], pipe_end: int, index: int, count: int, token: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start the i-th of `count` children; only the first has the standard streams."""
-    quiet = subprocess.DEVNULL if i else None
-    environment = os.environ | share(i, count) | token | {SUPERVISED: str(held)}
+    """Start the i-th of `count` children. Only the first has the standard streams. `pipe_end`: its end of the
+    pipe."""
+    quiet = subprocess.DEVNULL if index else None
+    environment = os.environ | gpu_environment(index, count) | token | {PIPE_VARIABLE: str(pipe_end)}
     module = [sys.executable, "-m", "duetto", *argv]
     return subprocess.Popen(
-        module, env=environment, stdin=quiet, stdout=quiet, pass_fds=[held], start_new_session=i > 0
+        module, env=environment, stdin=quiet, stdout=quiet, pass_fds=[pipe_end], start_new_session=index > 0
     )
 
 
-def share(i: int, count: int) -> dict[str, str]:
-    """Return the environment that shows the i-th of `count` processes its share of the machine's NVIDIA GPUs.
-    Raises ValueError where they cannot be shared evenly."""
+def gpu_environment(index: int, count: int) -> dict[str, str]:
+    """Return the environment that limits the i-th of `count` processes to its share of the machine's NVIDIA
+    GPUs. Raises ValueError if the GPUs cannot be shared evenly."""
     if count == 1 or os.environ.get("JAX_PLATFORMS") == "cpu":
         return {}
-    found = sorted((path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int)
-    gpus = [name for name in os.environ.get(VISIBLE, ",".join(found)).split(",") if name]
-    each, left = divmod(len(gpus), count)
-    if left:
+    device_numbers = sorted(
+        (path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")), key=int
+    )
+    gpus = [name for name in os.environ.get(GPUS_VARIABLE, ",".join(device_numbers)).split(",") if name]
+    gpus_per_process, remainder = divmod(len(gpus), count)
+    if remainder:
         raise ValueError(f"nnodes {count} is not allowed: they cannot share {len(gpus)} GPUs evenly")
-    return {VISIBLE: ",".join(gpus[i * each : (i + 1) * each])} if each else {}
+    return (
+        {GPUS_VARIABLE: ",".join(gpus[index * gpus_per_process : (index + 1) * gpus_per_process])}
+        if gpus_per_process
+        else {}
+    )
 
 
-def wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait for all children. Returns 0 where the first ended well, else the first exit code that is an error
-    of a child's own; LOST where there is none."""
+def wait_for_children(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait for all children. Returns 0 if the first succeeded, else the first exit code that is neither
+    `LOST_EXIT_CODE` nor from a signal; `LOST_EXIT_CODE` if there is none."""
     while not (ended := [child for child in children if child.poll() is not None]):
-        time.sleep(PAUSE)
-    until = time.monotonic() + GRACE
+        time.sleep(CHILD_POLL_SECONDS)
+    deadline = time.monotonic() + END_GRACE_SECONDS
     failed = any(child.returncode for child in ended)
     for child in children:
         try:
-            child.wait(max(until - time.monotonic(), 0) if failed else None)
+            child.wait(max(deadline - time.monotonic(), 0) if failed else None)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
     codes = [child.returncode for child in children]
     if codes[0] == 0:
         return 0
-    own = [code for code in codes if code > 0 and code != LOST]
-    return own[0] if own else LOST
+    child_errors = [code for code in codes if code > 0 and code != LOST_EXIT_CODE]
+    return child_errors[0] if child_errors else LOST_EXIT_CODE
 
 
 @contextmanager
-def forwarding(child: subprocess.Popen[bytes], rank: int | None) -> Iterator[list[int]]:
-    """Forward SIGTERM to a child. Ctrl-C reaches the terminal's processes without that, and only rank 0 acts
-    on it. Yields a list of the signals that arrived."""
-    heard: list[int] = []
+def forward_signals(child: subprocess.Popen[bytes], rank: int | None) -> Iterator[list[int]]:
+    """Forward SIGTERM to a child. The terminal sends Ctrl-C to its processes, and only rank 0 acts on it.
+    Yields a list of the signals that this process has received."""
+    signals: list[int] = []
 
-    def note(number: int, _: object) -> None:
-        heard.append(number)
+    def on_signal(number: int, _: object) -> None:
+        signals.append(number)
         if rank or number == signal.SIGTERM:
             child.terminate()
 
-    before = [(number, signal.signal(number, note)) for number in (signal.SIGINT, signal.SIGTERM)]
+    old_handlers = [(number, signal.signal(number, on_signal)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
-        yield heard
+        yield signals
     finally:
-        for number, handler in before:
+        for number, handler in old_handlers:
             signal.signal(number, handler)
 
 
 def free_port() -> int:
-    """Find a free port of this machine whose next one is free too."""
+    """Return a free port of this machine, of which the next port is free too."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -151,21 +164,21 @@ def free_port() -> int:
             return port
 
 
-def follow_supervisor() -> None:
-    """End this process as soon as its supervisor has ended, if it has one."""
+def end_with_supervisor() -> None:
+    """End this process when its supervisor ends; do nothing without a supervisor."""
 
-    def watch() -> None:
-        os.read(int(os.environ[SUPERVISED]), 1)
-        end_process(LOST, "the process that started this one has ended")
+    def watch_pipe() -> None:
+        os.read(int(os.environ[PIPE_VARIABLE]), 1)
+        end_process(LOST_EXIT_CODE, "the process that started this one has ended")
 
-    if is_supervised():
-        threading.Thread(target=watch, name="duetto-supervised", daemon=True).start()
+    if has_supervisor():
+        threading.Thread(target=watch_pipe, name="duetto-supervisor-watcher", daemon=True).start()
 
 
-def end_process(code: int, why: str = "") -> NoReturn:
-    """End this process from any thread, and print the reason where there is one."""
-    if why:
-        tell(f"duetto: {why}")
+def end_process(code: int, reason: str = "") -> NoReturn:
+    """End this process from any thread, and print the reason if it is not empty."""
+    if reason:
+        print_stderr(f"duetto: {reason}")
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a step in stages, and a thread that dispatches each."""
+"""Pipeline parallelism: a step in stages, each dispatched by a thread."""

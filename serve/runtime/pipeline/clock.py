@@ -1,4 +1,4 @@
-"""Seconds in which the stages of a pipeline computed, and in which they had no work."""
+"""Measurement of the seconds in which the stages of a pipeline computed, and in which they had no work."""
 
 import queue
 import threading
@@ -8,89 +8,110 @@ from typing import Any, NamedTuple
 
 import jax
 
-END = 10.0  # seconds that the end waits for a stage
+STOP_TIMEOUT_SECONDS = 10.0  # seconds that `stop` waits for a stage's thread, at most
 
 
 class StageRun(NamedTuple):
-    """A call of a stage's program, in a step that entered the first stage at `entered`. On a CPU the results
-    may be there when the call returns."""
+    """Call of a stage's program. On a CPU the results may be ready when the call returns.
+
+    entered: time when the step entered the first stage, seconds.
+    called, returned: times before and after the call, seconds.
+    inputs, outputs: arrays of its inputs and its results.
+    """
 
     entered: float
     called: float
     returned: float
-    given: Any
-    made: Any
+    inputs: Any
+    outputs: Any
 
 
-RESET = StageRun(0.0, 0.0, 0.0, None, None)  # what was called before it does not count
+RESET = StageRun(0.0, 0.0, 0.0, None, None)  # sets the counters to zero
 
 
 class StageClock:
-    """Seconds in which each stage computed, from the arrival of its inputs to that of its results; and
-    seconds in which a step was in one of the stages, which it leaves at the stage `exit`.
+    """Clock of the stages of a pipeline.
 
-    A thread for each stage waits for arrays, so that nothing else has to; `stop` ends these threads.
+    It counts the seconds in which each stage computed, from the arrival of its inputs to the arrival of its
+    results. It also counts the seconds in which a step was in any stage; a step ends in the stage
+    `last_stage`. One thread for each stage waits for arrays, so that no other thread does; `close` ends these
+    threads.
     """
 
-    def __init__(self, stages: int, exit: int = -1):
-        self._exit = exit
+    def __init__(self, stages: int, last_stage: int = -1):
+        self._last_stage = last_stage
         self._stages = [StageRuns() for _ in range(stages)]
-        self._threads = [threading.Thread(target=stage.watch, daemon=True) for stage in self._stages]
+        self._threads = [
+            threading.Thread(target=stage.count_runs, name=f"duetto-stage-clock-{i}", daemon=True)
+            for i, stage in enumerate(self._stages)
+        ]
         for thread in self._threads:
             thread.start()
 
-    def ran(self, stage: int, entered: float, called: float, given: Any, made: Any) -> None:
-        self._stages[stage].runs.put(StageRun(entered, called, time.perf_counter(), given, made))
+    def record_run(self, stage: int, entered: float, called: float, inputs: Any, outputs: Any) -> None:
+        """Record a call that has returned now; the arguments are as in `StageRun`."""
+        self._stages[stage].runs.put(StageRun(entered, called, time.perf_counter(), inputs, outputs))
 
     def reset(self) -> None:
-        """Count what is called from here on."""
+        """Set all counters to zero: only later calls count."""
         for stage in self._stages:
             stage.runs.put(RESET)
 
-    def stop(self) -> None:
-        """Count the calls so far, then end the threads; waits for END seconds each at most."""
+    def close(self) -> None:
+        """End the threads after they have counted all calls so far. Waits at most
+        `STOP_TIMEOUT_SECONDS` for each thread."""
         for stage in self._stages:
             stage.runs.put(None)
         for thread in self._threads:
-            if thread is not threading.current_thread():  # where it collects what held the clock
-                thread.join(END)
+            if thread is not threading.current_thread():  # garbage collection in one of them may call this
+                thread.join(STOP_TIMEOUT_SECONDS)
 
     def report(self) -> dict[str, Any]:
-        """Seconds with a step under way, in how many of them each stage computed, and the share of all
-        stages' seconds in which they did not: the bubbles."""
-        busy, seconds = [stage.busy for stage in self._stages], self._stages[self._exit].under_way
-        bubbles = max(0.0, 1 - sum(busy) / (len(busy) * seconds)) if seconds else 0.0
-        return {"seconds": seconds, "busy_seconds": busy, "bubbles": bubbles}
+        """Return the seconds with a step under way, the seconds in which each stage computed, and the
+        bubbles: the fraction of all stages' seconds in which they did not compute."""
+        busy_seconds = [stage.busy_seconds for stage in self._stages]
+        seconds = self._stages[self._last_stage].active_seconds
+        bubbles = max(0.0, 1 - sum(busy_seconds) / (len(busy_seconds) * seconds)) if seconds else 0.0
+        return {"seconds": seconds, "busy_seconds": busy_seconds, "bubbles": bubbles}
 
 
 class StageRuns:
-    """The runs of a stage, one after the other."""
+    """Runs of a stage, counted one after the other in a thread.
+
+    runs: queue of runs; None ends the thread.
+    busy_seconds: seconds in which the stage computed.
+    active_seconds: seconds in which a step was between its entry into the first stage and its end in this
+        one.
+    """
 
     def __init__(self):
         self.runs: queue.SimpleQueue[StageRun | None] = queue.SimpleQueue()
-        self.busy = self.under_way = 0.0
-        self._ended = 0.0
+        self.busy_seconds = self.active_seconds = 0.0
+        self._last_end = 0.0
 
-    def watch(self) -> None:
+    def count_runs(self) -> None:
+        """Count runs until None is queued."""
         while (run := self.runs.get()) is not None:
             if run is RESET:
-                self.busy = self.under_way = 0.0
+                self.busy_seconds = self.active_seconds = 0.0
                 continue
-            with suppress(Exception):  # of a step that fails, which the engine hears of
-                self._count(run)
+            with suppress(Exception):  # errors of a failed step, which the engine receives too
+                self._count_run(run)
             del run
 
-    def _count(self, run: StageRun) -> None:
-        begun = max(self._ended, arrival(run.given, run.called))
-        ended = max(begun, arrival(run.made, run.returned))
-        self.under_way += ended - max(self._ended, run.entered)
-        self.busy += ended - begun
-        self._ended = ended
+    def _count_run(self, run: StageRun) -> None:
+        """Wait for the arrays of a run, and add its seconds."""
+        start = max(self._last_end, arrival_time(run.inputs, run.called))
+        end = max(start, arrival_time(run.outputs, run.returned))
+        self.active_seconds += end - max(self._last_end, run.entered)
+        self.busy_seconds += end - start
+        self._last_end = end
 
 
-def arrival(made: Any, earliest: float) -> float:
-    """The time when arrays were there; the earliest that it may be, if they are already."""
-    if all(leaf.is_ready() for leaf in jax.tree.leaves(made)):
+def arrival_time(arrays: Any, earliest: float) -> float:
+    """Wait for arrays; returns the time when they were ready. Returns `earliest` if they are ready
+    already."""
+    if all(leaf.is_ready() for leaf in jax.tree.leaves(arrays)):
         return earliest
-    jax.block_until_ready(made)
+    jax.block_until_ready(arrays)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""The programs of a route's stages, each for its own devices, before they are compiled."""
+"""Lowering of the programs of a route's stages, each for its own devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,93 +9,124 @@ import jax
 from jax.sharding import Sharding
 
 from ....kvcache.pages import KVCache
-from ....kvcache.placement import whole
-from ....kvcache.stages import cache_of
-from ....model.pair import target_of
-from ..compiled.compile import StepArguments, batch_like
+from ....kvcache.shardings import replicated_sharding
+from ....kvcache.stages import stage_cache
+from ....model.draft_pair import target_params
+from ..compiled.compile import StepArguments, abstract_batch
 from ..compiled.shapes import Shape, Sizes
 from ..steps.phases import TargetOnly
-from ..steps.step import StageZeroSlots
-from .relay import PipelinedStep, SlotUpdateReceiver, StageThreads
-from .route import FFN, Stage
-from .steps import StageStep, front_of
+from ..steps.step import FirstStageSlots
+from .pipelined_step import PipelinedStep, SlotUpdateReceiver, StageThreads
+from .route import FFN_HALF, Stage
+from .steps import StageStep, select_first_stage_slots
 
 
 @dataclass(frozen=True)
 class StageLowering:
-    """Lowers the stages of a route.
+    """Lowering of the stages of a route.
 
-    like: an engine's arguments as shapes, with their places.
+    phases: the model's phases.
+    abstract_arguments: a step's arguments as shapes, with their placement.
+    sizes: sizes of the engine.
+    route: stages of a step, in order.
     """
 
     phases: TargetOnly
-    like: StepArguments
+    abstract_arguments: StepArguments
     sizes: Sizes
     route: Sequence[Stage]
 
-    def place(self, stage: Stage) -> Sharding:
-        """The sharding of what a stage has on each of its devices."""
-        layers = target_of(self.like.params).layers
+    def stage_sharding(self, stage: Stage) -> Sharding:
+        """Return the sharding of arrays that are replicated on a stage's devices."""
+        layers = target_params(self.abstract_arguments.params).layers
         layer = layers[min(stage.layers.start, len(layers) - 1)]
-        own = jax.tree.leaves(layer.ffn)[0] if stage.half == FFN else layer.any_norm.gain
-        return whole(own.sharding)
+        leaf = jax.tree.leaves(layer.ffn)[0] if stage.half == FFN_HALF else layer.any_norm.gain
+        return replicated_sharding(leaf.sharding)
 
     @property
-    def front(self) -> StageZeroSlots:
-        """Shapes of what the first stage knows of the slots."""
-        return at(front_of(self.like.slots), self.place(self.route[0]))
+    def abstract_first_stage_slots(self) -> FirstStageSlots:
+        """Slots of the first stage, as shapes."""
+        return abstract_with_sharding(
+            select_first_stage_slots(self.abstract_arguments.slots), self.stage_sharding(self.route[0])
+        )
 
     @property
-    def caches(self) -> list[KVCache]:
-        """Shapes of the cache's parts: one for each stage with pools."""
-        return [cache_of(self.like.cache, stage.pools) for stage in self.route if stage.pools]
+    def abstract_cache_parts(self) -> list[KVCache]:
+        """Parts of the cache as shapes, one for each stage with pools."""
+        return [
+            stage_cache(self.abstract_arguments.cache, stage.pool_layers)
+            for stage in self.route
+            if stage.pool_layers
+        ]
 
     @cached_property
-    def firsts(self) -> list[int]:
-        """For each stage the index of the first with the same program: halves of layers that are alike share
-        theirs, since weights and keys are arguments."""
+    def program_indices(self) -> list[int]:
+        """Index of the first stage with the same program, for each stage. Equal layers' halves share a
+        program, because weights and keys are its arguments."""
         keys = [
-            (stage.group, *self._kind(stage), *jax.tree.flatten(self._own(stage))) for stage in self.route
+            (
+                stage.group,
+                *self._program_facts(stage),
+                *jax.tree.flatten(self._abstract_params_and_cache(stage)),
+            )
+            for stage in self.route
         ]
         return [keys.index(key) for key in keys]
 
-    def _kind(self, stage: Stage) -> tuple[Any, ...]:
-        kinds = [self.phases.target.layers[i] for i in stage.layers]
-        return stage.first, stage.last, *((kind.ffn for kind in kinds) if stage.half == FFN else kinds)
+    def _program_facts(self, stage: Stage) -> tuple[Any, ...]:
+        """Return the facts of a stage that its program depends on, besides shapes."""
+        kinds = [self.phases.target_config.layers[i] for i in stage.layers]
+        return (
+            stage.is_first,
+            stage.is_last,
+            *((kind.ffn for kind in kinds) if stage.half == FFN_HALF else kinds),
+        )
 
-    def _own(self, stage: Stage) -> tuple[Any, KVCache | None]:
-        cache = cache_of(self.like.cache, stage.pools) if stage.pools else None
-        return stage.params(target_of(self.like.params)), cache
+    def _abstract_params_and_cache(self, stage: Stage) -> tuple[Any, KVCache | None]:
+        """Return a stage's parameters and its part of the cache, as shapes."""
+        cache = stage_cache(self.abstract_arguments.cache, stage.pool_layers) if stage.pool_layers else None
+        return stage.select_params(target_params(self.abstract_arguments.params)), cache
 
     def lower(self, shape: Shape) -> list[jax.stages.Lowered]:
-        """A program for each stage that is the first of its kind."""
+        """Lower the programs of a step: one for each stage that is the first with its program, in order."""
         traced: dict[int, Any] = {}
-        kept: dict[int, Any] = {}  # by groups
-        handed: Any = self.front
+        kept_by_group: dict[int, Any] = {}  # by device group, what the group keeps for its next stage
+        activations: Any = self.abstract_first_stage_slots
         following = [*self.route[1:], self.route[0]]
-        for stage, then, i in zip(self.route, following, self.firsts, strict=True):
+        for stage, next_stage, i in zip(self.route, following, self.program_indices, strict=True):
             if i not in traced:
-                traced[i] = self._trace(shape, stage, kept.get(stage.group), handed)
-            _, own, _, out = traced[i].out_info
-            kept[stage.group], handed = at(own, self.place(stage)), at(out, self.place(then))
+                traced[i] = self._trace(shape, stage, kept_by_group.get(stage.group), activations)
+            _, group_state, _, out = traced[i].out_info
+            kept_by_group[stage.group] = abstract_with_sharding(group_state, self.stage_sharding(stage))
+            activations = abstract_with_sharding(out, self.stage_sharding(next_stage))
         return [program.lower() for program in traced.values()]
 
-    def _trace(self, shape: Shape, stage: Stage, kept: Any, handed: Any) -> Any:
-        here, (params, cache) = self.place(stage), self._own(stage)
+    def _trace(self, shape: Shape, stage: Stage, kept_activations: Any, activations: Any) -> Any:
+        """Trace a stage's program. Pools and slots are donated."""
+        sharding, (params, cache) = self.stage_sharding(stage), self._abstract_params_and_cache(stage)
         pools = jax.tree.map(lambda pool: pool.sharding, cache)
-        step = StageStep(self.phases.target, stage, shape.phase, self.phases.acceptance)
-        jitted = jax.jit(step.run, donate_argnums=(1, 2), out_shardings=(pools, here, here, here))
-        slots = self.like.slots if stage.last else None
-        batch = None if stage.half == FFN else batch_like(shape, self.sizes, here)
-        return jitted.trace(params, cache, slots, kept, handed, batch)
+        step = StageStep(self.phases.target_config, stage, shape.phase, self.phases.acceptance)
+        jitted = jax.jit(step.run, donate_argnums=(1, 2), out_shardings=(pools, sharding, sharding, sharding))
+        slots = self.abstract_arguments.slots if stage.is_last else None
+        batch = None if stage.half == FFN_HALF else abstract_batch(shape, self.sizes, sharding)
+        return jitted.trace(params, cache, slots, kept_activations, activations, batch)
 
-    def joined(self, threads: StageThreads, ear: SlotUpdateReceiver, *programs: Any) -> PipelinedStep:
-        """A shape's compiled programs, in the order of `lower`, called as the program of one device is."""
-        each = dict(zip(dict.fromkeys(self.firsts), programs, strict=True))
-        places = tuple(map(self.place, self.route))
-        return PipelinedStep(threads, tuple(self.route), tuple(each[i] for i in self.firsts), places, ear)
+    def make_pipelined_step(
+        self, threads: StageThreads, receiver: SlotUpdateReceiver, *programs: Any
+    ) -> PipelinedStep:
+        """Join a shape's compiled programs, in the order of `lower`, to a step that is called like the
+        program of one device."""
+        program_by_index = dict(zip(dict.fromkeys(self.program_indices), programs, strict=True))
+        shardings = tuple(map(self.stage_sharding, self.route))
+        return PipelinedStep(
+            threads,
+            tuple(self.route),
+            tuple(program_by_index[i] for i in self.program_indices),
+            shardings,
+            receiver,
+        )
 
 
-def at(tree: Any, where: Sharding) -> Any:
-    """Shapes at another place."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+def abstract_with_sharding(tree: Any, sharding: Sharding) -> Any:
+    """Return a tree of arrays or shapes as shapes with another sharding."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

@@ -1,5 +1,5 @@
-"""Computation of a stage. The stages of a route together are `steps.step`, cut between layers or inside of
-them: the first stage embeds, the last one samples."""
+"""Computation of a stage. All stages of a route together compute `steps.step`, cut between layers or inside
+of layers. The first stage embeds, the last one samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,37 +8,60 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ....kvcache.paged import Paged
-from ....kvcache.pages import Batch, KVCache, positions
-from ....kvcache.stages import config_of
+from ....kvcache.paged_attention import PagedAttend
+from ....kvcache.pages import Batch, KVCache, token_positions
+from ....kvcache.stages import stage_config
 from ....model.config import ModelConfig
 from ....model.layers import normalise
-from ....model.transformer import Decoder, Layer, after_ffn, attention_half, embed, ffn_half, through, turns
+from ....model.transformer import (
+    Decoder,
+    Layer,
+    add_ffn_residual,
+    embed_tokens,
+    rotary_by_layer,
+    run_attention_sublayer,
+    run_ffn,
+    run_layers,
+)
 from ....model.tree import pytree
-from ....model.weights.adapted import places_in, with_owners
+from ....model.weights.lora import num_lora_slots, with_row_slots
 from ....sampling.accept import RULES
 from ....sampling.params import NO_TOKEN
-from ..steps.places import rows_of_one
-from ..steps.step import Output, Slots, StageZeroSlots, awake, judged, lengths, sampled
-from .route import ATTENTION, FFN, Stage
+from ..steps.batch_rows import single_token_rows
+from ..steps.step import (
+    FirstStageSlots,
+    Output,
+    Slots,
+    accept_rows,
+    resolve_device_tokens,
+    sample_and_score,
+    sequence_limits,
+)
+from .route import ATTENTION_HALF, FFN_HALF, Stage
 
 
 @pytree
 class StageActivations:
-    """Hidden states between stages, and what only the first stage knows of the batch."""
+    """Hidden states between stages, and the parts of the batch that only the first stage knows."""
 
-    hidden: Any  # [B,T,D]; of a verification [rows,1,D]
+    hidden: Any  # [B,T,D]; in a verification [rows,1,D]
     tokens: Any  # int32 [B,T]
     count: Any  # int32 [B]
-    lengths: Any  # int32, of the rows of hidden
-    owner: Any = None  # int32, the places of these rows' adapters; None without any
+    lengths: Any  # int32 [rows of hidden], tokens that the sequence may come to
+    owner: Any = None  # int32 [rows of hidden], places of the rows' adapters; None without adapters
 
 
 @dataclass(frozen=True)
 class StageStep:
-    """A stage's part of a phase."""
+    """Stage's part of a phase.
 
-    config: ModelConfig  # of all stages
+    config: of the whole model.
+    stage: the stage.
+    phase: name of the phase.
+    acceptance: rule of verification.
+    """
+
+    config: ModelConfig
     stage: Stage
     phase: str
     acceptance: str = "coupled"
@@ -48,103 +71,134 @@ class StageStep:
         params: Any,
         cache: KVCache | None,
         slots: Slots | None,
-        kept: StageActivations | None,
-        given: Any,
+        kept_activations: StageActivations | None,
+        inputs: Any,
         batch: Batch | None,
     ) -> tuple[Any, Any, Output | None, Any]:
         """Compute the stage.
 
-        cache: the pools of its layers.
-        slots: given to the last stage.
-        kept: what the last stage on this group of devices has kept, of an attention half.
-        given: what the stage before hands on; the first stage is given what it knows of the slots.
+        cache: pools of its layers.
+        slots: for the last stage only.
+        kept_activations: activations that an attention half on this group has kept for this stage.
+        inputs: output of the stage before; for the first stage its `FirstStageSlots`.
 
-        Returns the cache, what the group keeps (the last stage the slots), the output of the last stage, and
-        what the next stage is given.
+        Returns the cache, what the group keeps (activations, or the last stage's slots), the output of the
+        last stage, and the input of the next stage.
         """
-        if self.stage.half == FFN:
-            return None, None, None, ffn_half(params, self.config.layers[self.stage.layers.start], given)
+        if self.stage.half == FFN_HALF:
+            return None, None, None, run_ffn(params, self.config.layers[self.stage.layers.start], inputs)
         assert batch is not None
-        handed, inner = self._to_next_stage(params, kept, given, batch), None
-        if self.stage.half == ATTENTION and cache is not None:
-            cache, handed, inner = self._attend(params.layers[-1], cache, handed, batch)
+        activations, ffn_input = self._initial_activations(params, kept_activations, inputs, batch), None
+        if self.stage.half == ATTENTION_HALF and cache is not None:
+            cache, activations, ffn_input = self._run_attention(params.layers[-1], cache, activations, batch)
         elif cache is not None:
-            cache, handed = self._through(params.layers, cache, handed, batch)
-        if self.stage.last:
+            cache, activations = self._run_layers(params.layers, cache, activations, batch)
+        if self.stage.is_last:
             assert slots is not None
-            return cache, *self._outcome(params, slots, handed, batch)
-        return (cache, None, None, handed) if inner is None else (cache, handed, None, inner)
+            return cache, *self._sample(params, slots, activations, batch)
+        return (
+            (cache, None, None, activations) if ffn_input is None else (cache, activations, None, ffn_input)
+        )
 
-    def _to_next_stage(
-        self, params: Decoder, kept: StageActivations | None, given: Any, batch: Batch
+    def _initial_activations(
+        self, params: Decoder, kept_activations: StageActivations | None, inputs: Any, batch: Batch
     ) -> StageActivations:
-        """Return the activations before the stage's first layer."""
-        if self.stage.first:
-            batch = awake(given, batch)
-            fed = self._fed(batch)
-            x = embed(params, self.config, fed.tokens, positions(fed))
-            owner = given.adapter[fed.slot] if places_in(params) else None
-            return StageActivations(x, batch.tokens, batch.count, lengths(given, fed), owner)
-        if kept is None:
-            return given
-        return replace(kept, hidden=after_ffn(params.layers[0], self.config, kept.hidden, given))
+        """Return the activations before the stage's first layer: embeddings, activations of the stage before,
+        or the sum of kept activations and the feed-forward layer's output."""
+        if self.stage.is_first:
+            batch = resolve_device_tokens(inputs, batch)
+            model_batch = self._model_batch(batch)
+            x = embed_tokens(params, self.config, model_batch.tokens, token_positions(model_batch))
+            owner = inputs.adapter[model_batch.slot] if num_lora_slots(params) else None
+            return StageActivations(x, batch.tokens, batch.count, sequence_limits(inputs, model_batch), owner)
+        if kept_activations is None:
+            return inputs
+        return replace(
+            kept_activations,
+            hidden=add_ffn_residual(params.layers[0], self.config, kept_activations.hidden, inputs),
+        )
 
-    def _through(
-        self, layers: Sequence[Layer], cache: KVCache, handed: StageActivations, batch: Batch
+    def _run_layers(
+        self, layers: Sequence[Layer], cache: KVCache, activations: StageActivations, batch: Batch
     ) -> tuple[KVCache, StageActivations]:
-        """Whole layers."""
-        fed, config = self._fed(device_batch(batch, handed)), config_of(self.config, self.stage.layers)
-        attend, layers = Paged(fed, self.config.windows), with_owners(layers, handed.owner)
-        x, cache = through(layers, config, handed.hidden, positions(fed), handed.lengths, attend, cache)
-        return cache, replace(handed, hidden=x)
+        """Run the stage's whole layers; returns cache and activations."""
+        model_batch = self._model_batch(with_resolved_tokens(batch, activations))
+        config = stage_config(self.config, self.stage.layers)
+        attend, layers = (
+            PagedAttend(model_batch, self.config.windows),
+            with_row_slots(layers, activations.owner),
+        )
+        x, cache = run_layers(
+            layers,
+            config,
+            activations.hidden,
+            token_positions(model_batch),
+            activations.lengths,
+            attend,
+            cache,
+        )
+        return cache, replace(activations, hidden=x)
 
-    def _attend(
-        self, layer: Layer, cache: KVCache, handed: StageActivations, batch: Batch
+    def _run_attention(
+        self, layer: Layer, cache: KVCache, activations: StageActivations, batch: Batch
     ) -> tuple[KVCache, StageActivations, Float[Array, "B T D"]]:
-        """A layer up to its feed-forward layer, and what that is given."""
-        fed, config = self._fed(device_batch(batch, handed)), config_of(self.config, self.stage.layers)
-        (turn,) = turns(config, positions(fed), handed.lengths)
-        attend, kind = Paged(fed, self.config.windows), config.layers[0]
-        x, inner, cache = attention_half(layer, kind, config, handed.hidden, turn, attend, cache, 0)
-        return cache, replace(handed, hidden=x), inner
+        """Run a layer up to its feed-forward layer; returns cache, activations, and the feed-forward layer's
+        input."""
+        model_batch = self._model_batch(with_resolved_tokens(batch, activations))
+        config = stage_config(self.config, self.stage.layers)
+        (rotary,) = rotary_by_layer(config, token_positions(model_batch), activations.lengths)
+        attend, kind = PagedAttend(model_batch, self.config.windows), config.layers[0]
+        x, ffn_input, cache = run_attention_sublayer(
+            layer, kind, config, activations.hidden, rotary, attend, cache, 0
+        )
+        return cache, replace(activations, hidden=x), ffn_input
 
-    def _outcome(
-        self, params: Decoder, slots: Slots, handed: StageActivations, batch: Batch
-    ) -> tuple[Slots, Output, StageZeroSlots]:
-        """Sample from the hidden states behind the last layer."""
-        batch, hidden = device_batch(batch, handed), normalise(handed.hidden, params.norm, self.config.norm)
+    def _sample(
+        self, params: Decoder, slots: Slots, activations: StageActivations, batch: Batch
+    ) -> tuple[Slots, Output, FirstStageSlots]:
+        """Sample from the hidden states after the last layer; returns slots, output, and the update for stage
+        zero."""
+        batch = with_resolved_tokens(batch, activations)
+        hidden = normalise(activations.hidden, params.norm, self.config.norm)
         if self.phase == "verify":
-            slots, output = judged(params, self.config, slots, batch, hidden, None, RULES[self.acceptance])
+            slots, output = accept_rows(
+                params, self.config, slots, batch, hidden, None, RULES[self.acceptance]
+            )
         else:
-            slots, output = sampled(params, self.config, slots, batch, hidden)
-        return slots, output, front_of(slots)
+            slots, output = sample_and_score(params, self.config, slots, batch, hidden)
+        return slots, output, select_first_stage_slots(slots)
 
-    def _fed(self, batch: Batch) -> Batch:
-        return rows_of_one(batch) if self.phase == "verify" else batch
-
-
-def device_batch(batch: Batch, handed: StageActivations) -> Batch:
-    """The host's batch, as the device sees it."""
-    return replace(batch, tokens=handed.tokens, count=handed.count)
+    def _model_batch(self, batch: Batch) -> Batch:
+        """Return the batch that the model runs: a verification's tokens are rows of one token each."""
+        return single_token_rows(batch) if self.phase == "verify" else batch
 
 
-def front_of(slots: Slots) -> StageZeroSlots:
-    return StageZeroSlots(slots.last, slots.live, slots.end, slots.adapter)
+def with_resolved_tokens(batch: Batch, activations: StageActivations) -> Batch:
+    """Return the host's batch with the tokens and counts that the first stage has computed."""
+    return replace(batch, tokens=activations.tokens, count=activations.count)
 
 
-def seat_front(
-    front: StageZeroSlots, slot: Int[Array, ""], end: Int[Array, ""], adapter: Int[Array, ""]
-) -> StageZeroSlots:
-    """A slot has another request."""
-    return StageZeroSlots(
-        last=front.last.at[slot].set(NO_TOKEN),
-        live=front.live.at[slot].set(True),
-        end=front.end.at[slot].set(end),
-        adapter=front.adapter.at[slot].set(adapter),
+def select_first_stage_slots(slots: Slots) -> FirstStageSlots:
+    """Return the leaves of the slots that the first stage has."""
+    return FirstStageSlots(slots.last, slots.live, slots.end, slots.adapter)
+
+
+def assign_first_stage_slot(
+    first_stage_slots: FirstStageSlots, slot: Int[Array, ""], end: Int[Array, ""], adapter: Int[Array, ""]
+) -> FirstStageSlots:
+    """Assign a slot of the first stage to another request."""
+    return FirstStageSlots(
+        last=first_stage_slots.last.at[slot].set(NO_TOKEN),
+        live=first_stage_slots.live.at[slot].set(True),
+        end=first_stage_slots.end.at[slot].set(end),
+        adapter=first_stage_slots.adapter.at[slot].set(adapter),
     )
 
 
-def with_updates(front: StageZeroSlots, news: StageZeroSlots, whose: Bool[Array, " C"]) -> StageZeroSlots:
-    """Merge the state of the slots in `whose` into what the first stage knows."""
-    last, live = jnp.where(whose, news.last, front.last), jnp.where(whose, news.live, front.live)
-    return replace(front, last=last, live=live)
+def merge_slot_update(
+    first_stage_slots: FirstStageSlots, last_stage_slots: FirstStageSlots, mask: Bool[Array, " C"]
+) -> FirstStageSlots:
+    """Merge the last stage's `last_stage_slots` of the slots in `mask` into the first stage's slots."""
+    last = jnp.where(mask, last_stage_slots.last, first_stage_slots.last)
+    live = jnp.where(mask, last_stage_slots.live, first_stage_slots.live)
+    return replace(first_stage_slots, last=last, live=live)

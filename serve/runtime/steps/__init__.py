@@ -1,1 +1,1 @@
-"""The pure step that is traced: prefill, decode, verification."""
+"""Pure functions of a step, which are traced: prefill, decode, verification."""

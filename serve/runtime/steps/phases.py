@@ -1,5 +1,5 @@
-"""The seam `Phases`: the functions that compiled steps run. Those with a draft model or a head are in
-`speculation`."""
+"""Protocol `Phases`: the functions that compiled steps run. Phases with a draft model or a head are in
+`serve.engine.speculation`."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -8,63 +8,72 @@ from jaxtyping import Array, Float
 
 from ....kvcache.pages import Batch, KVCache
 from ....model.config import ModelConfig
-from ....model.pair import PairConfig
-from ....model.transformer import Decoder, Observe
+from ....model.draft_pair import PairConfig
+from ....model.transformer import Decoder, ObserveOptions
 from ....sampling.accept import RULES
 from . import step
 from .step import Output, Slots
 
-Result = tuple[KVCache, Slots, Output]
+PhaseResult = tuple[KVCache, Slots, Output]
 
 
 @runtime_checkable
 class Phases(Protocol):
-    """Phases of a step. The repr names everything that decides what they compute: kept programs are found by
-    it."""
+    """Functions of a step, one for each phase. The repr names everything that decides what they compute:
+    stored programs are found by it."""
 
     @property
     def config(self) -> PairConfig: ...
 
-    def prefill(self, params: Any, cache: KVCache, slots: Slots, batch: Batch, /) -> Result: ...
+    def prefill(self, params: Any, cache: KVCache, slots: Slots, batch: Batch, /) -> PhaseResult: ...
 
-    def decode(self, params: Any, cache: KVCache, slots: Slots, batch: Batch, /) -> Result: ...
+    def decode(self, params: Any, cache: KVCache, slots: Slots, batch: Batch, /) -> PhaseResult: ...
 
-    def verify(self, params: Any, cache: KVCache, slots: Slots, batch: Batch, /) -> Result: ...
+    def verify(self, params: Any, cache: KVCache, slots: Slots, batch: Batch, /) -> PhaseResult: ...
 
 
 @dataclass(frozen=True)
 class TargetOnly:
-    """Steps of a model without a drafter on the device; `acceptance` is the rule for the host's draft tokens,
-    `observe` what prefill and decode report besides."""
+    """Phases of a model without a drafter on the device.
 
-    target: ModelConfig
+    target_config: config of the model.
+    acceptance: rule for the host's draft tokens.
+    observe: inner values that prefill and decode report, if any.
+    """
+
+    target_config: ModelConfig
     acceptance: str = "coupled"
-    observe: Observe | None = None
+    observe: ObserveOptions | None = None
 
     @property
     def config(self) -> PairConfig:
-        return PairConfig(self.target)
+        return PairConfig(self.target_config)
 
-    def prefill(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
-        return step.prefill(params, cache, slots, batch, config=self.target, observe=self.observe)
+    def prefill(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> PhaseResult:
+        return step.prefill(params, cache, slots, batch, config=self.target_config, observe=self.observe)
 
-    def decode(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
-        return step.decode(params, cache, slots, batch, config=self.target, observe=self.observe)
+    def decode(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> PhaseResult:
+        return step.decode(params, cache, slots, batch, config=self.target_config, observe=self.observe)
 
     def forward(
         self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch
     ) -> tuple[KVCache, Float[Array, "B T D"]]:
-        """Run a decode of one token a row, T = 1, up to the hidden states that tokens are drawn from. The
-        slots stay as they are."""
-        hidden, cache = step.run(params, cache, slots, step.awake(slots, batch), self.target)
+        """Run a decode of one token a row, T = 1; returns the cache and the hidden states that tokens are
+        drawn from."""
+        hidden, cache = step.forward_paged(
+            params, cache, slots, step.resolve_device_tokens(slots, batch), self.target_config
+        )
         return cache, hidden
 
     def draw(
         self, params: Decoder, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
     ) -> tuple[Slots, Output]:
-        """Draw the tokens from the hidden states, under the masks that the slots have now."""
-        return step.sampled(params, self.target, slots, step.awake(slots, batch), hidden)
+        """Draw tokens from the hidden states, under the masks that the slots have now; returns slots and
+        Output."""
+        return step.sample_and_score(
+            params, self.target_config, slots, step.resolve_device_tokens(slots, batch), hidden
+        )
 
-    def verify(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> Result:
+    def verify(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> PhaseResult:
         rule = RULES[self.acceptance]
-        return step.verify(params, cache, slots, batch, config=self.target, rule=rule)
+        return step.verify(params, cache, slots, batch, config=self.target_config, rule=rule)

@@ -1,8 +1,8 @@
-"""The one step. Prefill, chunked prefill, decode and verification are this pure function at different [B, T]
+"""The step: prefill, chunked prefill, decode and verification are one pure function at different [B, T]
 shapes.
 
-Programs donate the cache and the slots, so both are updated in place. Nothing here depends on which rows
-share a batch.
+Programs donate the cache and the slots, so both are updated in place. No result depends on which rows share a
+batch.
 """
 
 from dataclasses import replace
@@ -12,47 +12,47 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from ....kvcache.paged import Paged
-from ....kvcache.pages import ON_DEVICE, Batch, KVCache, positions
+from ....kvcache.paged_attention import PagedAttend
+from ....kvcache.pages import ON_DEVICE, Batch, KVCache, token_positions
 from ....kvcache.states import VerifyAttend, VerifyCache
 from ....model.attention import Attend
 from ....model.config import ModelConfig
-from ....model.layers import apart
+from ....model.layers import index_or_drop
 from ....model.pooling import Pooled
-from ....model.recurrent.kinds import STATE
-from ....model.sharding import in_any_shard, on_several_devices
-from ....model.transformer import Decoder, Observe, Observed, Recorder, forward, unembed
+from ....model.recurrent.kinds import STATE_WINDOW
+from ....model.sharding import any_over_shards, is_multi_device
+from ....model.transformer import Decoder, Observed, ObserveOptions, Recorder, compute_logits, forward
 from ....model.tree import pytree
-from ....model.weights.adapted import NO_ADAPTER, with_owners
-from ....sampling.accept import NONE_KEPT, DraftTokens, Rule, coupled
+from ....model.weights.lora import NO_ADAPTER, with_row_slots
+from ....sampling.accept import NONE_ACCEPTED, AcceptanceRule, DraftTokens, accept_coupled
 from ....sampling.checks import MAX_LOGPROBS
-from ....sampling.custom import LogitsProcessor
-from ....sampling.params import NO_TOKEN, Knobs
+from ....sampling.custom_processors import LogitsProcessor
+from ....sampling.params import NAN_TOKEN, NO_TOKEN, Knobs
 from ....sampling.sample import Sampled, Scores, sample
-from ....sampling.state import SamplingState, admit, commit, empty_state, stops
-from .places import at_least, place_of_row, row_of_place, rows_of_one
-from .scoring import NEVER, prompt_pooled, prompt_scores
+from ....sampling.state import SamplingState, empty_sampling_state, is_stop_token, load_knobs, record_tokens
+from .batch_rows import pad_rows, rows_by_token_index, single_token_rows, token_indices_by_row
+from .scoring import NEVER_SCORED, pool_prompts, prompt_scores
 
-FEWEST_LOGITS = 8  # rows of a prefill's last product at least: that of fewer has other bits
+MIN_LOGIT_ROWS = 8  # rows of a prefill's last product, at least: a product of fewer rows has other bits
 
 
 @pytree
 class Slots:
-    """State on the device of each running request between steps, by slot, axis C of capacity."""
+    """State of each running request on the device between steps, by slot. Axis C is the number of slots."""
 
-    last: Any  # int32 [C], the last token sampled
+    last: Any  # int32 [C], the last sampled token
     live: Any  # bool [C], False once a stop token or the end was reached
-    known: Any  # int32 [C], tokens that the host gave: samples for earlier positions are dropped
-    end: Any  # int32 [C], tokens that the request may have at most
-    scored: Any  # int32 [C], the prompt's position from which on log-probabilities are wanted, NEVER
-    adapter: Any  # int32 [C], the place of the request's adapter beside the weights, NO_ADAPTER
+    known: Any  # int32 [C], number of tokens from the host: samples for earlier positions are dropped
+    end: Any  # int32 [C], number of tokens that the request may have, at most
+    first_scored: Any  # int32 [C], position of the prompt from which on it is scored, or NEVER_SCORED
+    adapter: Any  # int32 [C], slot of the request's adapter, or NO_ADAPTER
     sampling: SamplingState
-    hidden: Any = None  # [C,D], from which the last token was sampled; None without a head
+    hidden: Any = None  # [C,D], hidden state that the last token was sampled from; None without a draft head
 
 
 @pytree
-class StageZeroSlots:
-    """Leaves of Slots that the first stage of a pipeline has."""
+class FirstStageSlots:
+    """Leaves of `Slots` that the first stage of a pipeline has."""
 
     last: Any  # int32 [C]
     live: Any  # bool [C]
@@ -61,20 +61,25 @@ class StageZeroSlots:
 
 
 @pytree
-class Seat:
-    """First contents of a slot: the scalars of Slots and the request's sampling parameters."""
+class SlotContents:
+    """First contents of a slot: the scalars of `Slots`, and the request's sampling parameters (`knobs`)."""
 
     known: Any
     end: Any
-    scored: Any
+    first_scored: Any
     knobs: Knobs
     adapter: Any = NO_ADAPTER
 
 
 @pytree
 class Output:
-    """Results of a step for the host: samples [B,steps], NO_TOKEN if none; of prompts scores [B,T] and pooled
-    hidden states, else None; the observed values of its tokens, if any are."""
+    """Results of a step for the host.
+
+    sampled: samples [B, steps], NO_TOKEN if there is none.
+    prompt: scores [B, T] of a prefill's prompts, else None.
+    pooled: pooled hidden states of a prefill, else None.
+    observed: observed values of the step's tokens, if any are observed.
+    """
 
     sampled: Sampled
     prompt: Scores | None
@@ -91,8 +96,8 @@ def empty_slots(
     processors: tuple[LogitsProcessor, ...] = (),
     S: int = 0,
 ) -> Slots:
-    """Return `capacity` unused slots; `hidden` is the shape of a last hidden state, if one is kept; the
-    others as in `empty_state`."""
+    """Return `capacity` unused slots. `hidden` is the shape of a last hidden state, if slots keep one. The
+    other arguments are as in `empty_sampling_state`."""
 
     def zeros(dtype):
         return jnp.zeros(capacity, dtype)
@@ -102,36 +107,36 @@ def empty_slots(
         live=zeros(bool),
         known=zeros(jnp.int32),
         end=zeros(jnp.int32),
-        scored=zeros(jnp.int32) + NEVER,
+        first_scored=zeros(jnp.int32) + NEVER_SCORED,
         adapter=zeros(jnp.int32) + NO_ADAPTER,
-        sampling=empty_state(capacity, V, n_top, positions, processors, S),
+        sampling=empty_sampling_state(capacity, V, n_top, positions, processors, S),
         hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
     )
 
 
-def seat(slots: Slots, slot: Int[Array, "*seats"], new: Seat) -> Slots:
-    """Assign a slot to a request, or several slots to as many requests."""
+def assign_slot(slots: Slots, slot: Int[Array, "*slots"], contents: SlotContents) -> Slots:
+    """Assign a slot to a request, or several slots to as many requests; returns the slots."""
     return replace(
         slots,
         last=slots.last.at[slot].set(NO_TOKEN),
         live=slots.live.at[slot].set(True),
-        known=slots.known.at[slot].set(new.known),
-        end=slots.end.at[slot].set(new.end),
-        scored=slots.scored.at[slot].set(new.scored),
-        adapter=slots.adapter.at[slot].set(new.adapter),
-        sampling=admit(slots.sampling, slot, new.knobs),
+        known=slots.known.at[slot].set(contents.known),
+        end=slots.end.at[slot].set(contents.end),
+        first_scored=slots.first_scored.at[slot].set(contents.first_scored),
+        adapter=slots.adapter.at[slot].set(contents.adapter),
+        sampling=load_knobs(slots.sampling, slot, contents.knobs),
     )
 
 
-def awake(slots: Slots | StageZeroSlots, batch: Batch) -> Batch:
-    """Return the batch as the device computes it: stopped slots are empty rows, unknown tokens are the slot's
-    last."""
+def resolve_device_tokens(slots: Slots | FirstStageSlots, batch: Batch) -> Batch:
+    """Return the batch that the device computes. Rows of stopped slots are empty. ON_DEVICE tokens are
+    replaced by the slot's last token."""
     last, live = slots.last[batch.slot], slots.live[batch.slot]
     tokens = jnp.where(batch.tokens == ON_DEVICE, last[:, None], batch.tokens)
     return replace(batch, tokens=tokens, count=jnp.where(live, batch.count, 0))
 
 
-def emit(
+def store_sampled_tokens(
     slots: Slots,
     batch: Batch,
     token: Int[Array, " B"],
@@ -139,18 +144,23 @@ def emit(
     position: Int[Array, " B"],
     wanted: Bool[Array, " B"],
 ) -> tuple[Slots, Int[Array, " B"]]:
-    """Record the token sampled from `hidden` for each row that wants one; returns NO_TOKEN where not."""
+    """Record the token that was sampled from `hidden` in each wanted row's slot. Returns the slots and the
+    tokens, NO_TOKEN in other rows. NAN_TOKEN stops its slot.
+
+    position: position of the token in its sequence.
+    """
     wanted = wanted & (position >= slots.known[batch.slot])
-    ended = stops(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
-    where = apart(batch.slot, wanted, slots.live.shape[0])
+    has_ended = is_stop_token(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
+    has_ended |= token == NAN_TOKEN
+    index = index_or_drop(batch.slot, wanted, slots.live.shape[0])
     slots = replace(
         slots,
-        last=slots.last.at[where].set(token, mode="drop", unique_indices=True),
-        live=slots.live.at[where].set(~ended, mode="drop", unique_indices=True),
-        sampling=commit(slots.sampling, batch.slot, token, wanted),
+        last=slots.last.at[index].set(token, mode="drop", unique_indices=True),
+        live=slots.live.at[index].set(~has_ended, mode="drop", unique_indices=True),
+        sampling=record_tokens(slots.sampling, batch.slot, token, wanted),
         hidden=None
         if slots.hidden is None
-        else slots.hidden.at[where].set(hidden, mode="drop", unique_indices=True),
+        else slots.hidden.at[index].set(hidden, mode="drop", unique_indices=True),
     )
     return slots, jnp.where(wanted, token, NO_TOKEN)
 
@@ -158,90 +168,99 @@ def emit(
 def sample_last(
     params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
 ) -> tuple[Slots, Sampled]:
-    """Sample after each row's last token, [B,1]."""
+    """Sample the token after each row's last one; returns slots and samples [B,1]."""
     last = jnp.maximum(batch.count - 1, 0)
     rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-    fewest = FEWEST_LOGITS if hidden.shape[1] > 1 else 1  # decode keeps its width
+    min_rows = MIN_LOGIT_ROWS if hidden.shape[1] > 1 else 1  # decode keeps its width
     position = batch.start + last + 1
     wanted = (batch.count > 0) & (position >= slots.known[batch.slot])
-    seats, most = slots.live.shape[0], len(rows)
-    # one row of a slot samples at most; of a probe, whose rows have one slot, the last
-    if hidden.shape[1] > 1 and most > seats and not on_several_devices(hidden):
-        rows = jnp.argsort(wanted, stable=True)[-seats:].astype(jnp.int32)
+    num_slots, num_rows = slots.live.shape[0], len(rows)
+    # at most one row of each slot samples; if a probe's rows share a slot, the last rows do
+    if hidden.shape[1] > 1 and num_rows > num_slots and not is_multi_device(hidden):
+        rows = jnp.argsort(wanted, stable=True)[-num_slots:].astype(jnp.int32)
         last, position, wanted = last[rows], position[rows], wanted[rows]
         batch = replace(batch, slot=batch.slot[rows])
     hidden = hidden[rows, last]
-    logits = unembed(params, config, at_least(fewest, hidden))[: len(rows)]
+    logits = compute_logits(params, config, pad_rows(min_rows, hidden))[: len(rows)]
     drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
-    slots, token = emit(slots, batch, drawn.token, hidden, position, wanted)
-    found = replace(drawn, token=token)
-    if most > len(rows):
-        found = jax.tree.map(lambda x: spread(x, rows, most), found)
-    return slots, jax.tree.map(lambda x: x[:, None], found)
+    slots, token = store_sampled_tokens(slots, batch, drawn.token, hidden, position, wanted)
+    sampled = replace(drawn, token=token)
+    if num_rows > len(rows):
+        sampled = jax.tree.map(lambda x: scatter_rows(x, rows, num_rows), sampled)
+    return slots, jax.tree.map(lambda x: x[:, None], sampled)
 
 
-def spread(x: Shaped[Array, "rows *rest"], at: Int[Array, " rows"], B: int) -> Shaped[Array, "B *rest"]:
-    """Some rows at their places among B; the others are NO_TOKEN."""
-    return jnp.full((B, *x.shape[1:]), NO_TOKEN, x.dtype).at[at].set(x, unique_indices=True)
+def scatter_rows(
+    x: Shaped[Array, "rows *rest"], rows: Int[Array, " rows"], B: int
+) -> Shaped[Array, "B *rest"]:
+    """Return B rows: x at the rows `rows`, NO_TOKEN elsewhere."""
+    return jnp.full((B, *x.shape[1:]), NO_TOKEN, x.dtype).at[rows].set(x, unique_indices=True)
 
 
-def in_turn(T: int, more: Any, one: Any, state: Any) -> tuple[Any, Sampled]:
-    """`one(i, state) -> state, Sampled [B]` for i = 0, 1, ... while `more(i, state)`; Sampled is [B,T],
-    NO_TOKEN where it did not run."""
-    _, first = jax.eval_shape(one, jnp.int32(0), state)
-    nothing = jax.tree.map(lambda s: jnp.full((s.shape[0], T, *s.shape[1:]), NO_TOKEN, s.dtype), first)
+def run_sampling_loop(T: int, keeps_on: Any, run_one: Any, state: Any) -> tuple[Any, Sampled]:
+    """Call `run_one(i, state)`, which returns state and samples [B], for i = 0, 1, ... below T while
+    `keeps_on(i, state)`.
 
-    def body(carry: Any) -> Any:
-        i, state, found = carry
-        state, new = one(i, state)
-        return i + 1, state, jax.tree.map(lambda all, x: all.at[:, i].set(x), found, new)
+    Returns the last state and the samples [B,T], NO_TOKEN in columns that did not run.
+    """
+    _, abstract = jax.eval_shape(run_one, jnp.int32(0), state)
+    empty = jax.tree.map(lambda s: jnp.full((s.shape[0], T, *s.shape[1:]), NO_TOKEN, s.dtype), abstract)
 
-    def unfinished(carry: Any) -> Bool[Array, ""]:
-        return (carry[0] < T) & more(*carry[:2])
+    def loop_body(carry: Any) -> Any:
+        i, state, sampled = carry
+        state, new = run_one(i, state)
+        return i + 1, state, jax.tree.map(lambda all, x: all.at[:, i].set(x), sampled, new)
 
-    _, state, found = jax.lax.while_loop(unfinished, body, (jnp.int32(0), state, nothing))
-    return state, found
+    def is_unfinished(carry: Any) -> Bool[Array, ""]:
+        return (carry[0] < T) & keeps_on(*carry[:2])
+
+    _, state, sampled = jax.lax.while_loop(is_unfinished, loop_body, (jnp.int32(0), state, empty))
+    return state, sampled
 
 
-def column(x: Shaped[Array, "B T *rest"], i: Int[Array, ""]) -> Shaped[Array, "B *rest"]:
+def take_column(x: Shaped[Array, "B T *rest"], i: Int[Array, ""]) -> Shaped[Array, "B *rest"]:
+    """Return x[:, i]."""
     return jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)
 
 
-def accept(
+def accept_drafts(
     slots: Slots,
     batch: Batch,
     hidden: Float[Array, "rows D"],
     logits: Float[Array, "rows V"],
     offers: Float[Array, "B T V"] | None,
-    rule: Rule,
+    rule: AcceptanceRule,
 ) -> tuple[Slots, Sampled]:
-    """Sample after each token of the rows as long as the samples agree with the draft tokens that follow,
-    [B,T].
+    """Sample after each token of the rows, as long as the samples agree with the draft tokens; returns slots
+    and samples [B,T].
 
-    hidden, logits: those of `rows_of_one`.
-    offers: distributions from which the draft tokens were drawn; None if they were not drawn.
+    hidden, logits: of the rows of `single_token_rows`.
+    offers: distributions that the draft tokens were drawn from; None if they were not drawn.
     """
-    T, rows = batch.tokens.shape[1], row_of_place(batch)
+    T, rows = batch.tokens.shape[1], rows_by_token_index(batch)
 
-    def one(
+    def accept_column(
         i: Int[Array, ""], state: tuple[Slots, Bool[Array, " B"]]
     ) -> tuple[tuple[Slots, Bool[Array, " B"]], Sampled]:
         slots, wanted = state
         position, after = batch.start + i + 1, jnp.minimum(i + 1, T - 1)
-        probs = None if offers is None else column(offers, after)[:, None]
-        guess = DraftTokens(column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
-        row = column(rows, i)
-        drawn, kept = rule(logits[row], position, batch.slot, wanted, slots.sampling, guess)
-        slots, token = emit(slots, batch, drawn.token, hidden[row], position, wanted)
-        return (slots, wanted & (kept != NONE_KEPT) & (token != NO_TOKEN) & slots.live[batch.slot]), replace(
-            drawn, token=token
-        )
+        probs = None if offers is None else take_column(offers, after)[:, None]
+        draft = DraftTokens(take_column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
+        row = take_column(rows, i)
+        drawn, kept = rule(logits[row], position, batch.slot, wanted, slots.sampling, draft)
+        slots, token = store_sampled_tokens(slots, batch, drawn.token, hidden[row], position, wanted)
+        return (
+            slots,
+            wanted & (kept != NONE_ACCEPTED) & (token != NO_TOKEN) & slots.live[batch.slot],
+        ), replace(drawn, token=token)
 
-    (slots, _), found = in_turn(T, lambda i, state: jnp.any(state[1]), one, (slots, batch.count > 0))
-    return slots, found
+    (slots, _), sampled = run_sampling_loop(
+        T, lambda i, state: jnp.any(state[1]), accept_column, (slots, batch.count > 0)
+    )
+    return slots, sampled
 
 
-def run(
+def forward_paged(
     params: Decoder,
     cache: KVCache,
     slots: Slots,
@@ -249,11 +268,12 @@ def run(
     config: ModelConfig,
     recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], KVCache]:
-    """Run the tokens of every row through the model, and write their keys."""
-    return through_model(params, slots, batch, config, Paged(batch, config.windows), cache, recorder)
+    """Run the model on the tokens of every row, and write their keys into the cache's pages. Returns hidden
+    states and cache."""
+    return forward_rows(params, slots, batch, config, PagedAttend(batch, config.windows), cache, recorder)
 
 
-def through_model(
+def forward_rows(
     params: Decoder,
     slots: Slots,
     batch: Batch,
@@ -262,42 +282,45 @@ def through_model(
     state: Any,
     recorder: Recorder | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """Return the hidden states of every token, and attend's state after them."""
-    params = with_owners(params, slots.adapter[batch.slot])
-    ends = lengths(slots, batch)
-    return forward(params, config, batch.tokens, positions(batch), attend, state, ends, recorder)
+    """Run the model on the tokens of every row, with an attention that has a state. Returns hidden states and
+    the attention's state."""
+    params = with_row_slots(params, slots.adapter[batch.slot])
+    ends = sequence_limits(slots, batch)
+    return forward(params, config, batch.tokens, token_positions(batch), attend, state, ends, recorder)
 
 
-def lengths(slots: Slots | StageZeroSlots, batch: Batch) -> Int[Array, " B"]:
-    """Return the tokens that each row's sequence may come to: the last that a request may have is sampled and
-    never fed."""
+def sequence_limits(slots: Slots | FirstStageSlots, batch: Batch) -> Int[Array, " B"]:
+    """Return the number of tokens that each row's sequence may come to in the cache. The last token of a
+    request is sampled, and never computed."""
     return slots.end[batch.slot] - 1
 
 
-def step(
+def run_step(
     params: Decoder,
     cache: KVCache,
     slots: Slots,
     batch: Batch,
     *,
     config: ModelConfig,
-    observe: Observe | None = None,
+    observe: ObserveOptions | None = None,
 ) -> tuple[KVCache, Slots, Output]:
-    """Run the tokens of every row, write their keys, and sample after the last of them."""
-    batch, recorder = awake(slots, batch), None if observe is None else Recorder(observe)
-    hidden, cache = run(params, cache, slots, batch, config, recorder)
-    slots, output = sampled(params, config, slots, batch, hidden)
-    return cache, slots, output if recorder is None else replace(output, observed=recorder.observed())
+    """Run the tokens of every row, write their keys, and sample after each row's last token."""
+    batch, recorder = resolve_device_tokens(slots, batch), None if observe is None else Recorder(observe)
+    hidden, cache = forward_paged(params, cache, slots, batch, config, recorder)
+    slots, output = sample_and_score(params, config, slots, batch, hidden)
+    return cache, slots, output if recorder is None else replace(output, observed=recorder.collect())
 
 
-def sampled(
+def sample_and_score(
     params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
 ) -> tuple[Slots, Output]:
-    """Sample from a step's hidden states, and score prompts."""
+    """Sample from a step's hidden states, and score and pool prompts; returns slots and Output."""
     prompt = pooled = None
-    if batch.after is not None:
-        prompt = prompt_scores(params, config, batch, hidden, slots.scored[batch.slot], slots.sampling.n_top)
-        pooled = prompt_pooled(batch, hidden)
+    if batch.next_prompt_token is not None:
+        prompt = prompt_scores(
+            params, config, batch, hidden, slots.first_scored[batch.slot], slots.sampling.n_top
+        )
+        pooled = pool_prompts(batch, hidden)
     slots, last = sample_last(params, config, slots, batch, hidden)
     return slots, Output(last, prompt, pooled)
 
@@ -309,27 +332,35 @@ def prefill(
     batch: Batch,
     *,
     config: ModelConfig,
-    observe: Observe | None = None,
+    observe: ObserveOptions | None = None,
 ):
-    """Compute rows of one prompt, which see those before them, or of several; sample after those that end
-    one."""
-    return step(params, cache, slots, batch, config=config, observe=observe)
+    """Compute rows of prompts, and sample after each row that ends a prompt. Rows of the same prompt attend
+    to the rows before them."""
+    return run_step(params, cache, slots, batch, config=config, observe=observe)
 
 
 def verify(
-    params: Decoder, cache: KVCache, slots: Slots, batch: Batch, *, config: ModelConfig, rule: Rule = coupled
+    params: Decoder,
+    cache: KVCache,
+    slots: Slots,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    rule: AcceptanceRule = accept_coupled,
 ):
-    """Compute a row's last token and draft tokens behind it, T in all; sample up to the first that is not its
-    draft token.
+    """Compute each row's last token and its draft tokens, T in all. Sample up to the first sample that
+    differs from its draft token.
 
-    By the rule `coupled` each sample is the one that decoding alone would have drawn (drafter-invariant
+    With the rule `accept_coupled` each sample is the token that decode would have drawn (drafter-invariant
     verification, Daliri et al., arXiv 2408.07978). The keys of wrong draft tokens are overwritten before they
     are read.
     """
-    return judge(params, cache, slots, awake(slots, batch), None, config=config, rule=rule)
+    return verify_rows(
+        params, cache, slots, resolve_device_tokens(slots, batch), None, config=config, rule=rule
+    )
 
 
-def judge(
+def verify_rows(
     params: Decoder,
     cache: KVCache,
     slots: Slots,
@@ -337,39 +368,48 @@ def judge(
     offers: Float[Array, "B T V"] | None,
     *,
     config: ModelConfig,
-    rule: Rule,
+    rule: AcceptanceRule,
 ) -> tuple[KVCache, Slots, Output]:
-    """`verify` for a batch that is awake; `offers` as in `accept`."""
-    if STATE not in config.windows:
-        hidden, cache = run(params, cache, slots, rows_of_one(batch), config)
-        return cache, *judged(params, config, slots, batch, hidden, offers, rule)
-    attend = guessing(batch, config.windows)
-    hidden, state = through_model(params, slots, rows_of_one(batch), config, attend, VerifyCache(cache, {}))
-    slots, output = judged(params, config, slots, batch, hidden, offers, rule)
+    """Verify the draft tokens of a batch that `resolve_device_tokens` has returned; `offers` as in
+    `accept_drafts`.
+
+    Recurrent states advance by the accepted tokens only, after sampling.
+    """
+    if STATE_WINDOW not in config.windows:
+        hidden, cache = forward_paged(params, cache, slots, single_token_rows(batch), config)
+        return cache, *accept_rows(params, config, slots, batch, hidden, offers, rule)
+    attend = make_verify_attention(batch, config.windows)
+    hidden, state = forward_rows(
+        params, slots, single_token_rows(batch), config, attend, VerifyCache(cache, {})
+    )
+    slots, output = accept_rows(params, config, slots, batch, hidden, offers, rule)
     right = jnp.sum(output.sampled.token != NO_TOKEN, axis=1, dtype=jnp.int32)
-    return state.confirmed(attend.rows, right), slots, output
+    return state.commit(attend.state_rows, right), slots, output
 
 
-def guessing(batch: Batch, windows: tuple[int | None, ...]) -> VerifyAttend:
-    """Return `attend` for the tokens of a verification as rows of one."""
-    paged = Paged(rows_of_one(batch), windows)
-    return VerifyAttend(paged, Paged(batch, windows).rows, row_of_place(batch), place_of_row(batch))
+def make_verify_attention(batch: Batch, windows: tuple[int | None, ...]) -> VerifyAttend:
+    """Return the attention for a verification's tokens as rows of one token each."""
+    paged = PagedAttend(single_token_rows(batch), windows)
+    return VerifyAttend(
+        paged, PagedAttend(batch, windows).state_rows, rows_by_token_index(batch), token_indices_by_row(batch)
+    )
 
 
-def judged(
+def accept_rows(
     params: Decoder,
     config: ModelConfig,
     slots: Slots,
     batch: Batch,
     hidden: Float[Array, "rows 1 D"],
     offers: Float[Array, "B T V"] | None,
-    rule: Rule,
+    rule: AcceptanceRule,
 ) -> tuple[Slots, Output]:
-    """Sample from the hidden states of `rows_of_one`."""
+    """Sample from the hidden states of `single_token_rows`, and accept draft tokens; returns slots and
+    Output."""
     hidden = hidden[:, 0]
-    logits = unembed(params, config, hidden)
-    slots, found = accept(slots, batch, hidden, logits, offers, rule)
-    return slots, Output(found, None)
+    logits = compute_logits(params, config, hidden)
+    slots, sampled = accept_drafts(slots, batch, hidden, logits, offers, rule)
+    return slots, Output(sampled, None)
 
 
 def decode(
@@ -379,26 +419,28 @@ def decode(
     batch: Batch,
     *,
     config: ModelConfig,
-    observe: Observe | None = None,
+    observe: ObserveOptions | None = None,
 ):
-    """Take T steps of one token a row, each fed with the token before it; `count` of a row is the number that
-    it takes.
+    """Take T steps of one token a row, each with the token that the step before has sampled. `count` is the
+    number of steps that a row takes.
 
-    Tokens of the batch that are not ON_DEVICE are fed as given: that replays what a preempted request had
-    generated. Values are observed with T = 1 only.
+    Tokens of the batch that are not ON_DEVICE are used as they are: so a preempted request replays the tokens
+    that it had generated. Values are observed with T = 1 only.
     """
     T = batch.tokens.shape[1]
     if T == 1:
-        return step(params, cache, slots, batch, config=config, observe=observe)
+        return run_step(params, cache, slots, batch, config=config, observe=observe)
 
-    def one(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> tuple[tuple[KVCache, Slots], Sampled]:
+    def decode_one(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> tuple[tuple[KVCache, Slots], Sampled]:
         count = (i < batch.count).astype(jnp.int32)
-        single = replace(batch, tokens=column(batch.tokens, i)[:, None], start=batch.start + i, count=count)
-        cache, slots, out = step(params, *state, single, config=config)
+        single = replace(
+            batch, tokens=take_column(batch.tokens, i)[:, None], start=batch.start + i, count=count
+        )
+        cache, slots, out = run_step(params, *state, single, config=config)
         return (cache, slots), jax.tree.map(lambda x: x[:, 0], out.sampled)
 
-    def more(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> Bool[Array, ""]:
-        return in_any_shard(jnp.any((i < batch.count) & state[1].live[batch.slot]))
+    def has_live_rows(i: Int[Array, ""], state: tuple[KVCache, Slots]) -> Bool[Array, ""]:
+        return any_over_shards(jnp.any((i < batch.count) & state[1].live[batch.slot]))
 
-    (cache, slots), found = in_turn(T, more, one, (cache, slots))
-    return cache, slots, Output(found, None)
+    (cache, slots), sampled = run_sampling_loop(T, has_live_rows, decode_one, (cache, slots))
+    return cache, slots, Output(sampled, None)

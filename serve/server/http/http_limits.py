@@ -10,91 +10,95 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from ..service.errors import HttpError
 
-MOST_HEAD = 1 << 16  # bytes of a request's head
-PART = 1 << 14  # bytes that are read at a time
-AHEAD = 4  # requests that may be sent before the answer to an earlier one
+MAX_HEAD_BYTES = 1 << 16  # bytes of a request's head
+PART_BYTES = 1 << 14  # bytes that are read at a time
+MAX_PIPELINED_REQUESTS = 4  # requests that may be sent before the answer to an earlier one
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """Limits each connection. The head of a request must arrive within `seconds` and MOST_HEAD bytes, and the
-    client may stop reading for at most `seconds`. A disconnect is noticed behind requests that were sent
-    ahead, too. Malformed HTTP gets an error body as all errors have, and offers of other protocols are
-    ignored."""
+    """HTTP protocol with limits on each connection.
 
-    def __init__(self, *given: Any, seconds: float, **others: Any):
-        super().__init__(*given, **others)
+    The head of a request must arrive within `seconds` and `MAX_HEAD_BYTES` bytes. The client may stop reading
+    for at most `seconds`. A disconnect is noticed also if pipelined requests are waiting. Malformed HTTP gets
+    an error body like all errors, and offers of other protocols are ignored.
+    """
+
+    def __init__(self, *args: Any, seconds: float, **others: Any):
+        super().__init__(*args, **others)
         self._seconds = seconds
         self._head_bytes = 0  # bytes of a head or of a body's end, since the last piece of a body
-        self._pieces = 0  # counts heads begun, heads ended, and pieces of bodies
-        self._between = True  # no message is under way: the next byte begins one
+        self._pieces = 0  # number of heads begun, heads ended, and pieces of bodies
+        self._is_between_messages = True  # no message is being received: the next byte begins one
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._earlier: list[RequestResponseCycle] = []  # requests before `cycle` that have no whole answer
+        self._earlier: list[RequestResponseCycle] = []  # requests before `cycle` whose answers are incomplete
 
-    def _within(self, what: str, do: Callable[[], object]) -> None:
-        self._cancel(what)
-        self._timers[what] = self.loop.call_later(self._seconds, do)
+    def _set_timer(self, name: str, on_timeout: Callable[[], object]) -> None:
+        self._cancel_timer(name)
+        self._timers[name] = self.loop.call_later(self._seconds, on_timeout)
 
-    def _cancel(self, what: str) -> None:
-        if (timer := self._timers.pop(what, None)) is not None:
+    def _cancel_timer(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
             timer.cancel()
 
-    def _close_idle(self) -> None:
+    def _close_if_idle(self) -> None:
         """Close the connection, unless an answer is being sent."""
         if self.cycle is None or self.cycle.response_complete:
             self._close()
         else:
-            self._within("head", self._close_idle)
+            self._set_timer("head", self._close_if_idle)
 
     def _close(self) -> None:
-        """Close the connection, and abort it if the client does not read the rest of what was written."""
+        """Close the connection. Abort it if the client does not read the written bytes in time."""
         self.transport.close()
-        self._within("reading", self.transport.abort)
+        self._set_timer("reading", self.transport.abort)
 
     @property
-    def _awaited(self) -> list[RequestResponseCycle]:
+    def _open_cycles(self) -> list[RequestResponseCycle]:
         """Requests whose answers have not been sent completely."""
         cycles = self._earlier if self.cycle is None else [*self._earlier, self.cycle]
         return [cycle for cycle in cycles if not cycle.response_complete]
 
-    def _refuse(self, error: HttpError) -> None:
-        """Close the connection, after an error answer to the arriving request unless other answers go
-        first."""
-        if all(cycle.more_body and not cycle.response_started for cycle in self._awaited):
-            answer = error.response()
+    def _refuse_request(self, error: HttpError) -> None:
+        """Answer the arriving request with an error, and close the connection. If other answers go first,
+        close it without this answer."""
+        if all(cycle.more_body and not cycle.response_started for cycle in self._open_cycles):
+            answer = error.to_response()
             head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
             head += [b"%s: %s" % header for header in answer.raw_headers]
             self.transport.write(b"\r\n".join([*head, b"connection: close", b"", bytes(answer.body)]))
-        self._forget()
+        self._report_disconnect()
         self._close()
 
-    def _forget(self) -> None:
-        """Report a disconnect to all requests that are being answered."""
-        for cycle in self._awaited:
+    def _report_disconnect(self) -> None:
+        """Report a disconnect to all requests whose answers are incomplete."""
+        for cycle in self._open_cycles:
             cycle.disconnected = True
             cycle.message_event.set()
 
-    def _feed(self, data: bytes) -> None:
-        """Parse data. Raises HttpParserError for malformed HTTP, also around HttpError for a head that is too
-        long. The bytes of a head behind a body in the same data are known only when that head ends."""
-        size, before = len(data), self._pieces + self._between
+    def _feed_parser(self, data: bytes) -> None:
+        """Parse data, and count the bytes of an unfinished head. A head that follows a body in the same data
+        is counted only when it ends. Raises HttpParserError for malformed HTTP; its context is an HttpError
+        if the head is too long."""
+        size, before = len(data), self._pieces + self._is_between_messages
         while data:
             try:
                 self.parser.feed_data(data)
                 break
             except httptools.HttpParserUpgrade as offer:
-                data = self._head_without_offer() + data[offer.args[0] :]
+                data = self._restart_parser_without_upgrade() + data[offer.args[0] :]
         self._head_bytes = self._head_bytes + size if self._pieces <= before else 0
 
-    def _head_without_offer(self) -> bytes:
-        """Return the parsed head without its offer of another protocol, to be parsed again."""
+    def _restart_parser_without_upgrade(self) -> bytes:
+        """Return the parsed head without its `upgrade` header, and make the parser that the caller feeds it
+        to."""
         if self.scope["method"] == "CONNECT":
             raise httptools.HttpParserError("this is no proxy")
         method, version = (self.scope[name].encode() for name in ("method", "http_version"))
         line = b"%s %s HTTP/%s" % (method, self.url, version)
-        kept = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        lines = [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class has it
-        return b"\r\n".join([line, *kept, b"", b""])
+        return b"\r\n".join([line, *lines, b"", b""])
 
     def _should_upgrade(self) -> bool:
         return True  # the base class must not act on a head that will be parsed again
@@ -103,37 +107,37 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._within("head", self._close_idle)
+        self._set_timer("head", self._close_if_idle)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
             while data:
-                if not (room := min(PART, MOST_HEAD - self._head_bytes)):
-                    raise too_long()
-                self._feed(data[:room])
+                if not (room := min(PART_BYTES, MAX_HEAD_BYTES - self._head_bytes)):
+                    raise head_too_long_error()
+                self._feed_parser(data[:room])
                 data = data[room:]
         except httptools.HttpParserError as error:
-            unread = HttpError(400, "the request cannot be read as HTTP", "invalid_http")
-            self._refuse(cause if isinstance(cause := error.__context__, HttpError) else unread)
+            malformed = HttpError(400, "the request cannot be read as HTTP", "invalid_http")
+            self._refuse_request(cause if isinstance(cause := error.__context__, HttpError) else malformed)
         except HttpError as error:
-            self._refuse(error)
+            self._refuse_request(error)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._pieces, self._between = self._pieces + 1, False
-        self._within("head", self._close_idle)
+        self._pieces, self._is_between_messages = self._pieces + 1, False
+        self._set_timer("head", self._close_if_idle)
 
     def on_headers_complete(self) -> None:
-        if head_size(self.parser.get_method(), self.url, self.headers) > MOST_HEAD:
-            raise too_long()
+        if head_size(self.parser.get_method(), self.url, self.headers) > MAX_HEAD_BYTES:
+            raise head_too_long_error()
         self._pieces += 1
         before = self.cycle
-        self._cancel("head")
+        self._cancel_timer("head")
         super().on_headers_complete()
         if self.pipeline and self.cycle is not before:
             self._earlier = [cycle for cycle in (*self._earlier, before) if not cycle.response_complete]
-            if len(self.pipeline) <= AHEAD:
+            if len(self.pipeline) <= MAX_PIPELINED_REQUESTS:
                 self.flow.resume_reading()  # a disconnect is only noticed while the transport reads
 
     def on_body(self, body: bytes) -> None:
@@ -142,38 +146,38 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._between = True
+        self._is_between_messages = True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._within("head", self._close_idle)  # also for bytes that are no request
+        self._set_timer("head", self._close_if_idle)  # also for bytes that are no request
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._within("reading", self.transport.abort)
+        self._set_timer("reading", self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._cancel("reading")
+        self._cancel_timer("reading")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for what in tuple(self._timers):
-            self._cancel(what)
-        self._forget()
+        for name in tuple(self._timers):
+            self._cancel_timer(name)
+        self._report_disconnect()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
         if self.cycle is not None and self.cycle.more_body and not self.cycle.response_started:
-            self._refuse(HttpError(503, "the server is ending", "unavailable"))
+            self._refuse_request(HttpError(503, "the server is ending", "unavailable"))
         else:
             super().shutdown()
 
 
 def head_size(method: bytes, url: bytes, headers: Iterable[tuple[bytes, bytes]]) -> int:
-    """Return the bytes of a request's head, without spaces around values."""
+    """Return the number of bytes of a request's head, without spaces around values."""
     lines = sum(len(name) + len(value) + len(b":\r\n") for name, value in headers)
     return len(method) + len(url) + len(b"  HTTP/1.1\r\n") + lines + len(b"\r\n")
 
 
-def too_long() -> HttpError:
-    return HttpError(431, f"the head has more than {MOST_HEAD} bytes", "head_too_long")
+def head_too_long_error() -> HttpError:
+    return HttpError(431, f"the head has more than {MAX_HEAD_BYTES} bytes", "head_too_long")

@@ -1,4 +1,4 @@
-"""The life of a server or a router, from a bound address to the last stream. Nothing here imports jax."""
+"""Start and shutdown of a server or a router: address, certificates, event loop. Nothing here imports jax."""
 
 import asyncio
 import os
@@ -17,17 +17,17 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import Route
 
-from ...host.streams import tell
+from ...host.streams import print_stderr
 from ...options.server import ServerOptions
-from ..service.errors import HANDLERS
-from .guards import ApiKeys, Guard, guards
+from ..service.errors import ERROR_HANDLERS
+from .guards import ApiKeyCheck, Guard, guard_middleware
 from .http_limits import LimitedHttpProtocol
 
-CLOSING = 3  # seconds until connections are closed after the last request
+CLOSING_SECONDS = 3  # seconds until connections are closed after the last request
 
 
-def run(work: Coroutine[Any, Any, int]) -> int:
-    """Run `work` in an event loop of its own: uvloop's, where it exists."""
+def run_event_loop(work: Coroutine[Any, Any, int]) -> int:
+    """Run `work` in a new event loop (uvloop's, except on Windows) and return its exit code."""
     if sys.platform == "win32":
         return asyncio.run(work)
     import uvloop
@@ -35,60 +35,65 @@ def run(work: Coroutine[Any, Any, int]) -> int:
     return uvloop.run(work)
 
 
-def guarded_app(
+def make_guarded_app(
     routes: Sequence[Route],
     options: ServerOptions,
     keys: list[str],
-    open: Collection[str],
+    open_paths: Collection[str],
     inner: Sequence[Middleware] = (),
 ) -> Starlette:
-    """Return an app of routes behind the checks of host, origin and, except on `open` paths, key; the `inner`
-    middleware runs after these."""
-    middleware = [*guards(options), Middleware(Guard, check=ApiKeys(keys, open)), *inner]
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
+    """Return an app of routes behind the checks of host, origin and key. `open_paths` need no key.
+    `inner` middleware runs after the checks."""
+    middleware = [*guard_middleware(options), Middleware(Guard, check=ApiKeyCheck(keys, open_paths)), *inner]
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=ERROR_HANDLERS)
 
 
 async def serve_app(
-    app: Starlette, options: ServerOptions, own: socket.socket, has_keys: bool,
-    place: str, drain: Callable[[], object], ended: asyncio.Event,
+    app: Starlette, options: ServerOptions, sock: socket.socket, has_keys: bool,
+    description: str, start_draining: Callable[[], object], ended: asyncio.Event,
 ) -> None:  # fmt: skip
-    """Serve an app at the bound socket `own` until `ended` is set. A first signal calls `drain`, a second one
-    ends the process. `place` names in the log what is served, and where."""
+    """Serve an app at the bound socket `sock` until `ended` is set. A first signal calls `start_draining`, a
+    second one ends the process. `description` is logged: the served models and their address."""
     protocol: Any = partial(LimitedHttpProtocol, seconds=options.receive_timeout)
     config = uvicorn.Config(
         app, http=protocol, ws="none", loop="none", lifespan="off",
-        log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSING,
+        log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=CLOSING_SECONDS,
         ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile,
     )  # fmt: skip
-    server = Server(config, partial(asyncio.get_running_loop().call_soon_threadsafe, drain), place)
-    if not has_keys and not is_of_this_machine(own):
-        tell("duetto: no key is asked for: whoever reaches this address may use it (--api-key-file)")
-    reuse(own, True)  # inherited by connections, so that those that linger do not block the next process
-    ending = asyncio.create_task(server.end_after(ended))
-    await server.serve(sockets=[own])
+    server = Server(
+        config, partial(asyncio.get_running_loop().call_soon_threadsafe, start_draining), description
+    )
+    if not has_keys and not is_local_socket(sock):
+        print_stderr("duetto: no key is asked for: whoever reaches this address may use it (--api-key-file)")
+    # inherited by connections, so that those that linger do not block the next process
+    set_address_reuse(sock, True)
+    ending = asyncio.create_task(server.exit_after_event(ended))
+    await server.serve(sockets=[sock])
     ending.cancel()
 
 
 class Server(uvicorn.Server):
-    """Ends in two steps. A first signal calls `drain`, which stops new requests; a second signal ends the
-    process."""
+    """Server that ends in two steps. A first signal calls `drain`, which stops new requests. A second signal
+    ends the process."""
 
-    def __init__(self, config: uvicorn.Config, drain: Callable[[], object], place: str):
+    def __init__(self, config: uvicorn.Config, start_draining: Callable[[], object], description: str):
         super().__init__(config)
-        self._drain, self._place, self._signals = drain, place, 0
+        self._start_draining, self._description, self._signals = start_draining, description, 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        tell(f"duetto: serving {self._place}")
+        print_stderr(f"duetto: serving {self._description}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1
         if self._signals > 1:
             os._exit(128 + sig)
-        tell(f"duetto: {signal.Signals(sig).name}: no more requests are taken; a second signal ends at once")
-        self._drain()
+        print_stderr(
+            f"duetto: {signal.Signals(sig).name}: no more requests are taken; a second signal ends at once"
+        )
+        self._start_draining()
 
-    async def end_after(self, event: asyncio.Event) -> None:
+    async def exit_after_event(self, event: asyncio.Event) -> None:
         await event.wait()
         self.should_exit = True
 
@@ -96,37 +101,37 @@ class Server(uvicorn.Server):
 # ---------------------------------------------------------------- address and certificates
 
 
-def reserved(options: ServerOptions) -> socket.socket:
-    """Bind the address before a model is read, so that no other process takes it. Raises OSError if it is in
-    use."""
+def bind_socket(options: ServerOptions) -> socket.socket:
+    """Bind a socket to the options' address. This is done before a model is read, so that no other process
+    takes the address. Raises OSError if it is in use."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    own = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        bind_alone(own, (options.host, options.port))
+        bind_exclusively(sock, (options.host, options.port))
     except OSError as error:
-        own.close()
+        sock.close()
         raise OSError(f"{options.host} port {options.port}: {error.strerror}") from None
-    return own
+    return sock
 
 
-def bind_alone(own: socket.socket, address: tuple[str, int]) -> None:
-    """Bind to an address so that no other socket can, even before this one listens. Raises OSError."""
+def bind_exclusively(sock: socket.socket, address: tuple[str, int]) -> None:
+    """Bind a socket to an address. No other socket can bind it, even before this one listens. Raises
+    OSError."""
     try:
-        own.bind(address)
+        sock.bind(address)
     except OSError:  # an earlier server's connections may linger there
-        reuse(own, True)
-        own.bind(address)
-        reuse(own, False)
+        set_address_reuse(sock, True)
+        sock.bind(address)
+        set_address_reuse(sock, False)
 
 
-def reuse(own: socket.socket, allowed: bool) -> None:
-    """Set whether the address may be bound again while no socket listens: of two sockets, both must allow
-    it."""
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, allowed)
+def set_address_reuse(sock: socket.socket, is_allowed: bool) -> None:
+    """Set SO_REUSEADDR: two sockets may have one address if both set it and none listens."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, is_allowed)
 
 
 def check_certificates(options: ServerOptions) -> None:
-    """Raise ValueError, before a model is read, for certificates that cannot be used."""
+    """Raise ValueError for certificates that cannot be used. Called before a model is read."""
     if options.ssl_certfile:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
@@ -135,11 +140,11 @@ def check_certificates(options: ServerOptions) -> None:
             raise ValueError(f"ssl_certfile {files} is not allowed: {error}") from None
 
 
-def url(options: ServerOptions, own: socket.socket) -> str:
-    host, port = own.getsockname()[:2]
+def server_url(options: ServerOptions, sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
     return f"{'https' if options.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def is_of_this_machine(own: socket.socket) -> bool:
-    """Return whether only processes of this machine can connect to the socket."""
-    return ip_address(own.getsockname()[0].partition("%")[0]).is_loopback
+def is_local_socket(sock: socket.socket) -> bool:
+    """Return whether the socket's address is a loopback address, which only this machine can reach."""
+    return ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback

@@ -1,141 +1,167 @@
-"""Names of the pages of a prompt in a router, and how many tokens a request counts for."""
+"""Hashes of the pages of a prompt in a router, and how many tokens a request counts for."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from ....kvcache.page_hash import extend, root
+from ....kvcache.page_hash import extend_page_hashes, root_hash
 from ...kv.routing.placement import Prompt
-from ...text.openai.fields import of_response
-from ...text.tokenizer.chat import TEMPLATE_OWN, ChatTemplateError, apply_chat, check_messages
+from ...text.cache_salt import hash_salt, is_cache_salt
+from ...text.openai.fields import tools_to_chat_fields
+from ...text.tokenizer.chats.chat import (
+    RESERVED_VARIABLES,
+    ChatTemplateError,
+    normalise_messages,
+    tokenize_chat,
+)
 from ...text.tokenizer.tokenizer import Tokenizer
 
-LETTERS = 4  # bytes of text per token, about
-MOST = 1 << 17  # tokens of a prompt that are named
-MOST_ID = 1 << 31  # bound of token ids; replicas reject others
-Naming = Callable[[str, Mapping[str, Any]], Prompt]  # names the pages of the first prompt of a path's body
-TEXT, TOKENS = root("text"), root("tokens")
+BYTES_PER_TOKEN = 4  # bytes of text per token, about
+MAX_HASHED_TOKENS = 1 << 17  # tokens of a prompt that are hashed
+TOKEN_ID_BOUND = 1 << 31  # token ids are below this; replicas reject others
+# (path, body) -> the body's first prompt, with its page hashes
+PageHasher = Callable[[str, Mapping[str, Any]], Prompt]
+TEXT_ROOT, TOKENS_ROOT = root_hash("text"), root_hash("tokens")
 
 
-class TextNaming:
-    """Names pieces of a prompt's text: equal texts begin with equal tokens. It needs nothing of the model and
-    takes microseconds where a tokenizer takes milliseconds, but KV cache events cannot be matched with these
-    names."""
+class TextPageHasher:
+    """Hashes the pages of a prompt by pieces of its text: equal texts begin with equal tokens.
+
+    It needs no tokenizer, and takes microseconds instead of milliseconds. KV cache events have other hashes,
+    so they cannot be used with it.
+    """
 
     def __init__(self, page_size: int):
         self.page_size = page_size
 
     def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt:
-        given = first_prompt(path, body)
-        if is_ids(given):
-            return named(given, self.page_size, TOKENS)
-        whole = given if isinstance(given, str) else [tools_of(path, body), given]
-        text = whole if isinstance(whole, str) else msgspec.json.encode(whole).decode()
-        letters = memoryview(text.encode(errors="replace")[: MOST * LETTERS])
-        found = named(letters, self.page_size * LETTERS, TEXT)
-        return Prompt(found.names, self.page_size, found.tokens // LETTERS)
+        prompt, salt = first_prompt(path, body), hash_body_salt(body)
+        if is_token_ids(prompt):
+            return hash_pages(prompt, self.page_size, TOKENS_ROOT + salt)
+        content = prompt if isinstance(prompt, str) else [body_tools(path, body), prompt]
+        text = content if isinstance(content, str) else msgspec.json.encode(content).decode()
+        text_bytes = memoryview(text.encode(errors="replace")[: MAX_HASHED_TOKENS * BYTES_PER_TOKEN])
+        hashed_prompt = hash_pages(text_bytes, self.page_size * BYTES_PER_TOKEN, TEXT_ROOT + salt)
+        return Prompt(hashed_prompt.page_hashes, self.page_size, hashed_prompt.tokens // BYTES_PER_TOKEN)
 
 
-class TokenNaming:
-    """Names pages of tokens, as the prefix caches of the replicas do."""
+class TokenPageHasher:
+    """Hashes the pages of a prompt by its tokens, as the prefix caches of the replicas do."""
 
     def __init__(self, tokenizer: Tokenizer, page_size: int):
         self.tokenizer, self.page_size = tokenizer, page_size
 
     def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt:
-        given = first_prompt(path, body)
+        prompt = first_prompt(path, body)
         try:
-            ids = given if is_ids(given) else self._ids(given, tools_of(path, body), body)
-            return named(ids, self.page_size, TOKENS)
+            ids = prompt if is_token_ids(prompt) else self._token_ids(prompt, body_tools(path, body), body)
+            return hash_pages(ids, self.page_size, TOKENS_ROOT + hash_body_salt(body))
         except (ChatTemplateError, ValueError, TypeError):
             return Prompt()  # a replica reports the error
 
-    def _ids(self, given: Any, tools: Any, body: Mapping[str, Any]) -> list[int]:
-        if isinstance(given, str):
-            return self.tokenizer.encode(given, most=MOST)
+    def _token_ids(self, prompt: Any, tools: Any, body: Mapping[str, Any]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, max_tokens=MAX_HASHED_TOKENS)
         variables = body.get("chat_template_kwargs") or {}
-        if TEMPLATE_OWN.intersection(variables):  # replicas reject these, and a template is a program
+        if RESERVED_VARIABLES.intersection(variables):  # replicas reject these, and a template is a program
             raise ChatTemplateError("chat_template_kwargs is not allowed")
-        return apply_chat(self.tokenizer, check_messages(given), MOST, tools=tools, **variables)
+        return tokenize_chat(
+            self.tokenizer, normalise_messages(prompt), MAX_HASHED_TOKENS, tools=tools, **variables
+        )
+
+
+def hash_body_salt(body: Mapping[str, Any]) -> bytes:
+    """Return the hash of a body's cache salt, which goes into its page hashes. Returns b"" without a salt,
+    and for a wrong one, which replicas reject."""
+    salt = body.get("cache_salt")
+    return hash_salt(salt) if is_cache_salt(salt) else b""
 
 
 def first_prompt(path: str, body: Mapping[str, Any]) -> Any:
     """Return the first prompt of a body: text, token ids or messages."""
-    return prompts_in(path, body)[0]
+    return body_prompts(path, body)[0]
 
 
-def prompts_in(path: str, body: Mapping[str, Any]) -> list[Any]:
-    """Return all prompts of a body, at least one."""
+def body_prompts(path: str, body: Mapping[str, Any]) -> list[Any]:
+    """Return the prompts of a body: one or more, each text, token ids or messages."""
     if path.endswith("/chat/completions"):
         return [body.get("messages") or []]
     if path.endswith("/responses"):
-        return [messages_of(body)]
-    given = body.get("input") if path.endswith("/embeddings") else body.get("prompt")
-    if isinstance(given, list) and given and isinstance(given[0], (str, list)):
-        return given
-    return [given or ""]
+        return [response_messages(body)]
+    prompt = body.get("input") if path.endswith("/embeddings") else body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        return prompt
+    return [prompt or ""]
 
 
-def tools_of(path: str, body: Mapping[str, Any]) -> Any:
+def body_tools(path: str, body: Mapping[str, Any]) -> Any:
     """Return the tools that the chat template gets; None without tools."""
-    return (of_response(body) if path.endswith("/responses") else body).get("tools") or None
+    return (tools_to_chat_fields(body) if path.endswith("/responses") else body).get("tools") or None
 
 
-def messages_of(body: Mapping[str, Any]) -> list[Any]:
-    """Return approximately the messages that the template of a response gets."""
-    given, instructions = body.get("input"), body.get("instructions")
-    before = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(given, str):
-        return [*before, {"role": "user", "content": given}]
-    return [*before, *(given if isinstance(given, list) else ())]
+def response_messages(body: Mapping[str, Any]) -> list[Any]:
+    """Return about the messages that the chat template gets for a body of /v1/responses."""
+    response_input, instructions = body.get("input"), body.get("instructions")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(response_input, str):
+        return [*system, {"role": "user", "content": response_input}]
+    return [*system, *(response_input if isinstance(response_input, list) else ())]
 
 
-def is_ids(given: Any) -> bool:
+def is_token_ids(prompt: Any) -> bool:
     return (
-        isinstance(given, list) and {*map(type, given)} == {int} and 0 <= min(given) <= max(given) < MOST_ID
+        isinstance(prompt, list)
+        and {*map(type, prompt)} == {int}
+        and 0 <= min(prompt) <= max(prompt) < TOKEN_ID_BOUND
     )
 
 
-def named(tokens: Sequence[int], page_size: int, start: bytes) -> Prompt:
-    names: list[bytes] = []
-    extend(names, tokens, min(len(tokens), MOST) // page_size, page_size, start)
-    return Prompt(names, page_size, len(tokens))
+def hash_pages(tokens: Sequence[int], page_size: int, root: bytes) -> Prompt:
+    hashes: list[bytes] = []
+    extend_page_hashes(hashes, tokens, min(len(tokens), MAX_HASHED_TOKENS) // page_size, page_size, root)
+    return Prompt(hashes, page_size, len(tokens))
 
 
 # ---------------------------------------------------------------- tokens of a request
 
-# Fields that bound an answer; the first one in a body counts.
-BOUNDS = {
+# Fields that limit the tokens of an answer; the first one in a body counts.
+BOUND_FIELDS = {
     "/v1/completions": ("max_tokens",),
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/responses": ("max_output_tokens", "max_tokens"),
 }
-UNBOUNDED = {"/v1/completions": 16}  # tokens of an answer without a bound in its body
-ROOM = 1 << 12  # the same, for answers that may fill the model's length, which a router does not know
-CHOICES = 128  # completions of a request at most
+DEFAULT_BOUNDS = {"/v1/completions": 16}  # maximum tokens of an answer without such a field
+# tokens assumed on other paths: these answers may fill the model's length, which is unknown
+UNBOUNDED_TOKENS = 1 << 12
+MAX_REQUEST_CHOICES = 128  # maximum completions of a request
 
 
-def charge(path: str, fields: Mapping[str, Any], prompt: Prompt) -> int:
-    """Return the tokens that a request counts for in its client's share, at least 1: those of all prompts, of
-    which the first is known as `prompt`, and those that all answers may have."""
-    prompts = prompts_in(path, fields)
-    read = prompt.tokens + sum(map(size, prompts[1:]))
-    names = BOUNDS.get(path, ())
+def charged_tokens(path: str, fields: Mapping[str, Any], prompt: Prompt) -> int:
+    """Return the tokens that a request is charged in its client's share, at least 1. They are the tokens of
+    all its prompts and the maximum tokens of all its answers. `prompt` is its first prompt, already
+    hashed."""
+    prompts = body_prompts(path, fields)
+    prompt_tokens = prompt.tokens + sum(map(estimate_tokens, prompts[1:]))
+    names = BOUND_FIELDS.get(path, ())
     if not names:
-        return max(1, read)
-    given = next((fields[name] for name in names if fields.get(name) is not None), None)
-    choices = len(prompts) * allowed(fields.get("n"), 1, CHOICES)
-    return max(1, read + choices * allowed(given, UNBOUNDED.get(path, ROOM), MOST))
+        return max(1, prompt_tokens)
+    bound = next((fields[name] for name in names if fields.get(name) is not None), None)
+    choices = len(prompts) * clamp_count(fields.get("n"), 1, MAX_REQUEST_CHOICES)
+    return max(
+        1,
+        prompt_tokens
+        + choices * clamp_count(bound, DEFAULT_BOUNDS.get(path, UNBOUNDED_TOKENS), MAX_HASHED_TOKENS),
+    )
 
 
-def allowed(value: Any, default: int, most: int) -> int:
-    """Return a number of a body, at most `most`; `default` for one that replicas reject."""
-    return min(value, most) if type(value) is int and value > 0 else default
+def clamp_count(value: Any, default: int, maximum: int) -> int:
+    """Return the smaller of a body's number and `maximum`; `default` for a value that replicas reject."""
+    return min(value, maximum) if type(value) is int and value > 0 else default
 
 
-def size(prompt: Any) -> int:
-    """Return about how many tokens a text has, or how many ids a list has."""
+def estimate_tokens(prompt: Any) -> int:
+    """Return an estimate of a text's tokens, or the number of ids in a list."""
     if isinstance(prompt, str):
-        return len(prompt) // LETTERS
+        return len(prompt) // BYTES_PER_TOKEN
     return len(prompt) if isinstance(prompt, list) else 0

@@ -1,4 +1,4 @@
-"""A request through the router: to a replica, and to another one if that is lost."""
+"""Proxy of a router: sends a request to a replica, and to another replica if the first is lost."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -11,35 +11,55 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from ...host.streams import tell
+from ...host.streams import print_stderr
 from ...kv.routing.placement import Prompt, Replica, RoutedRequest
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
-from ...text.openai.errors import RequestError, object_of
-from ..routes.body import SOURCE, read_body
+from ...text.cache_salt import client_salt
+from ...text.openai.errors import RequestError, parse_request_object
+from ..routes.body import SOURCE_HEADER
+from ..routes.client_bodies import admit_body
+from ..service.admission import Admission
 from ..service.errors import HttpError
-from ..service.streams import ClientLeft, while_read
-from .http import AnswerTooLong, ConnectionLost, Headers, HttpConnection, ServerAddress, joined
-from .prompts import Naming, charge
-from .queue import PrefillPool, RequestQueue
-from .resumable import PassThroughStream, ResumableStream, first_data
+from ..service.streams import ClientLeft, run_while_connected
+from .http_client import (
+    BODILESS_STATUSES,
+    AnswerTooLong,
+    ConnectionLost,
+    Headers,
+    HttpConnection,
+    ServerAddress,
+    join_pieces,
+)
+from .prompts import PageHasher, charged_tokens
+from .request_queue import PrefillPool, RequestQueue
+from .resumable import PassThroughStream, ResumableStream, first_event_data
 
-LONG = 1 << 12  # bytes; longer bodies are read, and their prompts named, in another thread
-GENERATE = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-OTHER = 409  # status of a replica that would continue an answer with other tokens
-BUSY = (429, 502, 503)  # another replica may answer otherwise
-OWN = {b"connection", b"transfer-encoding", b"keep-alive", b"content-length", b"host", b"server", b"date"}
-ANEW = {
+GENERATE_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+LONG_BODY_BYTES = 1 << 12  # bytes; longer bodies are read, and their prompts hashed, in another thread
+RESUME_SHARE = 1 / 8  # share of a body's size that `max_body` must still have for the tokens of its answer
+REALM_MISMATCH_STATUS = 409  # status of a replica whose weights differ from those that began the answer
+BUSY_STATUSES = (429, 502, 503)  # statuses after which another replica may still answer
+CONNECTION_HEADERS = {
+    b"connection",
+    b"transfer-encoding",
+    b"keep-alive",
+    b"content-length",
+    b"host",
+    b"server",
+    b"date",
+}
+# Request headers that are not passed on.
+DROPPED_HEADERS = {
     b"accept-encoding",
     b"expect",
     b"origin",
     b"sec-fetch-site",
-    SOURCE.encode(),
-    *OWN,
-}  # request headers that are not passed on
+    SOURCE_HEADER.encode(),
+    *CONNECTION_HEADERS,
+}
 
-
-OTHER_REALM = HttpError(
+OTHER_REALM_ERROR = HttpError(
     502,
     "the replica went away before its answer was whole, and no other has the weights that it began with",
     "replica_lost",
@@ -47,15 +67,15 @@ OTHER_REALM = HttpError(
 
 
 class RealmMismatch(Exception):
-    """A replica cannot continue an answer: its tokens would follow from other weights."""
+    """A replica cannot continue an answer, since its weights differ from those that began it."""
 
 
 @dataclass
 class ProxyRequest:
     """A client's request, and the progress of its answer.
 
-    generates: whether it is for tokens, so that a prefill engine may help
-    stream: the state from which another replica can continue; None if it cannot
+    generates: whether it generates tokens, so that a prefill engine may help
+    stream: state from which another replica can continue the answer; None if none can
     has_head: whether the head of the answer has been sent
     """
 
@@ -73,269 +93,327 @@ class ProxyRequest:
 
     @property
     def realm(self) -> str:
-        """The realm of the weights that a replica needs to continue, without adapters; empty before the first
-        token."""
+        """Realm that a replica needs to continue the answer, without the adapter's digest; empty before the
+        first token."""
         return self.stream.realm.partition(" ")[0] if self.stream and self.stream.has_begun else ""
 
     @property
-    def is_lost(self) -> bool:
-        """True if the tokens cannot be continued, since their realm was never named."""
+    def is_unresumable(self) -> bool:
+        """True if the answer has tokens and cannot be continued, since no replica named their realm."""
         return self.stream is not None and self.stream.has_begun and not self.stream.realm
 
-    def restart(self) -> bool:
-        """Forget all tokens, if the client has received nothing. Returns whether it could."""
+    def restart_answer(self) -> bool:
+        """Discard all tokens, so that the answer begins again. Returns False, and does nothing, if the client
+        has received a part or the answer cannot be resumed."""
         if self.has_head or self.stream is None:
             return False
-        self.stream.forget()
+        self.stream.discard_answer()
         return True
 
     @property
-    def sent(self) -> bytes:
-        return self.body if self.stream is None else self.stream.body
+    def next_body(self) -> bytes:
+        return self.body if self.stream is None else self.stream.next_body
 
 
-async def http_connection(replica: Replica) -> HttpConnection:
-    return await HttpConnection.to(ServerAddress.of(replica.address))
+async def connect_replica(replica: Replica) -> HttpConnection:
+    return await HttpConnection.connect(ServerAddress.from_url(replica.address))
 
 
 class Proxy:
-    """Forwards requests to replicas. If a replica is lost, a stream is resumed on another one from its
-    tokens; an answer that has not begun is requested again. `connect` opens a connection to a replica."""
+    """Forwards requests to replicas. After the loss of a replica, another one resumes the stream from its
+    tokens. An answer that has not begun is requested again.
+
+    page_hasher: hashes the pages of a prompt
+    connect: opens a connection to a replica
+    num_in_flight, num_resumed, num_retried: number of running requests, resumed answers, repeated requests
+    """
 
     def __init__(
         self,
-        line: RequestQueue,
+        queue: RequestQueue,
         prefills: PrefillPool,
-        naming: Naming,
+        page_hasher: PageHasher,
         options: RouterOptions,
         server: ServerOptions,
-        connect: Callable[[Replica], Awaitable[HttpConnection]] = http_connection,
+        connect: Callable[[Replica], Awaitable[HttpConnection]] = connect_replica,
     ):
-        self.line, self.prefills, self.naming, self._connect = line, prefills, naming, connect
-        self.options, self.server = options, server
-        self.under_way = self.resumed = self.retried = 0
-        self.idle = asyncio.Event()
+        self.queue, self.prefills, self.page_hasher, self._connect = queue, prefills, page_hasher, connect
+        self.options, self.server, self.admission = options, server, Admission(server)
+        self.num_in_flight = self.num_resumed = self.num_retried = 0
+        self.ended = asyncio.Event()
         self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.is_draining:
             raise HttpError(503, "the router is ending", "unavailable")
-        with self._under_way():
+        with self._count_request():
             try:
-                is_post = scope["method"] == "POST"
-                body = await read_body(Request(scope, receive), self.server) if is_post else b""
-                reading = partial(self._read_request, scope, body)
-                request, prompt, tokens = await asyncio.to_thread(reading) if len(body) > LONG else reading()
-                place = self.line.place(scope.get("client_name", ""), tokens)
-                await while_read(receive, self._answer(request, RoutedRequest(prompt), place, send))
+                request, prompt, tokens = await self._receive_request(scope, receive)
+                position = self.queue.assign_position(scope.get("client_name", ""), tokens)
+                await run_while_connected(
+                    receive, self._answer_request(request, RoutedRequest(prompt), position, send)
+                )
             except ClientLeft:
                 pass
 
     @contextmanager
-    def _under_way(self):
-        self.under_way += 1
+    def _count_request(self):
+        self.num_in_flight += 1
         try:
             yield
         finally:
-            self.under_way -= 1
-            if self.is_draining and not self.under_way:
-                self.idle.set()
+            self.num_in_flight -= 1
+            if self.is_draining and not self.num_in_flight:
+                self.ended.set()
 
-    def drain(self) -> None:
-        """Take no more requests; `idle` is set once those under way are done."""
+    def start_draining(self) -> None:
+        """Take no more requests. `ended` is set once the running requests are done."""
         self.is_draining = True
-        if not self.under_way:
-            self.idle.set()
+        if not self.num_in_flight:
+            self.ended.set()
 
-    def _read_request(self, scope: Scope, body: bytes) -> tuple[ProxyRequest, Prompt, int]:
-        """Return a request, its prompt, and the tokens that it counts for."""
+    async def _receive_request(self, scope: Scope, receive: Receive) -> tuple[ProxyRequest, Prompt, int]:
+        """Wait for room for a request's body, read it, and return the result of `_parse_request`."""
+        if scope["method"] != "POST":
+            return self._parse_request(scope, b"")
+        async with admit_body(Request(scope, receive), self.admission) as client_body:
+            reading = partial(self._parse_request, scope, client_body.data)
+            return (
+                reading() if client_body.cost <= LONG_BODY_BYTES else await client_body.run_in_thread(reading)
+            )
+
+    def _parse_request(self, scope: Scope, body: bytes) -> tuple[ProxyRequest, Prompt, int]:
+        """Return a request, its first prompt, and the number of tokens that it is charged."""
         path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
-        headers = [(name, value) for name, value in scope["headers"] if name not in ANEW]
-        request = ProxyRequest(scope["method"], path, headers, body, scope["path"] in GENERATE)
-        fields = read(body)
-        if self.options.resume and request.generates and fields and fields.get("resume") is None:
-            request.stream = ResumableStream(fields)
-        prompt = self.naming(path, fields) if fields else Prompt()
-        return request, prompt, charge(scope["path"], fields, prompt)
+        headers = [(name, value) for name, value in scope["headers"] if name not in DROPPED_HEADERS]
+        request = ProxyRequest(scope["method"], path, headers, body, scope["path"] in GENERATE_PATHS)
+        fields = parse_body_fields(body, self.admission.max_marks)
+        has_room = len(body) * (1 + RESUME_SHARE) <= self.server.max_body
+        can_resume = self.options.resume and request.generates and has_room
+        if can_resume and fields and fields.get("resume") is None:
+            request.stream = ResumableStream(fields, body)
+        prompt = self.page_hasher(path, self._isolate_cache_salt(fields, scope)) if fields else Prompt()
+        return request, prompt, charged_tokens(scope["path"], fields, prompt)
+
+    def _isolate_cache_salt(self, fields: Mapping[str, Any], scope: Scope) -> Mapping[str, Any]:
+        """Return a body's fields with the cache salt that its replica will use."""
+        client, salt = scope.get("client_name", ""), fields.get("cache_salt")
+        return {**fields, "cache_salt": client_salt(self.server.prefix_cache_isolation, client, salt)}
 
     # ------------------------------------------------------------ replicas, one after the other
 
-    async def _answer(self, request: ProxyRequest, job: RoutedRequest, place: int, send: Send) -> None:
+    async def _answer_request(
+        self, request: ProxyRequest, routed_request: RoutedRequest, position: int, send: Send
+    ) -> None:
         attempt = 1
         while attempt <= self.options.max_attempts:
-            last = attempt == self.options.max_attempts
-            replica = await self._replica(request, job, place, send)
+            is_last = attempt == self.options.max_attempts
+            replica = await self._assign_next_replica(request, routed_request, position, send)
             if replica is None:
                 return
             try:
-                if await self._forward(replica, request, job, send, last):
+                if await self._forward(replica, request, routed_request, send, is_last):
                     return
-                job.left.add(replica)
+                routed_request.failed_replicas.add(replica)
             except RealmMismatch as unfit:  # costs no attempt: each replica is tried once
-                tell(f"duetto: {replica} does not go on with another's answer: {unfit}")
-                job.refused_by(replica)
+                print_stderr(f"duetto: {replica} does not go on with another's answer: {unfit}")
+                routed_request.exclude_mismatched(replica)
                 continue
             except AnswerTooLong as long:
-                tell(f"duetto: {replica}: {long}")
+                print_stderr(f"duetto: {replica}: {long}")
                 if not request.has_head:
                     raise
-                return await fail(long, send)
+                return await send_error_event(long, send)
             except ConnectionLost as lost:
-                tell(f"duetto: {replica}: {lost}" + ("" if last else "; the request goes on elsewhere"))
-                replica.is_ready = False  # until its next health check
-                if await self._give_up(request, send, last):
+                print_stderr(
+                    f"duetto: {replica}: {lost}" + ("" if is_last else "; the request goes on elsewhere")
+                )
+                routed_request.disconnected_replicas.add(replica)
+                replica.suspect()
+                if await self._give_up(request, send, is_last):
                     return
             finally:
-                self.line.leave(replica, job)
+                self.queue.release(replica, routed_request)
             attempt += 1
-            self.resumed += request.has_begun
-            self.retried += not request.has_begun
+            self.num_resumed += request.has_begun
+            self.num_retried += not request.has_begun
 
-    async def _replica(
-        self, request: ProxyRequest, job: RoutedRequest, place: int, send: Send
+    async def _assign_next_replica(
+        self, request: ProxyRequest, routed_request: RoutedRequest, position: int, send: Send
     ) -> Replica | None:
-        """Return the next replica for the request; None if the client was sent an error. A whole answer that
-        no replica can continue begins anew."""
-        job.realm = request.realm
+        """Wait for the next replica of a request. Returns None if an error was sent to the client. If no
+        replica can continue the answer and the client has received nothing, the answer begins again."""
+        routed_request.realm = request.realm
         try:
-            return await self.line.replica(job, place)
+            return await self.queue.assign_replica(routed_request, position)
         except HttpError as error:
-            found = error
-            if job.others and error.code == "unavailable":
-                if request.restart():
-                    tell("duetto: no replica has the weights that an answer began with: it begins anew")
-                    job.begin_anew()
-                    return await self._replica(request, job, place, send)
-                found = OTHER_REALM
-                tell(f"duetto: a stream ends with an error: {found}")
+            failure = error
+            if routed_request.mismatched_replicas and error.code == "unavailable":
+                if request.restart_answer():
+                    print_stderr(
+                        "duetto: no replica has the weights that an answer began with: it begins anew"
+                    )
+                    routed_request.reset_realm()
+                    return await self._assign_next_replica(request, routed_request, position, send)
+                failure = OTHER_REALM_ERROR
+                print_stderr(f"duetto: a stream ends with an error: {failure}")
             if not request.has_head:
                 raise
-            await fail(found, send)
+            await send_error_event(failure, send)
             return None
 
-    async def _give_up(self, request: ProxyRequest, send: Send, last: bool) -> bool:
-        """After a lost replica: return whether the request ends, in which case the client has got an error.
-        Raises HttpError if nothing has been sent."""
+    async def _give_up(self, request: ProxyRequest, send: Send, is_last: bool) -> bool:
+        """End a request after the loss of its replica, if it cannot go on elsewhere. Returns whether it has
+        ended with an error to the client. Raises HttpError if nothing has been sent."""
         error = HttpError(502, "the replica went away before its answer was whole", "replica_lost")
-        if request.is_lost:
-            request.restart()
-        if request.has_head and (last or request.stream is None or request.is_lost):
-            await fail(error, send)
+        if request.is_unresumable:
+            request.restart_answer()
+        if request.has_head and (is_last or request.stream is None or request.is_unresumable):
+            await send_error_event(error, send)
             return True
-        if last:
+        if is_last:
             raise error
         return False
 
     async def _forward(
-        self, replica: Replica, request: ProxyRequest, job: RoutedRequest, send: Send, last: bool
+        self,
+        replica: Replica,
+        request: ProxyRequest,
+        routed_request: RoutedRequest,
+        send: Send,
+        is_last: bool,
     ) -> bool:
-        """Send the request to a replica and pass its answer on. Returns whether it answered. Raises
-        ConnectionLost, RealmMismatch and AnswerTooLong."""
+        """Send the request to a replica and pass its answer on. Returns False if the replica is busy and
+        another may answer. Raises ConnectionLost, RealmMismatch and AnswerTooLong."""
         connection = await self._connect(replica)
         replica.connections[connection] = None
         try:
-            with self.prefills.beside(job) if request.generates else nullcontext([]) as more:
-                connection.send(request.method, request.path, request.headers + more, request.sent)
-                status = await connection.status()
-            if status == OTHER and request.realm:
-                raise RealmMismatch(error_message(await connection.body()))
-            if status in BUSY and not last and self._others(job, replica):
+            with (
+                self.prefills.reserve_prefill_engine(routed_request)
+                if request.generates
+                else nullcontext([]) as prefill_headers
+            ):
+                connection.send(
+                    request.method, request.path, request.headers + prefill_headers, request.next_body
+                )
+                status = await connection.read_status()
+            if status == REALM_MISMATCH_STATUS and request.realm:
+                raise RealmMismatch(error_message(await connection.read_body()))
+            if status in BUSY_STATUSES and not is_last and self._has_other_replica(routed_request, replica):
                 return False
-            replica.begun(job)
+            replica.on_prefill_done(routed_request)
             kind = dict(connection.headers).get(b"content-type", b"")
             if status == 200 and kind.startswith(b"text/event-stream"):
-                await self._pass_stream(connection, request, send, last)
+                await self._pass_stream(connection, request, send, is_last)
             else:
-                await self._pass_whole(connection, request, send)
+                await self._pass_response(connection, request, send)
             return True
         finally:
             replica.connections.pop(connection, None)
-            connection.abort() if not connection.is_whole else await connection.close()
+            await connection.close()
 
-    def _others(self, job: RoutedRequest, replica: Replica) -> bool:
-        return any(one.is_ready and one not in job.left and one is not replica for one in self.line.replicas)
+    def _has_other_replica(self, routed_request: RoutedRequest, replica: Replica) -> bool:
+        return any(
+            candidate.is_ready
+            and candidate not in routed_request.failed_replicas
+            and candidate is not replica
+            for candidate in self.queue.replicas
+        )
 
-    async def _pass_whole(self, connection: HttpConnection, request: ProxyRequest, send: Send) -> None:
-        status, body = await connection.status(), await connection.body()
+    async def _pass_response(self, connection: HttpConnection, request: ProxyRequest, send: Send) -> None:
+        status, body = await connection.read_status(), await connection.read_body()
         if request.has_head:  # the stream cannot be resumed there
-            return await fail(HttpError(502, error_message(body), "replica_lost"), send)
-        await answer(request, status, headers_of(connection), body, send)
+            return await send_error_event(HttpError(502, error_message(body), "replica_lost"), send)
+        if status in BODILESS_STATUSES or request.method == "HEAD":
+            return await send_bodiless(connection, request, send)
+        await send_answer(request, status, passed_headers(connection), body, send)
 
-    async def _send_whole(
-        self, connection: HttpConnection, request: ProxyRequest, send: Send, last: bool
+    async def _send_answer_from_stream(
+        self, connection: HttpConnection, request: ProxyRequest, send: Send, is_last: bool
     ) -> None:
-        """Send a whole answer that arrives as the last event of a stream of its tokens."""
+        """Send a whole answer. It arrives as the last event of a stream, which also reports its tokens."""
         stream = request.stream
         assert stream is not None
-        async with aclosing(passed(connection, stream)) as pieces:
-            events = await joined(pieces)
-        body = first_data(events + stream.held)
-        if not stream.is_whole and not (last and body):
+        async with aclosing(read_passable_events(connection, stream)) as pieces:
+            events = await join_pieces(pieces)
+        body = first_event_data(events + stream.held_events)
+        if not stream.is_whole and not (is_last and body):
             raise ConnectionLost("the answer has ended before it was whole")
-        headers = [header for header in headers_of(connection) if header[0] != b"content-type"]
+        headers = [header for header in passed_headers(connection) if header[0] != b"content-type"]
         headers.append((b"content-type", b"application/json"))
-        await answer(request, 200 if stream.is_whole else 502, headers, body, send)
+        has_failed = body.startswith(b'{"error":')
+        status = 502 if not stream.is_whole else 500 if has_failed else 200
+        await send_answer(request, status, headers, body, send)
 
     async def _pass_stream(
-        self, connection: HttpConnection, request: ProxyRequest, send: Send, last: bool
+        self, connection: HttpConnection, request: ProxyRequest, send: Send, is_last: bool
     ) -> None:
         stream = request.stream
         if stream is not None:
-            stream.begin()
+            stream.begin_answer()
             if not stream.is_stream:
-                return await self._send_whole(connection, request, send, last)
+                return await self._send_answer_from_stream(connection, request, send, is_last)
         if not request.has_head:
-            await begin(request, 200, headers_of(connection), send)
-        own = stream or PassThroughStream()
-        async with aclosing(passed(connection, own)) as pieces:
+            await send_head(request, 200, passed_headers(connection), send)
+        passed_stream = stream or PassThroughStream()
+        async with aclosing(read_passable_events(connection, passed_stream)) as pieces:
             async for events in pieces:
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-        if stream is not None and not stream.is_whole and not last:
+        if stream is not None and not stream.is_whole and not is_last:
             raise ConnectionLost("the stream has ended before its last event")
-        await send({"type": "http.response.body", "body": own.held})
+        await send({"type": "http.response.body", "body": passed_stream.held_events})
 
 
-async def passed(
+async def read_passable_events(
     connection: HttpConnection, stream: ResumableStream | PassThroughStream
 ) -> AsyncGenerator[bytes]:
-    """Yield what can be passed on of each piece of a stream, until it is whole or its replica ends it."""
-    async with aclosing(connection.pieces()) as pieces:
+    """Yield the events that can be passed on after each piece of a stream, until its end."""
+    async with aclosing(connection.read_pieces()) as pieces:
         async for piece in pieces:
-            yield stream.take(piece)
+            yield stream.feed(piece)
             if stream.is_whole:
                 return
 
 
-async def begin(request: ProxyRequest, status: int, headers: Headers, send: Send) -> None:
+async def send_head(request: ProxyRequest, status: int, headers: Headers, send: Send) -> None:
     await send({"type": "http.response.start", "status": status, "headers": headers})
     request.has_head = True
 
 
-async def answer(request: ProxyRequest, status: int, headers: Headers, body: bytes, send: Send) -> None:
-    await begin(request, status, [*headers, (b"content-length", b"%d" % len(body))], send)
+async def send_answer(request: ProxyRequest, status: int, headers: Headers, body: bytes, send: Send) -> None:
+    await send_head(request, status, [*headers, (b"content-length", b"%d" % len(body))], send)
     await send({"type": "http.response.body", "body": body})
 
 
-def headers_of(connection: HttpConnection) -> Headers:
-    """Return the headers of an answer that are passed on."""
-    return [header for header in connection.headers if header[0] not in OWN]
+async def send_bodiless(connection: HttpConnection, request: ProxyRequest, send: Send) -> None:
+    """Send an answer without a body. An answer to HEAD names the length of the body that GET would get."""
+    lengths = [header for header in connection.headers if header[0] == b"content-length"]
+    more = lengths if request.method == "HEAD" else []
+    await send_head(request, await connection.read_status(), passed_headers(connection) + more, send)
+    await send({"type": "http.response.body", "body": b""})
 
 
-async def fail(error: HttpError, send: Send) -> None:
-    """End a stream with an error."""
+def passed_headers(connection: HttpConnection) -> Headers:
+    """Return the headers of an answer, except headers about the connection (see `CONNECTION_HEADERS`)."""
+    return [header for header in connection.headers if header[0] not in CONNECTION_HEADERS]
+
+
+async def send_error_event(error: HttpError, send: Send) -> None:
+    """End a stream with an event that has the error."""
     body = b"data: " + msgspec.json.encode(error.body) + b"\n\n"
     await send({"type": "http.response.body", "body": body})
 
 
-def read(body: bytes) -> Mapping[str, Any]:
-    """Return the fields of a body; none if it is no JSON object, which replicas reject."""
+def parse_body_fields(body: bytes, max_marks: int | None = None) -> Mapping[str, Any]:
+    """Parse the fields of a body. Returns {} for a body that replicas reject: no JSON object, or more than
+    `max_marks` commas, colons and brackets."""
     try:
-        return object_of(body, "body")
+        return parse_request_object(body, "body", max_marks)
     except RequestError:
         return {}
 
 
 def error_message(body: bytes) -> str:
-    error = read(body).get("error")
+    error = parse_body_fields(body).get("error")
     return str(error.get("message")) if isinstance(error, dict) else "the replica cannot go on"

@@ -1,4 +1,4 @@
-"""State of an answer that another replica can resume: the tokens, and the events that were passed on."""
+"""State of an answer that another replica can resume: its tokens, and the number of events passed on."""
 
 import time
 import uuid
@@ -7,61 +7,68 @@ from typing import Any
 
 import msgspec
 
-from .http import ConnectionLost, check_size
-from .prompts import CHOICES
+from .http_client import ConnectionLost, check_answer_size
+from .prompts import MAX_REQUEST_CHOICES
 
-TOKENS, REALM, COMMENT, END, DATA = b": tokens ", b": realm ", b":", b": end", b"data: "
+TOKENS_PREFIX, REALM_PREFIX = b": tokens ", b": realm "
+COMMENT_PREFIX, END_COMMENT, DATA_PREFIX = b":", b": end", b"data: "
 
 
 class EventPieces:
-    """Cuts a stream at the ends of its events, wherever its pieces end."""
+    """Splits a stream into its events. Pieces may end anywhere."""
 
     def __init__(self):
         self.rest = bytearray()  # of an incomplete event
 
-    def take(self, data: bytes) -> list[bytes]:
-        """Take a piece, and return the events that are whole, without their empty lines."""
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add a piece of the stream. Returns the events that are complete, without their empty lines."""
         unread = max(0, len(self.rest) - 1)  # an end may have begun in the last piece
         self.rest += data
         if self.rest.find(b"\n\n", unread) < 0:
             return []
-        *whole, rest = bytes(self.rest).split(b"\n\n")
+        *events, rest = bytes(self.rest).split(b"\n\n")
         self.rest = bytearray(rest)
-        return whole
+        return events
 
 
 class PassThroughStream:
-    """Passes whole events on; the stream ends where its replica's does."""
+    """Stream that cannot be resumed: complete events are passed on until its replica ends it."""
 
     is_whole = False  # known only once the replica has ended it
 
     def __init__(self):
         self._pieces = EventPieces()
 
-    def take(self, data: bytes) -> bytes:
-        """Take a piece of a stream, and return what can be passed on. Raises AnswerTooLong."""
-        check_size(len(self._pieces.rest) + len(data))
-        return b"".join(block + b"\n\n" for block in self._pieces.take(data))
+    def feed(self, data: bytes) -> bytes:
+        """Add a piece of the stream. Returns the events that can be passed on. Raises AnswerTooLong."""
+        check_answer_size(len(self._pieces.rest) + len(data))
+        return b"".join(block + b"\n\n" for block in self._pieces.feed(data))
 
     @property
-    def held(self) -> bytes:
+    def held_events(self) -> bytes:
         """The bytes of an incomplete event."""
         return bytes(self._pieces.rest)
 
 
 class ResumableStream:
-    """Follows a stream, or a whole answer that arrives as the last event of one. Events are passed on once
-    the tokens behind them are known; the next replica writes the other events of a lost one again. `realm`
-    names the weights that the tokens follow from: only a replica of this realm may continue."""
+    """Stream that another replica can resume; or a whole answer, which arrives as the last event of a stream.
 
-    def __init__(self, body: Mapping[str, Any]):
-        self.is_stream = body.get("stream") is True  # else a whole answer, the last event of a stream
-        self.id, self._body = uuid.uuid4().hex, dict(body)
+    Events are passed on once their tokens are known. If the replica is lost, the next one writes the other
+    events again.
+
+    is_stream: whether the client asked for a stream
+    is_whole: whether the answer has arrived completely
+    realm: realm of the tokens; only a replica of this realm may continue
+    """
+
+    def __init__(self, fields: Mapping[str, Any], body: bytes):
+        self.is_stream = fields.get("stream") is True  # else a whole answer, the last event of a stream
+        self.id, self._raw_fields = uuid.uuid4().hex, msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         self._created = int(time.time())
         self._outputs: list[list[int]] = []
         self.realm = ""
-        self._events = 0  # passed on
-        self.begin()
+        self._num_events = 0  # passed on
+        self.begin_answer()
         self.is_whole = False
 
     @property
@@ -69,72 +76,74 @@ class ResumableStream:
         return any(self._outputs)
 
     @property
-    def body(self) -> bytes:
-        """The body for the next replica: continue after the tokens and events so far."""
-        known: dict[str, Any] = {"outputs": self._outputs, "events": self._events}
+    def next_body(self) -> bytes:
+        """Body for the next replica: the client's fields, with values as they were written, and `resume` with
+        the tokens and events so far."""
+        known: dict[str, Any] = {"outputs": self._outputs, "events": self._num_events}
         if self.has_begun:
             known["realm"] = self.realm
-        return msgspec.json.encode(self._body | {"resume": {"id": self.id, "created": self._created} | known})
+        resume = {"id": self.id, "created": self._created} | known
+        return msgspec.json.encode({**self._raw_fields, "resume": resume})
 
-    def forget(self) -> None:
-        """Drop tokens and events, of which the client has received none: the next replica begins the answer
-        anew."""
-        self._outputs, self._events, self.realm = [], 0, ""
+    def discard_answer(self) -> None:
+        """Discard all tokens and events: the next replica begins the answer again. The client must have
+        received nothing."""
+        self._outputs, self._num_events, self.realm = [], 0, ""
 
-    def begin(self) -> None:
-        """Begin to read a replica's answer, or its continuation."""
+    def begin_answer(self) -> None:
+        """Prepare to read the answer, or its continuation, from a replica."""
         self._pieces = EventPieces()
         self._held: list[bytes] = []  # events whose tokens are not known
         self._held_bytes = 0
 
-    def take(self, data: bytes) -> bytes:
-        """Take a piece of an answer, and return what can be passed on. Raises ConnectionLost for tokens that
-        cannot be read, and AnswerTooLong."""
-        check_size(len(self._pieces.rest) + self._held_bytes + len(data))
-        blocks = self._pieces.take(data)
-        found = [tokens_in(block) for block in blocks if block.startswith(TOKENS)]
-        for tokens in found:  # nothing raises from here on: what counts is passed on
-            self._count(tokens)
-        return b"".join(map(self._passed, blocks))
+    def feed(self, data: bytes) -> bytes:
+        """Add a piece of the answer. Returns the events that can be passed on. Raises ConnectionLost for
+        tokens that cannot be read, and AnswerTooLong."""
+        check_answer_size(len(self._pieces.rest) + self._held_bytes + len(data))
+        blocks = self._pieces.feed(data)
+        new_tokens = [parse_tokens_comment(block) for block in blocks if block.startswith(TOKENS_PREFIX)]
+        for tokens in new_tokens:  # nothing raises from here on: what counts is passed on
+            self._append_tokens(tokens)
+        return b"".join(map(self._pass_block, blocks))
 
     @property
-    def held(self) -> bytes:
-        """The events of an answer that ended too early and were not passed on: an error, perhaps."""
+    def held_events(self) -> bytes:
+        """Events that were not passed on, since their tokens are not known. One may be an error."""
         return b"".join(self._held)
 
-    def _passed(self, block: bytes) -> bytes:
-        if not block.startswith(COMMENT):
+    def _pass_block(self, block: bytes) -> bytes:
+        if not block.startswith(COMMENT_PREFIX):
             self._held.append(block + b"\n\n")
             self._held_bytes += len(self._held[-1])
             return b""
-        if block.startswith(REALM):
-            self.realm = block[len(REALM) :].decode("latin-1")
+        if block.startswith(REALM_PREFIX):
+            self.realm = block[len(REALM_PREFIX) :].decode("latin-1")
             return b""
-        if not block.startswith(TOKENS) and block != END:
+        if not block.startswith(TOKENS_PREFIX) and block != END_COMMENT:
             return block + b"\n\n"  # a comment that keeps the connection open
-        self.is_whole = self.is_whole or block == END
-        found, self._held, self._held_bytes = self._held, [], 0
-        self._events += len(found)
-        return b"".join(found)
+        self.is_whole = self.is_whole or block == END_COMMENT
+        events, self._held, self._held_bytes = self._held, [], 0
+        self._num_events += len(events)
+        return b"".join(events)
 
-    def _count(self, tokens: Mapping[int, list[int]]) -> None:
+    def _append_tokens(self, tokens: Mapping[int, list[int]]) -> None:
         for choice, ids in tokens.items():
             self._outputs += [[] for _ in range(choice + 1 - len(self._outputs))]
             self._outputs[choice] += ids
 
 
-def tokens_in(block: bytes) -> dict[int, list[int]]:
-    """Return the token ids of each choice in a comment. Raises ConnectionLost for no such comment."""
+def parse_tokens_comment(block: bytes) -> dict[int, list[int]]:
+    """Parse a comment with token ids of choices. Raises ConnectionLost if it cannot be read."""
     try:
-        found = msgspec.json.decode(block[len(TOKENS) :], type=dict[int, list[int]])
+        tokens = msgspec.json.decode(block[len(TOKENS_PREFIX) :], type=dict[int, list[int]])
     except msgspec.DecodeError as error:
         raise ConnectionLost(f"tokens cannot be read: {error}") from None
-    if not all(0 <= choice < CHOICES for choice in found):
-        raise ConnectionLost(f"an answer has at most {CHOICES} choices")
-    return found
+    if not all(0 <= choice < MAX_REQUEST_CHOICES for choice in tokens):
+        raise ConnectionLost(f"an answer has at most {MAX_REQUEST_CHOICES} choices")
+    return tokens
 
 
-def first_data(events: bytes) -> bytes:
-    """Return the data of the first event that is no comment; empty if all are."""
-    data = (block[len(DATA) :] for block in events.split(b"\n\n") if block.startswith(DATA))
+def first_event_data(events: bytes) -> bytes:
+    """Return the data of the first event that is no comment; b"" without one."""
+    data = (block[len(DATA_PREFIX) :] for block in events.split(b"\n\n") if block.startswith(DATA_PREFIX))
     return next(data, b"")

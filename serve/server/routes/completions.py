@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,65 +13,85 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...text.openai.errors import object_of
-from ...text.openai.replies import PREFIXES, Replies
+from ...text.openai.replies import ID_PREFIXES, Replies
 from ...text.openai.reply_types import ChatChunk, ChatCompletion, Completion, ResponseEvent, ResponseReply
-from ...text.openai.resume import END, ResumeState
-from ...text.openai.schemas import body_of
-from ...text.outputs import RequestOutput
-from ..service.errors import HttpError, json_response
+from ...text.openai.resume import STREAM_END, ResumeState
+from ...text.openai.schemas import make_task_body
+from ...text.outputs import GenerationError, RequestOutput
+from ..service.admission import ClientBody
+from ..service.errors import HttpError, convert_error, json_response
 from ..service.service import ApiCall, Service
-from ..service.streams import ClientLeft, while_read
+from ..service.streams import ClientLeft, run_while_connected
 from ..streams import completion_stream, responses_stream
 from ..streams.completion_request import CompletionRequest, parse_completion, parse_response
-from ..streams.completion_stream import PING, SELDOM, CompletionEvents, TokenReporter, WholeEvent
-from .body import SOURCE, read_body
-from .openapi import READ_ERRORS, Path
+from ..streams.completion_stream import (
+    PING,
+    TOKEN_COMMENT_SECONDS,
+    CompletionEvents,
+    TokenReporter,
+    WholeEvent,
+)
+from .body import SOURCE_HEADER
+from .client_bodies import admit_body
+from .openapi import READ_ERRORS, ApiRoute
 
-LONG = 1 << 14  # bytes; longer bodies are read in another thread
 EventWriter = CompletionEvents | responses_stream.ResponseEvents | WholeEvent
-MOST_SHOWN = 200  # characters of a realm in an error
+MAX_REALM_CHARS = 200  # characters of a realm in an error
 
 
 @dataclass(frozen=True)
 class CompletionApi:
-    """Reads the bodies of a path (`parse`, given default sampling parameters), and writes its answers:
-    `whole`, or by the writer of a stream, `events`. `prefix` is that of their ids."""
+    """Functions that read the bodies of a path and write its answers.
 
-    prefix: str
-    parse: Callable[[dict[str, Any], Mapping[str, Any]], CompletionRequest]
-    whole: Callable[[Replies, str, CompletionRequest, list[RequestOutput]], dict[str, Any]]
-    events: Callable[[Replies, str, CompletionRequest, list[int]], EventWriter]
+    id_prefix: first characters of an answer's id
+    parse_body: parses a body, given default sampling parameters
+    build_answer: makes a whole answer of the outputs
+    make_events: makes the encoder of a stream, given the token ids of each prompt
+    """
+
+    id_prefix: str
+    parse_body: Callable[[dict[str, Any], Mapping[str, Any]], CompletionRequest]
+    build_answer: Callable[[Replies, str, CompletionRequest, list[RequestOutput]], dict[str, Any]]
+    make_events: Callable[[Replies, str, CompletionRequest, list[list[int]]], EventWriter]
 
 
-COMPLETION, CHAT = (
-    CompletionApi(PREFIXES[form], partial(parse_completion, form), completion_stream.whole, CompletionEvents)
+COMPLETION_API, CHAT_API = (
+    CompletionApi(
+        ID_PREFIXES[form],
+        partial(parse_completion, form),
+        completion_stream.build_completion,
+        CompletionEvents,
+    )
     for form in ("completion", "chat")
 )
-RESPONSE = CompletionApi("resp_", parse_response, responses_stream.whole, responses_stream.ResponseEvents)
+RESPONSE_API = CompletionApi(
+    "resp_", parse_response, responses_stream.build_response, responses_stream.make_response_events
+)
 
 
-def paths(service: Service) -> list[Path]:
-    errors = (*READ_ERRORS, 404, 409, 429, 503)
-    text, chat, response = (body_of(form, service.defaults) for form in ("completion", "chat", "response"))
+def completion_routes(service: Service) -> list[ApiRoute]:
+    errors = (*READ_ERRORS, 404, 409)
+    text, chat, response = (
+        make_task_body(form, service.defaults) for form in ("completion", "chat", "response")
+    )
     return [
-        Path(
-            "/v1/completions", Completions(service, COMPLETION), "continue a text",
+        ApiRoute(
+            "/v1/completions", CompletionRoute(service, COMPLETION_API), "continue a text",
             reply=Completion, event=Completion, body=text, errors=errors,
         ),
-        Path(
-            "/v1/chat/completions", Completions(service, CHAT), "reply to a conversation",
+        ApiRoute(
+            "/v1/chat/completions", CompletionRoute(service, CHAT_API), "reply to a conversation",
             reply=ChatCompletion, event=ChatChunk, body=chat, errors=errors,
         ),
-        Path(
-            "/v1/responses", Completions(service, RESPONSE), "respond to an input",
+        ApiRoute(
+            "/v1/responses", CompletionRoute(service, RESPONSE_API), "respond to an input",
             reply=ResponseReply, event=ResponseEvent, body=response, errors=errors,
         ),
     ]  # fmt: skip
 
 
-class Completions:
-    """Answers requests to generate, whole or as server-sent events. A client that disconnects ends its
+class CompletionRoute:
+    """Answers requests to generate, whole or as server-sent events. A client's disconnect ends its
     request."""
 
     def __init__(self, service: Service, api: CompletionApi):
@@ -80,47 +100,52 @@ class Completions:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         id = uuid.uuid4().hex
         try:
-            body = await read_body(Request(scope, receive), self.service.options)
-            source = Headers(scope=scope).get(SOURCE)
-            read = partial(self._read_request, body, source)
-            request = await asyncio.to_thread(read) if len(body) > LONG else read()
-            id = id if request.resume is None else request.resume.id
-            client = scope.get("client_name", "")
-            async with self.service.call(request.tasks, client, receive=receive) as call:
-                scope.update(call=call, response_id=self.api.prefix + id)  # for tracing
-                require_realm(request.resume, self.service.realm(call))
+            async with AsyncExitStack() as stack:
+                client_body = await stack.enter_async_context(
+                    admit_body(Request(scope, receive), self.service.admission)
+                )
+                read = partial(self._parse_request, client_body, Headers(scope=scope).get(SOURCE_HEADER))
+                request = read() if client_body.is_small else await client_body.run_in_thread(read)
+                id = id if request.resume is None else request.resume.id
+                call = await stack.enter_async_context(self.service.open_call(request.tasks, client_body))
+                await client_body.release()
+                scope.update(call=call, response_id=self.api.id_prefix + id)  # for tracing
+                require_realm(request.resume, self.service.call_realm(call))
                 if request.stream or request.is_resumable:
-                    await while_read(receive, self._stream(call, request, id, send))
+                    await run_while_connected(receive, self._send_stream(call, request, id, send))
                 else:
-                    outputs = await while_read(receive, self.service.outputs(call))
-                    reply = await asyncio.to_thread(self._whole, request, id, outputs)
+                    write = partial(self._build_reply, request, id)
+                    answer = self.service.answer_call(call, client_body.client, write)
+                    reply = await run_while_connected(receive, answer)
                     await reply(scope, receive, send)
         except ClientLeft:
             pass
 
-    def _read_request(self, body: bytes, source: str | None) -> CompletionRequest:
-        request = self.api.parse(object_of(body, "body"), self.service.defaults)
+    def _parse_request(self, client_body: ClientBody, source: str | None) -> CompletionRequest:
+        request = self.api.parse_body(client_body.parse_object(), self.service.defaults)
         if request.tasks[0].model is not None:
             self.service.require_model(request.tasks[0].model)
         if source is None:
             return request
-        return replace(request, tasks=[replace(task, source=source) for task in request.tasks])
+        return replace(request, tasks=[replace(task, prefill_address=source) for task in request.tasks])
 
-    def _whole(self, request: CompletionRequest, id: str, outputs: list[RequestOutput]) -> Response:
-        body = self.api.whole(self.service.replies, id, request, outputs)
+    def _build_reply(self, request: CompletionRequest, id: str, outputs: list[RequestOutput]) -> Response:
+        body = self.api.build_answer(self.service.replies, id, request, outputs)
         return json_response(body, headers={"x-request-id": id})
 
-    def _writer(self, call: ApiCall, request: CompletionRequest, id: str) -> EventWriter:
+    def _make_writer(self, call: ApiCall, request: CompletionRequest, id: str) -> EventWriter:
         replies = self.service.replies
         if request.stream:
-            return self.api.events(replies, id, request, call.flows[0].prompt)
-        return WholeEvent(lambda: self.api.whole(replies, id, request, self.service.results(call)))
+            return self.api.make_events(replies, id, request, [handle.prompt for handle in call.handles])
+        return WholeEvent(
+            lambda: self.api.build_answer(replies, id, request, self.service.call_results(call))
+        )
 
-    async def _stream(self, call: ApiCall, request: CompletionRequest, id: str, send: Send) -> None:
-        events = self._writer(call, request, id)
-        seconds = None if request.resume is None else 0.0 if request.stream else SELDOM
+    async def _send_stream(self, call: ApiCall, request: CompletionRequest, id: str, send: Send) -> None:
+        events = self._make_writer(call, request, id)
+        seconds = None if request.resume is None else 0.0 if request.stream else TOKEN_COMMENT_SECONDS
         clock = asyncio.get_running_loop().time
-        tokens = TokenReporter(seconds, lambda: self.service.realm(call), clock)
+        report_tokens = TokenReporter(seconds, lambda: self.service.call_realm(call), clock)
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         headers += [(b"x-request-id", id.encode()), (b"x-accel-buffering", b"no")]
 
@@ -128,33 +153,41 @@ class Completions:
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": more})
 
+        has_begun = False  # an error before the first piece has a status of its own
+
         async def begin() -> None:
+            nonlocal has_begun
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+            has_begun = True
             if request.resume is not None and request.resume.has_begun:
-                events.skip(call.resumed, request.resume.events)
+                events.skip_outputs(call.resumed_outputs, request.resume.events)
             else:
-                await write(events.begin())
+                await write(events.encode_start())
 
-        begun = False
-        async with aclosing(call.stream.pieces()) as pieces:
-            try:
+        try:
+            async with aclosing(call.stream.read_pieces()) as pieces:
                 async for outputs in pieces:
-                    if not begun:  # an error before the first piece has a status of its own
+                    if not has_begun:
                         await begin()
-                        begun = True
-                    await write(events.chunks(outputs) + tokens(outputs) if outputs else PING)
-            except HttpError as error:
-                if not begun:
-                    raise
-                return await write(events.failed(error.body["error"]), more=False)
-        if not begun:  # another server has generated all of it
-            await begin()
-        await write(events.end(**call.usage) + (b"" if request.resume is None else END), more=False)
+                    await write(events.encode_chunks(outputs) + report_tokens(outputs) if outputs else PING)
+            if not has_begun:  # another server has generated all of it
+                await begin()
+            await write(
+                events.encode_end(**call.usage) + (b"" if request.resume is None else STREAM_END), more=False
+            )
+        except Exception as error:
+            if not has_begun:
+                raise
+            failure = convert_error(error)
+            is_final = request.resume is not None and failure.code == GenerationError.CODE  # also elsewhere
+            await write(events.encode_error(failure.body["error"]) + STREAM_END * is_final, more=False)
+            if failure is not error:
+                raise  # for the log
 
 
-def require_realm(resume: ResumeState | None, own: str) -> None:
-    """Raise HttpError if an answer has begun with other weights, or with other settings that decide
-    tokens."""
-    if resume is not None and resume.realm not in (None, own):
-        reason = f"resume.realm is {resume.realm[:MOST_SHOWN]!r}, and answers here are of {own!r}"
+def require_realm(resume: ResumeState | None, realm: str) -> None:
+    """Raise HttpError if the answer to resume has another realm than `realm`, this server's: it was begun
+    with other weights or settings."""
+    if resume is not None and resume.realm not in (None, realm):
+        reason = f"resume.realm is {resume.realm[:MAX_REALM_CHARS]!r}, and answers here are of {realm!r}"
         raise HttpError(409, reason, "other_realm", "resume")

@@ -1,70 +1,80 @@
 """/v1/embeddings."""
 
-import asyncio
 import uuid
 from dataclasses import replace
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...llm.driver import StreamHandle
-from ...text.openai.bodies import EmbeddingFields
-from ...text.openai.embeddings import EmbeddingInputs, inputs_of, reply
-from ...text.openai.errors import object_of
+from ...text.openai.bodies import CacheFields, EmbeddingFields
+from ...text.openai.embeddings import EmbeddingInputs, embedding_reply, parse_embedding_body
 from ...text.openai.reply_types import EmbeddingReply
-from ...text.openai.schemas import Body, without_effect
+from ...text.openai.schemas import Body, ignored_field_schemas
 from ...text.openai.tasks import Task
+from ..service.admission import ClientBody
 from ..service.errors import json_response
 from ..service.service import Service
-from ..service.streams import ClientLeft, while_read
-from .body import read_body
-from .openapi import READ_ERRORS, Path
+from ..service.streams import ClientLeft, run_while_connected
+from .client_bodies import admit_body
+from .openapi import READ_ERRORS, ApiRoute
 
-AT_ONCE = 64  # inputs of a request that are in the engine at a time
+MAX_INPUTS_AT_ONCE = 64  # inputs of a request that are in the engine at a time
 
 
-class Embeddings:
-    """Answers requests for embeddings. A client that disconnects ends its request."""
+class EmbeddingRoute:
+    """Answers requests for embeddings. A client's disconnect ends its request."""
 
     def __init__(self, service: Service):
         self.service = service
-        body = Body(
-            "EmbeddingBody", (EmbeddingFields,), {"input": "sort a list"}, without_effect(), closed=True
-        )
-        errors = (*READ_ERRORS, 404, 429, 503)
-        self.paths = [
-            Path("/v1/embeddings", self, "embed texts", reply=EmbeddingReply, body=body, errors=errors)
+        records, example = (EmbeddingFields, CacheFields), {"input": "sort a list"}
+        body = Body("EmbeddingBody", records, example, ignored_field_schemas(), is_closed=True)
+        errors = (*READ_ERRORS, 404)
+        self.routes = [
+            ApiRoute("/v1/embeddings", self, "embed texts", reply=EmbeddingReply, body=body, errors=errors)
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         id = uuid.uuid4().hex
         try:
-            body = await read_body(Request(scope, receive), self.service.options)
-            inputs = await asyncio.to_thread(lambda: inputs_of(object_of(body, "body")))
-            if inputs.tasks[0].model is not None:
-                self.service.require_model(inputs.tasks[0].model)
-            with self.service.under_way():
-                flows = await self._embedded(inputs.tasks, scope, receive)
-                scope["response_id"] = id  # for tracing
-                answer = await asyncio.to_thread(self._answer, inputs, flows, id)
+            async with admit_body(Request(scope, receive), self.service.admission) as client_body:
+                inputs = await client_body.run_in_thread(
+                    lambda: parse_embedding_body(client_body.parse_object())
+                )
+                await client_body.release()
+                if inputs.tasks[0].model is not None:
+                    self.service.require_model(inputs.tasks[0].model)
+                with self.service.count_call():
+                    handles = await self._run_embeddings(inputs.tasks, client_body, scope, receive)
+                    scope["response_id"] = id  # for tracing
+                    write = partial(self._build_reply, inputs, handles, id)
+                    answer = await self.service.admission.answer_pool.run(
+                        client_body.client, len(handles), write
+                    )
             await answer(scope, receive, send)
         except ClientLeft:
             pass
 
-    async def _embedded(self, tasks: list[Task], scope: Scope, receive: Receive) -> list[StreamHandle]:
-        """Return the finished flows of all inputs; the request waits in the queue once."""
-        flows: list[StreamHandle] = []
-        size, client = min(AT_ONCE, self.service.options.max_queued), scope.get("client_name", "")
+    async def _run_embeddings(
+        self, tasks: list[Task], client_body: ClientBody, scope: Scope, receive: Receive
+    ) -> list[StreamHandle]:
+        """Run all inputs, `MAX_INPUTS_AT_ONCE` at a time, and return their finished handles. Only the first
+        ones have to be admitted."""
+        handles: list[StreamHandle] = []
+        size = min(MAX_INPUTS_AT_ONCE, self.service.options.max_queued)
         for i in range(0, len(tasks), size):
-            async with self.service.call(tasks[i : i + size], client, is_admitted=i > 0) as call:
-                await while_read(receive, call.stream.ended())
-                flows += call.flows
-                scope["call"] = replace(call, tasks=tasks, flows=flows)
-        return flows
+            if i > 0:
+                client_body.renew_deadline()
+            async with self.service.open_call(tasks[i : i + size], client_body, is_admitted=i > 0) as call:
+                await run_while_connected(receive, call.stream.wait_end())
+                handles += call.handles
+                scope["call"] = replace(call, tasks=tasks, handles=handles)
+        return handles
 
-    def _answer(self, inputs: EmbeddingInputs, flows: list[StreamHandle], id: str) -> Response:
+    def _build_reply(self, inputs: EmbeddingInputs, handles: list[StreamHandle], id: str) -> Response:
         model = inputs.tasks[0].model or self.service.names[0]
-        tokens = sum(len(flow.prompt) for flow in flows)
-        body = reply(model, inputs, [flow.embedding for flow in flows], tokens)
+        tokens = sum(len(handle.prompt) for handle in handles)
+        body = embedding_reply(model, inputs, [handle.embedding for handle in handles], tokens)
         return json_response(body, headers={"x-request-id": id})

@@ -1,6 +1,7 @@
 """A process that compiles grammars, each in a fork of its own with bounds that the kernel keeps.
 
-Run as `python child.py FOLDER`, where FOLDER has llguidance; imports nothing else than the standard library.
+Run as `python child.py FOLDER`, where FOLDER has llguidance; imports nothing else than the standard library
+and `gbnf.py` beside it.
 It reads a pickled vocabulary. Forks that are made ahead then read one pickled order each, for a grammar, and
 write a pickled report of it. The process ends when its standard input does.
 """
@@ -15,110 +16,119 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-STACK = 4 << 20  # bytes: half of a usual thread's, so that a grammar that fits here fits in a server's thread
-UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of a unit of ru_maxrss
-SIZE = Path("/proc/self/statm")
+# Half of a usual thread's, so that a grammar that fits here fits in a server's thread.
+STACK_BYTES = 4 << 20
+MAXRSS_UNIT_BYTES = 1 if sys.platform == "darwin" else 1024  # bytes of a unit of ru_maxrss
+MEMORY_FILE = Path("/proc/self/statm")
 
 
 class ChildVocabulary:
     """The attributes that llguidance's TokenizerWrapper reads."""
 
-    def __init__(self, given: dict[str, Any]):
-        self.tokens, self.special_token_ids = given["tokens"], given["special"]
-        self.eos_token_id, self.bos_token_id = given["ends"][0], None
+    def __init__(self, message: dict[str, Any]):
+        self.tokens, self.special_token_ids = message["tokens"], message["special"]
+        self.eos_token_id, self.bos_token_id = message["ends"][0], None
         self._ids = {token: i for i, token in enumerate(self.tokens) if token}
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: str) -> list[int]:
         """Return tokens of a text that a grammar forces, the longest first: the choice does not change the
         cost."""
-        left, found = text.encode(), list[int]()
-        while left:
-            ends = range(min(len(left), self._longest), 0, -1)
-            end = next((end for end in ends if left[:end] in self._ids), 0)
-            found += [self._ids[left[:end]]] if end else []
-            left = left[end or 1 :]
-        return found
+        remaining, token_ids = text.encode(), list[int]()
+        while remaining:
+            ends = range(min(len(remaining), self._longest), 0, -1)
+            end = next((end for end in ends if remaining[:end] in self._ids), 0)
+            token_ids += [self._ids[remaining[:end]]] if end else []
+            remaining = remaining[end or 1 :]
+        return token_ids
 
 
 def main() -> None:
-    given = pickle.load(sys.stdin.buffer)
-    sys.path.append(sys.argv[1])
+    message = pickle.load(sys.stdin.buffer)
+    sys.path += [sys.argv[1], str(Path(__file__).parent)]
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    wrapper = TokenizerWrapper(ChildVocabulary(given))
-    vocabulary = LLTokenizer(wrapper, n_vocab=len(given["tokens"]), eos_token=given["ends"])
-    report()  # orders come from now on: none is read with the vocabulary
+    wrapper = TokenizerWrapper(ChildVocabulary(message))
+    vocabulary = LLTokenizer(wrapper, n_vocab=len(message["tokens"]), eos_token=message["ends"])
+    write_report()  # orders come from now on: none is read with the vocabulary
     while True:
         pid = os.fork()
         if not pid:
-            serve_one(vocabulary)
+            run_compile_job(vocabulary)
         _, status = os.waitpid(pid, 0)
         if os.WIFSIGNALED(status):
-            report(signal=os.WTERMSIG(status))
+            write_report(signal=os.WTERMSIG(status))
         elif status:
             return
 
 
-def serve_one(vocabulary: Any) -> NoReturn:
+def run_compile_job(vocabulary: Any) -> NoReturn:
     """Read an order, compile its grammar in this process, report it, and exit; with code 1 at the end of the
     input."""
     code = 1
     try:
-        order = pickle.load(sys.stdin.buffer)
-        bound(order)
-        before = memory()
-        lark, error = translated(order["text"])
-        error = error or compiled(vocabulary, lark or order["text"], order["limits"])
+        job = pickle.load(sys.stdin.buffer)
+        limit_process(job)
+        before = used_memory()
+        lark, error = translate_gbnf(job["text"])
+        error = error or find_grammar_error(vocabulary, lark or job["text"], job["limits"])
         signal.setitimer(signal.ITIMER_PROF, 0)
-        report(error=error[:4096], bytes=max(0, memory() - before), lark=lark)
+        write_report(error=error[:4096], bytes=max(0, used_memory() - before), lark=lark)
         code = 0
     finally:
         os._exit(code)
 
 
-def report(error: str = "", bytes: int = 0, signal: int = 0, lark: str = "") -> None:
+def write_report(error: str = "", bytes: int = 0, signal: int = 0, lark: str = "") -> None:
     pickle.dump({"error": error, "bytes": bytes, "signal": signal, "lark": lark}, sys.stdout.buffer)
     sys.stdout.buffer.flush()
 
 
-def bound(order: dict[str, Any]) -> None:
+def limit_process(job: dict[str, Any]) -> None:
     """Let the kernel end this process beyond its processor time, memory or stack."""
-    os.nice(order["nice"])
-    limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_STACK, STACK)
-    if SIZE.exists():
-        pages = int(SIZE.read_text().split()[0])
-        limit(resource.RLIMIT_AS, pages * resource.getpagesize() + order["bytes"])
-    signal.setitimer(signal.ITIMER_PROF, order["seconds"])
+    os.nice(job["nice"])
+    set_resource_limit(resource.RLIMIT_CORE, 0)
+    set_resource_limit(resource.RLIMIT_STACK, STACK_BYTES)
+    if MEMORY_FILE.exists():
+        pages = int(MEMORY_FILE.read_text().split()[0])
+        set_resource_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + job["bytes"])
+    signal.setitimer(signal.ITIMER_PROF, job["seconds"])
 
 
-def limit(kind: int, most: int) -> None:
+def set_resource_limit(kind: int, max_value: int) -> None:
     _, hard = resource.getrlimit(kind)
     with suppress(ValueError, OSError):  # a system without this limit
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        resource.setrlimit(
+            kind, (max_value if hard == resource.RLIM_INFINITY else min(max_value, hard), hard)
+        )
 
 
-def translated(text: str) -> tuple[str, str]:
+def translate_gbnf(text: str) -> tuple[str, str]:
     """Return a grammar in Lark, or in llguidance's JSON with Lark, if it is GBNF (llama.cpp's notation); and
     an error."""
     if "::=" not in text:
         return "", ""
-    from llguidance.gbnf_to_lark import any_to_lark
-
     try:
         if not text.lstrip().startswith("{"):
-            return any_to_lark(text), ""
-        whole = json.loads(text)
-        for one in whole["grammars"]:
-            if isinstance(one.get("lark_grammar"), str) and "::=" in one["lark_grammar"]:
-                one["lark_grammar"] = any_to_lark(one["lark_grammar"])
-        return json.dumps(whole), ""
+            return convert_to_lark(text), ""
+        llguidance_json = json.loads(text)
+        for grammar in llguidance_json["grammars"]:
+            if isinstance(grammar.get("lark_grammar"), str):
+                grammar["lark_grammar"] = convert_to_lark(grammar["lark_grammar"])
+        return json.dumps(llguidance_json), ""
     except Exception as error:  # noqa: BLE001 - not all that the converter raises has a kind of its own
         return "", str(error)
 
 
-def compiled(vocabulary: Any, text: str, limits: dict[str, Any]) -> str:
+def convert_to_lark(text: str) -> str:
+    """Return a grammar in Lark, translated if it is GBNF."""
+    from gbnf import is_gbnf, normalise_gbnf
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    return gbnf_to_lark(normalise_gbnf(text)) if is_gbnf(text) else text
+
+
+def find_grammar_error(vocabulary: Any, text: str, limits: dict[str, Any]) -> str:
     """Return the error of a grammar or of its first mask; empty without one, and after a panic."""
     from llguidance import LLMatcher, LLParserLimits
 
@@ -131,11 +141,11 @@ def compiled(vocabulary: Any, text: str, limits: dict[str, Any]) -> str:
         return ""
 
 
-def memory() -> int:
+def used_memory() -> int:
     """Return the bytes of this process alone; where the system does not count them, its peak."""
-    if not SIZE.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT
-    _, resident, shared, *_ = map(int, SIZE.read_text().split())
+    if not MEMORY_FILE.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_UNIT_BYTES
+    _, resident, shared, *_ = map(int, MEMORY_FILE.read_text().split())
     return (resident - shared) * resource.getpagesize()
 
 

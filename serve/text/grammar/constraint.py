@@ -14,87 +14,95 @@ if TYPE_CHECKING:
     import llguidance
 
 
-NOTHING = "no token of the vocabulary may follow"
+NO_TOKEN_ALLOWED = "no token of the vocabulary may follow"
 
 
 class Constraint:
-    """Follows the tokens of one request, whose output begins at position `start`. End tokens are allowed
-    exactly where the grammar accepts the output so far; once it can take no more, or behind an end token,
-    nothing else is. `failure` says why the request cannot continue: the grammar became too complex, or the
-    vocabulary lacks what it needs. `origin` is kept alive, since the matcher shares its memory."""
+    """State of one request in its grammar. The output begins at position `output_start`.
+
+    End tokens are allowed exactly where the grammar accepts the output so far. If it accepts no more, or
+    behind an end token, only end tokens are allowed. `origin` is kept alive: the matcher shares its memory.
+
+    failure: why the request cannot continue (the grammar became too complex, or the vocabulary lacks a token
+        that it needs); None if it can
+    """
 
     def __init__(
         self,
         matcher: "llguidance.LLMatcher",
-        ends: frozenset[int],
-        first: UInt32[np.ndarray, " words"],
-        start: int,
+        eos_ids: frozenset[int],
+        first_mask: UInt32[np.ndarray, " words"],
+        output_start: int,
         origin: object = None,
     ):
-        self._matcher, self._ends, self._next, self._origin = matcher, ends, first, origin
-        self._seen, self._is_over = start, False
+        self._matcher, self._eos_ids, self._next_mask, self._origin = matcher, eos_ids, first_mask, origin
+        self._num_seen, self._is_over = output_start, False
         self.failure: str | None = None
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Advance by a request's tokens, of which all are given, prompt included."""
-        new, self._seen = tokens[self._seen :], len(tokens)
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Advance to the end of `tokens`: all tokens of the request so far, prompt included."""
+        new_tokens, self._num_seen = tokens[self._num_seen :], len(tokens)
         try:
-            for token in new:
-                self._take(token)
-            if new:
-                self._next = self._ending if self._is_over else mask_of(self._matcher)
+            for token in new_tokens:
+                self._accept(token)
+            if new_tokens:
+                self._next_mask = self._end_mask if self._is_over else next_token_mask(self._matcher)
         except ValueError as error:
             self.failure = str(error)
 
     @property
-    def _ending(self) -> UInt32[np.ndarray, " words"]:
+    def _end_mask(self) -> UInt32[np.ndarray, " words"]:
         """Mask behind an end token: end tokens alone."""
-        bits = np.zeros(self._next.size * 32, np.uint8)
-        bits[[*self._ends]] = 1
+        bits = np.zeros(self._next_mask.size * 32, np.uint8)
+        bits[[*self._eos_ids]] = 1
         return np.packbits(bits, bitorder="little").view(np.uint32)
 
-    def _take(self, token: int) -> None:
-        self._is_over = self._is_over or token in self._ends
+    def _accept(self, token: int) -> None:
+        self._is_over = self._is_over or token in self._eos_ids
         with panics_as_errors():
             if not (self._is_over or self._matcher.try_consume_tokens([token])):
-                raise ValueError(readable(self._matcher.get_error()) or f"token {token} is not allowed")
+                raise ValueError(
+                    strip_parser_state(self._matcher.get_error()) or f"token {token} is not allowed"
+                )
 
-    def masks(self, guesses: Sequence[int] = ()) -> UInt32[np.ndarray, "positions words"]:
-        """Return the mask of the next token, and those behind each of the `guesses` (draft tokens) up to the
-        first that is not allowed."""
-        found = [self._next]
+    def token_masks(self, draft_tokens: Sequence[int] = ()) -> UInt32[np.ndarray, "positions words"]:
+        """Return the mask of the next token, and the mask behind each of `draft_tokens` up to the first that
+        is not allowed."""
+        masks = [self._next_mask]
         with suppress(ValueError):
-            for guess in () if self._is_over or self.failure else guesses:
-                if guess in self._ends or not self._matcher.try_consume_tokens([guess]):
+            for draft_token in () if self._is_over or self.failure else draft_tokens:
+                if draft_token in self._eos_ids or not self._matcher.try_consume_tokens([draft_token]):
                     break
-                found.append(mask_of(self._matcher))
-        if len(found) > 1:
-            self._matcher.rollback(len(found) - 1)
-        return np.stack(found)
+                masks.append(next_token_mask(self._matcher))
+        if len(masks) > 1:
+            self._matcher.rollback(len(masks) - 1)
+        return np.stack(masks)
 
-    def ahead(self, guesses: Sequence[int], most: int) -> Sequence[int]:
-        """Return the draft tokens up to the first that is not allowed, or the tokens that the grammar forces
-        if these are more. Draft tokens that only the device knows have no masks: nothing is returned for
-        them."""
+    def choose_draft(self, draft_tokens: Sequence[int], max_tokens: int) -> Sequence[int]:
+        """Return the draft tokens up to the first that is not allowed, or at most `max_tokens` tokens that
+        the grammar forces if these are more. Draft tokens that only the device knows (below 0) have no masks,
+        and are not returned."""
         if self._is_over or self.failure:
             return ()
-        known = list(itertools.takewhile(lambda token: token >= 0 and token not in self._ends, guesses))
+        known = list(
+            itertools.takewhile(lambda token: token >= 0 and token not in self._eos_ids, draft_tokens)
+        )
         legal = known[: self._matcher.validate_tokens(known)]
-        forced = self._matcher.compute_ff_tokens()[:most]
+        forced = self._matcher.compute_ff_tokens()[:max_tokens]
         return legal if len(legal) >= len(forced) else forced
 
 
-def mask_of(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
+def next_token_mask(matcher: "llguidance.LLMatcher") -> UInt32[np.ndarray, " words"]:
     """Return the mask of the tokens that a grammar allows next. Raises ValueError with the reason if it
     cannot continue."""
     with panics_as_errors():
         bits = b"" if matcher.is_error() else matcher.compute_bitmask()
         if bits and (matcher.is_accepting() or not matcher.is_stopped()):
             return np.frombuffer(bits, np.uint32)
-    raise ValueError(readable(matcher.get_error()) or NOTHING)
+    raise ValueError(strip_parser_state(matcher.get_error()) or NO_TOKEN_ALLOWED)
 
 
-def readable(error: str) -> str:
+def strip_parser_state(error: str) -> str:
     """Return llguidance's reason without its parser state; empty for a bare error name."""
     reason = error.partition("\n<state>")[0].strip()
     return "" if reason.isidentifier() else reason

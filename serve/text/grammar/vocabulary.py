@@ -9,43 +9,47 @@ from ..tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
-LONGEST = 255  # bytes of a token that a grammar may use: llguidance panics on very long ones
+MAX_TOKEN_BYTES = 255  # bytes of a token that a grammar may use: llguidance panics on very long ones
 
 
 class TokenBytes:
-    """The attributes that llguidance's TokenizerWrapper reads. A token has the bytes that detokenized text
-    has. Padding of the model's vocabulary and tokens longer than LONGEST have none, and are never allowed."""
+    """A tokenizer with the attributes that llguidance's TokenizerWrapper reads. Each token has the bytes of
+    its detokenized text. Padding of the vocabulary and tokens longer than MAX_TOKEN_BYTES have none, and are
+    never allowed."""
 
-    def __init__(self, tokenizer: Tokenizer, V: int, ends: Sequence[int]):
-        known = min(len(tokenizer), V)
-        self.tokens = [within(tokenizer.token_bytes(i)) for i in range(known)] + [b""] * (V - known)
-        self.special_token_ids = sorted({*tokenizer.special_ids, *ends} & {*range(V)})
-        self.ends = list(ends)
-        self.eos_token_id, self.bos_token_id = ends[0], None
+    def __init__(self, tokenizer: Tokenizer, V: int, eos_ids: Sequence[int]):
+        num_known = min(len(tokenizer), V)
+        self.tokens = [drop_long_token(tokenizer.token_bytes(i)) for i in range(num_known)] + [b""] * (
+            V - num_known
+        )
+        self.special_token_ids = sorted({*tokenizer.special_ids, *eos_ids} & {*range(V)})
+        self.eos_ids = list(eos_ids)
+        self.eos_token_id, self.bos_token_id = eos_ids[0], None
         self._tokenizer = tokenizer
-        self._texts = {i for i, token in enumerate(self.tokens) if token} - {*self.special_token_ids}
+        self._text_ids = {i for i, token in enumerate(self.tokens) if token} - {*self.special_token_ids}
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text that a grammar forces, in parts if one of them is no text."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        if len(text) < 2 or self._texts.issuperset(found):
-            return found
+        """Return the tokens of a text that a grammar forces. If a token is no text, halves of the text are
+        tokenized alone."""
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(text) < 2 or self._text_ids.issuperset(token_ids):
+            return token_ids
         return [*self(text[: len(text) // 2]), *self(text[len(text) // 2 :])]
 
 
-def within(token: bytes) -> bytes:
-    return token if len(token) <= LONGEST else b""
+def drop_long_token(token: bytes) -> bytes:
+    return token if len(token) <= MAX_TOKEN_BYTES else b""
 
 
-def vocabulary(words: TokenBytes) -> "llguidance.LLTokenizer":
+def make_llguidance_tokenizer(token_bytes: TokenBytes) -> "llguidance.LLTokenizer":
     """Return llguidance's tokenizer. Raises ValueError without llguidance."""
-    own = library()
+    library = import_llguidance()
     with panics_as_errors():
-        wrapper = own.TokenizerWrapper(words)
-        return own.LLTokenizer(wrapper, n_vocab=len(words.tokens), eos_token=words.ends)
+        wrapper = library.TokenizerWrapper(token_bytes)
+        return library.LLTokenizer(wrapper, n_vocab=len(token_bytes.tokens), eos_token=token_bytes.eos_ids)
 
 
-def library() -> Any:
+def import_llguidance() -> Any:
     """Return the module llguidance. Raises ValueError without it."""
     try:
         import llguidance

@@ -4,12 +4,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from ....fields import knob
-from ..tokenizer.chat import EFFORTS
+from ....option_fields import knob
+from ..cache_salt import SALT_FORM
+from ..tokenizer.chats.chat import EFFORTS
 
-MODEL = "a name that the model is served under; it need not be given"
-IDS = "give token ids too: of the answer, and where it is whole of the prompt; and which weights made them"
-RESUME = (
+MODEL_HELP = "a name that the model is served under; it need not be given"
+TOKEN_IDS_HELP = (
+    "give token ids too: of the answer, and where it is whole of the prompt; and which weights made them"
+)
+TOKEN_NAMES_HELP = "name tokens of log-probabilities token_id:N, which is unique, and not by their texts"
+RESUME_HELP = (
     "of an answer that may go on elsewhere: its id, created, and of one that has begun the token ids of each "
     "choice so far as outputs, their events, and their realm"
 )
@@ -36,14 +40,22 @@ class ChatFields:
     """A conversation to reply to."""
 
     messages: Sequence[Message] = field(metadata={"help": "the conversation so far"})
-    model: str | None = knob(None, MODEL)
+    model: str | None = knob(None, MODEL_HELP)
     max_completion_tokens: int | None = knob(None, "the same as max_tokens")
     logprobs: bool | None = knob(False, "report each token's log-probability")
     top_logprobs: int | None = knob(None, "report so many alternatives too; only with logprobs true")
     chat_template_kwargs: Mapping[str, Any] | None = knob(None, "variables of the chat template")
     reasoning_effort: str | None = knob(None, f"a variable of the chat template: {' or '.join(EFFORTS)}")
     include_reasoning: bool | None = knob(True, "give the model's reasoning beside its answer")
-    return_token_ids: bool | None = knob(False, IDS)
+    return_token_ids: bool | None = knob(False, TOKEN_IDS_HELP)
+    return_tokens_as_token_ids: bool | None = knob(False, TOKEN_NAMES_HELP)
+
+
+@dataclass(frozen=True)
+class CacheFields:
+    """Sharing of cached prompts."""
+
+    cache_salt: str | None = knob(None, f"only requests with an equal one share cached pages: {SALT_FORM}")
 
 
 @dataclass(frozen=True)
@@ -84,8 +96,9 @@ class CompletionFields:
     prompt: str | Sequence[int | str | Sequence[int]] = field(
         metadata={"help": "text or token ids, or a list of them"}
     )
-    model: str | None = knob(None, MODEL)
-    return_token_ids: bool | None = knob(False, IDS)
+    model: str | None = knob(None, MODEL_HELP)
+    return_token_ids: bool | None = knob(False, TOKEN_IDS_HELP)
+    return_tokens_as_token_ids: bool | None = knob(False, TOKEN_NAMES_HELP)
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class ResponseFields:
             "functions and their outputs"
         }
     )
-    model: str | None = knob(None, MODEL)
+    model: str | None = knob(None, MODEL_HELP)
     instructions: str | None = knob(None, "a first message of the system")
     max_output_tokens: int | None = knob(None, "the same as max_tokens")
     chat_template_kwargs: Mapping[str, Any] | None = knob(None, "variables of the chat template")
@@ -112,7 +125,7 @@ class ResponseFields:
     )
     n: Literal[1] | None = knob(1, "a response has one answer")
     logprobs: Literal[False] | None = knob(False, "no log-probabilities are reported")
-    resume: Mapping[str, Any] | None = knob(None, RESUME)
+    resume: Mapping[str, Any] | None = knob(None, RESUME_HELP)
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,7 @@ class EmbeddingFields:
     input: str | Sequence[int | str | Sequence[int]] = field(
         metadata={"help": "text or token ids, or a list of them"}
     )
-    model: str | None = knob(None, MODEL)
+    model: str | None = knob(None, MODEL_HELP)
     encoding_format: Literal["float", "base64"] | None = knob("float", "base64 is of little-endian float32")
     dimensions: int | None = knob(None, "how many of an embedding's first numbers; default: all")
     normalize: bool | None = knob(True, "give embeddings of length 1")
@@ -139,7 +152,7 @@ class StreamFields:
     stream_options: Mapping[str, Any] | None = knob(
         None, "include_usage true: the last event counts tokens; only with stream true"
     )
-    resume: Mapping[str, Any] | None = knob(None, RESUME)
+    resume: Mapping[str, Any] | None = knob(None, RESUME_HELP)
 
 
 @dataclass(frozen=True)
@@ -149,5 +162,5 @@ class EchoFields:
     echo: bool | None = knob(False, "put the prompt in front; with max_tokens 0 there is nothing else")
 
 
-def names(record: type) -> frozenset[str]:
+def field_names(record: type) -> frozenset[str]:
     return frozenset(f.name for f in fields(record))

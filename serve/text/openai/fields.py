@@ -2,162 +2,196 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from ....refusals import shown
+from ....refusals import quote
 from ..tools.tool import Toolbox
-from .errors import RequestError, flag, require
+from .errors import RequestError, is_flag_set, require_field
 
 # Older names of fields of `structured_outputs`.
-GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
-FORMATS = ("text", "json_object", "json_schema")
-NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
-ALLOWED = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
-FLAT = ("name", "description", "parameters", "strict")  # fields of a response's tool, besides its type
+GUIDED_FIELDS = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
+FORMAT_TYPES = ("text", "json_object", "json_schema")
+FUNCTION_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+TOOL_CHOICE_FORMS = 'none, auto, required, or {"type": "function", "function": {"name": ...}}'
+# Fields of a response's tool, besides its type.
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 
 
-def with_structured(fields: Mapping[str, Any]) -> dict[str, Any]:
+def with_structured_outputs(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a body with the format of the output under `structured_outputs` alone. Raises
     RequestError for a wrong format, and for two of them."""
     others = dict(fields)
-    forms = [{own: others.pop(name)} for name, own in GUIDED.items() if name in others]
-    if "response_format" in others and (own := of_format("response_format", others.pop("response_format"))):
-        forms.append(own)
+    forms = [
+        {structured_name: others.pop(name)}
+        for name, structured_name in GUIDED_FIELDS.items()
+        if name in others
+    ]
+    if "response_format" in others and (
+        response_format := parse_response_format("response_format", others.pop("response_format"))
+    ):
+        forms.append(response_format)
     if "structured_outputs" in others:
         forms.append(others.pop("structured_outputs"))
-    ways = " and ".join(name for name in (*GUIDED, "response_format", "structured_outputs") if name in fields)
-    require(len(forms) < 2, "structured_outputs", ways, "only one field says what the output must be")
+    names = " and ".join(
+        name for name in (*GUIDED_FIELDS, "response_format", "structured_outputs") if name in fields
+    )
+    require_field(len(forms) < 2, "structured_outputs", names, "only one field says what the output must be")
     return others | ({"structured_outputs": forms[0]} if forms else {})
 
 
-def of_format(name: str, given: Any) -> dict[str, Any] | None:
+def parse_response_format(name: str, value: Any) -> dict[str, Any] | None:
     """Return the format that `response_format` asks for. Its schema is in an object of its own, next to its
     type, or among its fields as in the Responses API."""
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    require(kind in FORMATS, f"{name}.type", kind, " or ".join(FORMATS))
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    require_field(kind in FORMAT_TYPES, f"{name}.type", kind, " or ".join(FORMAT_TYPES))
     if kind == "text":
         return None
     if kind == "json_object":
         return {"json_object": True}
-    own = given.get("json_schema", given)
-    strict = own.get("strict") if isinstance(own, Mapping) else None
-    require(strict is None or isinstance(strict, bool), f"{name}.strict", strict, "true or false")
-    schema = own.get("schema") if isinstance(own, Mapping) else None
+    schema_format = value.get("json_schema", value)
+    strict = schema_format.get("strict") if isinstance(schema_format, Mapping) else None
+    require_field(strict is None or isinstance(strict, bool), f"{name}.strict", strict, "true or false")
+    schema = schema_format.get("schema") if isinstance(schema_format, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestError("invalid_request", f"{name} needs a schema, an object of JSON Schema", name)
     return {"json": schema}
 
 
-def of_text(given: Any) -> dict[str, Any]:
+def text_to_chat_fields(text: Any) -> dict[str, Any]:
     """Translate the `text` of a response's body to fields of a chat."""
-    require(isinstance(given, Mapping), "text", given, "an object")
-    unknown = sorted(given.keys() - {"format", "verbosity"})
-    require(not unknown, "text", ", ".join(unknown), "format and verbosity")
-    return {"response_format": given["format"]} if given.get("format") is not None else {}
+    require_field(isinstance(text, Mapping), "text", text, "an object")
+    unknown = sorted(text.keys() - {"format", "verbosity"})
+    require_field(not unknown, "text", ", ".join(unknown), "format and verbosity")
+    return {"response_format": text["format"]} if text.get("format") is not None else {}
 
 
-def of_reasoning(given: Any) -> dict[str, Any]:
+def reasoning_to_chat_fields(reasoning: Any) -> dict[str, Any]:
     """Translate the `reasoning` of a response's body to fields of a chat."""
-    require(isinstance(given, Mapping), "reasoning", given, "an object")
-    others = {name: value for name, value in given.items() if name != "effort" and value is not None}
-    require(not others, "reasoning", ", ".join(sorted(others)), "effort alone: there are no summaries")
-    return {"reasoning_effort": given["effort"]} if given.get("effort") is not None else {}
+    require_field(isinstance(reasoning, Mapping), "reasoning", reasoning, "an object")
+    others = {name: value for name, value in reasoning.items() if name != "effort" and value is not None}
+    require_field(not others, "reasoning", ", ".join(sorted(others)), "effort alone: there are no summaries")
+    return {"reasoning_effort": reasoning["effort"]} if reasoning.get("effort") is not None else {}
 
 
 # ---------------------------------------------------------------- tools
 
 
-def toolbox_of(body: Mapping[str, Any]) -> Toolbox | None:
+def parse_toolbox(body: Mapping[str, Any]) -> Toolbox | None:
     """Return the tools of a chat's body, if any. Raises RequestError naming the field, its value and what is
     allowed."""
     tools, choice = body.get("tools"), body.get("tool_choice")
-    several = flag(body, "parallel_tool_calls", default=True)
+    allows_parallel_calls = is_flag_set(body, "parallel_tool_calls", default=True)
     if not tools:
-        require(tools in (None, []), "tools", tools, "a list of functions")
-        require(choice in (None, "none", "auto"), "tool_choice", choice, "none or auto without tools")
+        require_field(tools in (None, []), "tools", tools, "a list of functions")
+        require_field(choice in (None, "none", "auto"), "tool_choice", choice, "none or auto without tools")
         return None
-    require(isinstance(tools, list), "tools", tools, "a list of functions")
-    names = [name_of(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
+    require_field(isinstance(tools, list), "tools", tools, "a list of functions")
+    names = [check_function(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
     name, count = Counter(names).most_common(1)[0]
-    require(count == 1, "tools", name, "each function has a name of its own")
+    require_field(count == 1, "tools", name, "each function has a name of its own")
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        return allowed_of(tools, choice.get("allowed_tools"), names, several)
+        return parse_allowed_tools(tools, choice.get("allowed_tools"), names, allows_parallel_calls)
     if isinstance(choice, Mapping):
-        return Toolbox(tools, "required", chosen(choice, names), several)
+        return Toolbox(tools, "required", read_chosen_function(choice, names), allows_parallel_calls)
     choice = "auto" if choice is None else choice
-    require(choice in ("none", "auto", "required"), "tool_choice", choice, ALLOWED)
-    return Toolbox(tools, choice, None, several)
+    require_field(choice in ("none", "auto", "required"), "tool_choice", choice, TOOL_CHOICE_FORMS)
+    return Toolbox(tools, choice, None, allows_parallel_calls)
 
 
-def allowed_of(tools: list[Any], given: Any, names: list[str], several: bool) -> Toolbox:
-    """Return the tools of which a choice allows some."""
-    require(isinstance(given, Mapping), "tool_choice.allowed_tools", given, "an object with mode and tools")
-    mode, listed = given.get("mode"), given.get("tools")
-    require(mode in ("auto", "required"), "tool_choice.allowed_tools.mode", mode, "auto or required")
-    require(isinstance(listed, list) and bool(listed), "tool_choice.allowed_tools.tools", listed, "functions")
-    return Toolbox(tools, mode, None, several, frozenset(chosen(one, names) for one in listed))
+def parse_allowed_tools(
+    tools: list[Any], allowed_tools: Any, names: list[str], allows_parallel_calls: bool
+) -> Toolbox:
+    """Return the tools with the names that a choice of type `allowed_tools` allows."""
+    require_field(
+        isinstance(allowed_tools, Mapping),
+        "tool_choice.allowed_tools",
+        allowed_tools,
+        "an object with mode and tools",
+    )
+    mode, choices = allowed_tools.get("mode"), allowed_tools.get("tools")
+    require_field(mode in ("auto", "required"), "tool_choice.allowed_tools.mode", mode, "auto or required")
+    require_field(
+        isinstance(choices, list) and bool(choices), "tool_choice.allowed_tools.tools", choices, "functions"
+    )
+    known = dict.fromkeys(names)  # a body may have many of both
+    return Toolbox(
+        tools,
+        mode,
+        None,
+        allows_parallel_calls,
+        frozenset(read_chosen_function(choice, known) for choice in choices),
+    )
 
 
-def name_of(where: str, tool: Any) -> str:
+def check_function(where: str, tool: Any) -> str:
     """Check a function, and return its name."""
-    require(isinstance(tool, Mapping), where, tool, "an object with type and function")
-    require(tool.get("type") == "function", f"{where}.type", tool.get("type"), '"function"')
+    require_field(isinstance(tool, Mapping), where, tool, "an object with type and function")
+    require_field(tool.get("type") == "function", f"{where}.type", tool.get("type"), '"function"')
     function = tool.get("function")
     if not isinstance(function, Mapping):
         raise RequestError("invalid_request", f"{where}.function must be an object", "tools")
     name, parameters = function.get("name"), function.get("parameters")
-    ok = isinstance(name, str) and NAME.fullmatch(name)
-    require(bool(ok), f"{where}.function.name", name, "1 to 128 letters, digits, _, - and .")
+    ok = isinstance(name, str) and FUNCTION_NAME.fullmatch(name)
+    require_field(bool(ok), f"{where}.function.name", name, "1 to 128 letters, digits, _, - and .")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     for field, value in (("parameters", parameters), ("parameters.properties", properties)):
-        require(value is None or isinstance(value, Mapping), f"{where}.function.{field}", value, "an object")
+        require_field(
+            value is None or isinstance(value, Mapping), f"{where}.function.{field}", value, "an object"
+        )
     kind = parameters.get("type", "object") if parameters else "object"
-    require(kind == "object", f"{where}.function.parameters.type", kind, '"object"')
-    forms, strict = function.get("description"), function.get("strict")
-    require(forms is None or isinstance(forms, str), f"{where}.function.description", forms, "a string")
-    require(strict is None or isinstance(strict, bool), f"{where}.function.strict", strict, "true or false")
+    require_field(kind == "object", f"{where}.function.parameters.type", kind, '"object"')
+    description, strict = function.get("description"), function.get("strict")
+    require_field(
+        description is None or isinstance(description, str),
+        f"{where}.function.description",
+        description,
+        "a string",
+    )
+    require_field(
+        strict is None or isinstance(strict, bool), f"{where}.function.strict", strict, "true or false"
+    )
     return str(name)
 
 
-def chosen(choice: Any, names: list[str]) -> str:
+def read_chosen_function(choice: Any, names: Collection[str]) -> str:
     """Return the name of a function in a choice."""
-    given = choice if isinstance(choice, Mapping) else {}
-    function = given.get("function")
+    choice_fields = choice if isinstance(choice, Mapping) else {}
+    function = choice_fields.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if given.get("type") != "function" or name not in names:
-        allowed = f"{ALLOWED}, of which the name is {' or '.join(names[:8])}"
+    if choice_fields.get("type") != "function" or name not in names:
+        allowed = f"{TOOL_CHOICE_FORMS}, of which the name is {' or '.join([*names][:8])}"
         raise RequestError(
-            "invalid_request", f"tool_choice={shown(choice)} is not allowed: {allowed}", "tool_choice"
+            "invalid_request", f"tool_choice={quote(choice)} is not allowed: {allowed}", "tool_choice"
         )
     return str(name)
 
 
-def of_response(body: Mapping[str, Any]) -> dict[str, Any]:
+def tools_to_chat_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the tools of a response's body to fields of a chat: responses have the fields of a function
     next to its type."""
-    found: dict[str, Any] = {}
+    chat_fields: dict[str, Any] = {}
     if isinstance(tools := body.get("tools"), list):
-        found["tools"] = [nested(tool) for tool in tools]
+        chat_fields["tools"] = [nest_function(tool) for tool in tools]
     elif tools is not None:
-        found["tools"] = tools
+        chat_fields["tools"] = tools
     if (choice := body.get("tool_choice")) is not None:
-        found["tool_choice"] = nested_choice(choice)
-    return found
+        chat_fields["tool_choice"] = nest_tool_choice(choice)
+    return chat_fields
 
 
-def nested_choice(choice: Any) -> Any:
+def nest_tool_choice(choice: Any) -> Any:
     """Return a choice of tools in the form of chats."""
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
-        return nested(choice)
-    listed = choice.get("tools")
-    tools = [nested(one) for one in listed] if isinstance(listed, list) else listed
+        return nest_function(choice)
+    allowed = choice.get("tools")
+    tools = [nest_function(tool) for tool in allowed] if isinstance(allowed, list) else allowed
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
 
 
-def nested(tool: Any) -> Any:
+def nest_function(tool: Any) -> Any:
     """Return a function in the form of chats."""
     if not isinstance(tool, Mapping) or tool.get("type") != "function":
         return tool
-    others = {name: value for name, value in tool.items() if name not in FLAT}
-    return others | {"function": {name: tool[name] for name in FLAT if tool.get(name) is not None}}
+    others = {name: value for name, value in tool.items() if name not in FUNCTION_FIELDS}
+    return others | {"function": {name: tool[name] for name in FUNCTION_FIELDS if tool.get(name) is not None}}

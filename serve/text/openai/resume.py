@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 
 from ..outputs import CompletionOutput
-from .errors import RequestError, require
+from .errors import RequestError, require_field
 from .tasks import Task
 
-END = b": end\n\n"  # behind a stream's last event
-MOST = 1 << 32  # events of an answer, and seconds since 1970
+STREAM_END = b": end\n\n"  # comment after a stream's last event
+MAX_RESUME_COUNT = 1 << 32  # events of an answer, and seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -37,31 +37,33 @@ class ResumeState:
 
     def __post_init__(self):
         digits = set(self.id) <= set("0123456789abcdef")
-        require(digits and len(self.id) == 32, "resume", self.id, "an id of 32 hexadecimal digits")
-        require(0 <= self.created < MOST, "resume", self.created, "seconds since 1970")
-        require(0 <= self.events < MOST, "resume", self.events, f"0 to {MOST - 1} events")
+        require_field(digits and len(self.id) == 32, "resume", self.id, "an id of 32 hexadecimal digits")
+        require_field(0 <= self.created < MAX_RESUME_COUNT, "resume", self.created, "seconds since 1970")
+        require_field(
+            0 <= self.events < MAX_RESUME_COUNT, "resume", self.events, f"0 to {MAX_RESUME_COUNT - 1} events"
+        )
 
     @property
     def has_begun(self) -> bool:
         return any(self.outputs)
 
-    def tasks(self, tasks: Sequence[Task]) -> list[Task]:
-        """Return the tasks with the decisions made when the answer began. Raises RequestError for tokens of
-        more choices than the tasks have."""
+    def resume_tasks(self, tasks: Sequence[Task]) -> list[Task]:
+        """Return the tasks with the seed, time and tokens of the answer so far. Raises RequestError for
+        tokens of more choices than the tasks have."""
         n = tasks[0].params.n
-        most = f"tokens of at most {len(tasks) * n} choices"
-        require(len(self.outputs) <= len(tasks) * n, "resume", list(self.outputs), most)
-        return [self._task(task, i, self.outputs[i * n : (i + 1) * n]) for i, task in enumerate(tasks)]
+        allowed = f"tokens of at most {len(tasks) * n} choices"
+        require_field(len(self.outputs) <= len(tasks) * n, "resume", list(self.outputs), allowed)
+        return [self._resume_task(task, i, self.outputs[i * n : (i + 1) * n]) for i, task in enumerate(tasks)]
 
-    def _task(self, task: Task, i: int, known: tuple[tuple[int, ...], ...]) -> Task:
+    def _resume_task(self, task: Task, i: int, known: tuple[tuple[int, ...], ...]) -> Task:
         params = task.params
         if params.seed is None:
-            drawn = np.random.SeedSequence([int(self.id, 16), i]).generate_state(1, np.uint64)
-            params = replace(params, seed=int(drawn[0] >> np.uint64(1)))
-        return replace(task, params=params, now=datetime.fromtimestamp(self.created), known=known)
+            seeds = np.random.SeedSequence([int(self.id, 16), i]).generate_state(1, np.uint64)
+            params = replace(params, seed=int(seeds[0] >> np.uint64(1)))
+        return replace(task, params=params, now=datetime.fromtimestamp(self.created), resumed_outputs=known)
 
 
-def resume_of(value: Any) -> ResumeState | None:
+def parse_resume(value: Any) -> ResumeState | None:
     """Parse the field `resume` of a body. Raises RequestError."""
     if value is None:
         return None
@@ -71,12 +73,12 @@ def resume_of(value: Any) -> ResumeState | None:
         raise RequestError("invalid_request", f"resume is not allowed: {error}", "resume") from None
 
 
-def realm_comment(realm: str) -> bytes:
+def encode_realm_comment(realm: str) -> bytes:
     """Return a comment of a stream that names the realm of the next tokens."""
     return f": realm {realm}\n\n".encode()
 
 
-def tokens_comment(outputs: Sequence[CompletionOutput]) -> bytes:
+def encode_tokens_comment(outputs: Sequence[CompletionOutput]) -> bytes:
     """Return a comment behind events of a stream, with the token ids of each choice that they came from."""
     ids: dict[str, list[int]] = {}
     for output in outputs:

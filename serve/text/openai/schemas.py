@@ -6,14 +6,14 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from ....neutral import HARMLESS, NEUTRAL, Table
+from ....neutral_values import HARMLESS_FIELDS, NEUTRAL, NeutralTable
 from ....sampling.checks import LIMITS
 from ....sampling.params import SamplingParams
 from . import bodies
-from .tasks import BODY, DEFAULTS
+from .tasks import BODY_PARAM_NAMES, FORM_DEFAULTS
 
-Schema = dict[str, Any]
-REF = "#/components/schemas/{name}"
+SchemaObject = dict[str, Any]
+SCHEMA_REFERENCE = "#/components/schemas/{name}"
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,25 @@ class Body:
     """A request's body.
 
     records: types of its fields; a later one wins
-    others: schemas of further fields; `records` win
+    other_schemas: schemas of further fields; `records` win
     defaults: sampling parameters
-    closed: whether it allows no other fields
+    is_closed: whether it allows no other fields
     """
 
     name: str
     records: tuple[type, ...]
     example: Mapping[str, Any]
-    others: Mapping[str, Schema] = field(default_factory=dict)
+    other_schemas: Mapping[str, SchemaObject] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    closed: bool = False
+    is_closed: bool = False
 
 
-EITHER = bodies.FormatFields, bodies.ProcessorFields
-FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
+COMMON_RECORDS = bodies.ProcessorFields, bodies.CacheFields
+CONSTRAINED_RECORDS = bodies.FormatFields, *COMMON_RECORDS
+BODY_FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     "chat": (
         "ChatBody",
-        (SamplingParams, bodies.ChatFields, bodies.ToolFields, *EITHER, bodies.StreamFields),
+        (SamplingParams, bodies.ChatFields, bodies.ToolFields, *CONSTRAINED_RECORDS, bodies.StreamFields),
         {"messages": [{"role": "user", "content": "sort a list"}], "max_tokens": 64, "stream": True},
     ),
     "completion": (
@@ -46,7 +47,7 @@ FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
         (
             SamplingParams,
             bodies.CompletionFields,
-            *EITHER,
+            *CONSTRAINED_RECORDS,
             bodies.StreamFields,
             bodies.EchoFields,
         ),
@@ -54,64 +55,66 @@ FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     ),
     "response": (
         "ResponseBody",
-        (SamplingParams, bodies.ResponseFields, bodies.ToolFields, bodies.ProcessorFields),
+        (SamplingParams, bodies.ResponseFields, bodies.ToolFields, *COMMON_RECORDS),
         {"input": "sort a list", "max_output_tokens": 64, "stream": True},
     ),
 }
 
 
-def body_of(form: str, defaults: Mapping[str, Any]) -> Body:
+def make_task_body(form: str, defaults: Mapping[str, Any]) -> Body:
     """Return the body of a completion, a chat or a response, with default sampling parameters."""
-    name, records, example = FORMS[form]
+    name, records, example = BODY_FORMS[form]
     table = {**NEUTRAL["body"], **(NEUTRAL["response"] if form == "response" else {})}
-    own = {**DEFAULTS["completion" if form == "completion" else "chat"], **defaults}
-    return Body(name, records, example, without_effect(table), own, closed=True)
+    merged_defaults = {**FORM_DEFAULTS["completion" if form == "completion" else "chat"], **defaults}
+    return Body(name, records, example, ignored_field_schemas(table), merged_defaults, is_closed=True)
 
 
-def without_effect(table: Table = NEUTRAL["body"]) -> dict[str, Schema]:
+def ignored_field_schemas(table: NeutralTable = NEUTRAL["body"]) -> dict[str, SchemaObject]:
     """Return fields that are accepted without effect, with the values that a table allows."""
     neutral = {
         name: {"enum": [*values, None], "description": "accepted as far as it asks for nothing"}
         for name, values in sorted(table.items())
     }
-    return neutral | {name: {"description": "without effect"} for name in sorted(HARMLESS)}
+    return neutral | {name: {"description": "without effect"} for name in sorted(HARMLESS_FIELDS)}
 
 
-class Schemas:
+class SchemaCollector:
     """Collects the schemas of all named types that are referred to."""
 
     def __init__(self):
-        self.found: dict[str, Schema] = {}
+        self.components: dict[str, SchemaObject] = {}
 
-    def of(self, kind: Any) -> Schema:
+    def add_type(self, kind: Any) -> SchemaObject:
         """Return the schema of a type, which may refer to others."""
-        (schema,), named = msgspec.json.schema_components([kind], ref_template=REF)
-        self.found |= named
+        (schema,), named = msgspec.json.schema_components([kind], ref_template=SCHEMA_REFERENCE)
+        self.components |= named
         return schema
 
-    def body(self, body: Body) -> Schema:
+    def add_body(self, body: Body) -> SchemaObject:
         """Return a reference to the schema of a body."""
-        found = [f for record in body.records for f in self._fields(record, body.defaults)]
-        properties = {name: schema for name, schema, _ in found}
-        self.found[body.name] = {
+        field_schemas = [f for record in body.records for f in self._field_schemas(record, body.defaults)]
+        properties = {name: schema for name, schema, _ in field_schemas}
+        self.components[body.name] = {
             "type": "object",
-            "properties": properties | {n: s for n, s in body.others.items() if n not in properties},
-            "required": [name for name, _, is_required in found if is_required],
-        } | ({"additionalProperties": False} if body.closed else {})
-        return {"$ref": REF.format(name=body.name)}
+            "properties": properties | {n: s for n, s in body.other_schemas.items() if n not in properties},
+            "required": [name for name, _, is_required in field_schemas if is_required],
+        } | ({"additionalProperties": False} if body.is_closed else {})
+        return {"$ref": SCHEMA_REFERENCE.format(name=body.name)}
 
-    def _fields(self, record: type, defaults: Mapping[str, Any]) -> Iterable[tuple[str, Schema, bool]]:
+    def _field_schemas(
+        self, record: type, defaults: Mapping[str, Any]
+    ) -> Iterable[tuple[str, SchemaObject, bool]]:
         """Yield name, schema, and whether it is required, of each field of a body."""
         hints, is_sampling = get_type_hints(record), record is SamplingParams
         for f in fields(record):
-            if is_sampling and f.name not in BODY:
+            if is_sampling and f.name not in BODY_PARAM_NAMES:
                 continue
-            about = f.metadata["help"] + (
+            description = f.metadata["help"] + (
                 f": {LIMITS[f.name][1]}" if is_sampling and f.name in LIMITS else ""
             )
             if f.default is MISSING:
-                yield f.name, self.of(hints[f.name]) | {"description": about}, True
+                yield f.name, self.add_type(hints[f.name]) | {"description": description}, True
             else:
                 default = defaults.get(f.name, f.default) if is_sampling else f.default
-                own = {"description": about, "default": default}
-                yield f.name, self.of(hints[f.name] | None) | own, False
+                details = {"description": description, "default": default}
+                yield f.name, self.add_type(hints[f.name] | None) | details, False

@@ -1,13 +1,15 @@
 """Incremental detokenization, and stop strings."""
 
-from array import array
 from collections.abc import Iterable, Sequence
 
+from .stop_strings import StopStrings
 from .tokenizer import Tokenizer
+
+NO_STOP_STRINGS = StopStrings(())
 
 
 class Detokenizer:
-    """Makes text of a request's tokens as they arrive, and finds stop strings in it.
+    """Incremental detokenizer of a request's tokens, which also finds stop strings.
 
     `push` returns only text that no later token can change and that cannot be the beginning of a stop string.
     The pushes and `finish` together are the text, however the ids were divided. Without a stop it is the text
@@ -27,18 +29,17 @@ class Detokenizer:
         self,
         tokenizer: Tokenizer,
         skip_special_tokens: bool = True,
-        stop: Sequence[str] = (),
+        stop_strings: StopStrings = NO_STOP_STRINGS,
         include_stop_str_in_output: bool = False,
         *,
         prompt_ids: Sequence[int] = (),
     ):
-        assert all(stop), "an empty stop string matches everywhere"
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._stops = tuple(stop)
-        self._begun = [StopPrefix(one) for one in stop]
-        self._include = include_stop_str_in_output
-        self._stream = tokenizer.stream(prompt_ids, skip_special_tokens)
+        self._skip_special_tokens = skip_special_tokens
+        self._stop_strings = stop_strings
+        self._state = StopStrings.ROOT  # of the final text
+        self._include_stop_str = include_stop_str_in_output
+        self._stream = tokenizer.make_stream(prompt_ids, skip_special_tokens)
         self._pieces: list[str] = []
         self._held = ""  # end of the final text that may begin a stop string
         self._length = 0  # of the final text, held part included
@@ -50,95 +51,60 @@ class Detokenizer:
     def text(self) -> str:
         return "".join(self._pieces)
 
-    def after(self, pieces: int) -> tuple[str, int]:
-        """Return the text after the first `pieces` pieces, and the number of pieces."""
-        return "".join(self._pieces[pieces:]), len(self._pieces)
+    def text_after(self, num_pieces: int) -> tuple[str, int]:
+        """Return the text after the first `num_pieces` pieces, and the number of pieces."""
+        return "".join(self._pieces[num_pieces:]), len(self._pieces)
 
-    def push(self, ids: Iterable[int], below_min: int = 0) -> str:
-        """Take ids, up to the one that completes a stop string; return the text that became final. The first
-        `below_min` ids are among the request's first `min_tokens`: a stop string must end behind their
-        text."""
+    def push(self, ids: Iterable[int], num_below_min: int = 0) -> str:
+        """Add token ids, up to the one that completes a stop string; return the text that became final. The
+        first `num_below_min` ids are among the request's first `min_tokens`: a stop string must end behind
+        their text."""
         pieces = []
         for i, token_id in enumerate(ids):
             if self.stop_hit is not None:
                 break
             self.tokens_used += 1
-            token = self._tokenizer.keeps(token_id, self._skip)
+            token = self._tokenizer.token_to_decode(token_id, self._skip_special_tokens)
             new = "" if token is None else self._stream.push(token_id, token)
-            pieces.append(self._extend(new, i < below_min))
-        return self._give("".join(pieces))
+            pieces.append(self._add_text(new, i < num_below_min))
+        return self._append_piece("".join(pieces))
 
     def finish(self) -> str:
         """End the text: return the held part. Nothing is left after a stop string."""
         if self.stop_hit is not None:
             return ""
-        held = "" if self._include else self._held
+        held = "" if self._include_stop_str else self._held
         self._held = ""
-        return self._give(held + self._stream.finish())
+        return self._append_piece(held + self._stream.finish())
 
-    def _give(self, text: str) -> str:
+    def _append_piece(self, text: str) -> str:
         self._pieces.append(text)
         return text
 
-    def _extend(self, new: str, below_min: bool) -> str:
+    def _add_text(self, new: str, is_below_min: bool) -> str:
         """Add final text; return the part of it, and of the held text, that can be returned."""
-        if not self._stops:
+        if not self._stop_strings:
             return new
-        final = self._held + new
-        begin = self._length - len(self._held)
-        given = len(self._held) if self._include else 0
+        pending, before = self._stream.pending, self._length
         self._length += len(new)
-        seen = final + self._stream.pending
-        if below_min:
-            self._floor = begin + len(seen)
-        elif match := first_match(seen, self._stops, max(self._floor - begin, len(self._held))):
-            start, end = match
-            self.stop_hit = seen[start:end]
-            return seen[given : end if self._include else start]
-        longest = max(begun.push(new) for begun in self._begun)
-        self._held = final[len(final) - longest :]
-        return final[given : len(final) - (0 if self._include else len(self._held))]
+        if is_below_min:
+            self._floor = self._length + len(pending)
+        state, end, length = self._stop_strings.find_stop(self._state, new, self._floor - before)
+        if pending and not length:
+            _, end, length = self._stop_strings.find_stop(state, pending, self._floor - self._length)
+            end += len(new)
+        num_returned = len(self._held) if self._include_stop_str else 0
+        final = self._held + new
+        if length:
+            end += len(self._held)
+            self.stop_hit = (final + pending)[end - length : end]
+            return (final + pending)[num_returned : end if self._include_stop_str else end - length]
+        self._state, kept = state, len(final) - self._stop_strings.held_length(state)
+        self._held = final[kept:]
+        return final[num_returned:] if self._include_stop_str else final[:kept]
 
 
-def first_match(text: str, stops: Sequence[str], floor: int) -> tuple[int, int] | None:
-    """Return start and end of the stop string that ends first beyond `floor`; of those that end together, the
-    longest."""
-    found = []
-    for stop in stops:
-        start = text.find(stop, max(0, floor - len(stop) + 1))
-        if start >= 0:
-            found.append((start + len(stop), start))
-    end, start = min(found, default=(0, 0))
-    return (start, end) if end else None
-
-
-def overlap(text: str, stops: Sequence[str]) -> int:
+def overlap_length(text: str, stop_strings: Sequence[str]) -> int:
     """Return the length of the longest end of the text that is a proper beginning of a stop string."""
-    return max(StopPrefix(stop).push(text[max(0, len(text) - len(stop) + 1) :]) for stop in stops)
-
-
-class StopPrefix:
-    """Finds the longest end of a growing text that is a proper beginning of a stop string, in constant time
-    per character (Knuth, Morris and Pratt, 1977)."""
-
-    def __init__(self, stop: str):
-        self._stop, self._length = stop, 0
-        # Of the first n characters, the longest other end that begins the stop string; made as n grows.
-        self._borders = array("i", [0, 0])
-
-    def push(self, text: str) -> int:
-        """Take more text; return the length of that end."""
-        if not self._length and self._stop[0] not in text:
-            return 0
-        for letter in text:
-            self._length = self._behind(self._length, letter)
-            if self._length == len(self._borders):
-                self._borders.append(self._behind(self._borders[-1], letter))
-        return self._length if self._length < len(self._stop) else self._borders[-1]
-
-    def _behind(self, length: int, letter: str) -> int:
-        """Return the length of the end after a letter, from the one before it."""
-        stop = self._stop
-        while length and (length == len(stop) or stop[length] != letter):
-            length = self._borders[length]
-        return length + (stop[length] == letter)
+    ends = range(min(len(text), max(map(len, stop_strings)) - 1), 0, -1)
+    return next((n for n in ends if any(n < len(s) and text.endswith(s[:n]) for s in stop_strings)), 0)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ....checkpoints.dialects import PretokenizerRules
-from .added import Vocabulary, add_tokens, added_beside
+from .added_tokens import Vocabulary, add_tokens_at_ids, read_added_tokens
 from .stream import byte_alphabet
-from .templates import INSTRUCT
+from .templates import INSTRUCT_TEMPLATES
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,13 +22,13 @@ Ranks = Mapping[bytes, int]
 # ---------------------------------------------------------------- tiktoken
 
 
-def from_tiktoken(file: Path, words: PretokenizerRules, config: Mapping[str, Any]) -> Vocabulary:
-    """Read ranks from lines of a token in base 64 and its rank. The ids behind them belong to special tokens,
-    which `tokenizer_config.json` may name."""
+def read_tiktoken(file: Path, rules: PretokenizerRules, config: Mapping[str, Any]) -> Vocabulary:
+    """Read a tiktoken file: lines of a token in base 64 and its rank. The next ids are special tokens, which
+    `tokenizer_config.json` may name."""
     ranks = read_ranks(file)
-    special = {i: name.format(id=i) for i, name in enumerate(words.special, len(ranks))}
-    added = added_beside(file.parent, config, special)
-    return Vocabulary(byte_pairs(file, ranks, words, added), config)
+    special = {i: name.format(id=i) for i, name in enumerate(rules.special, len(ranks))}
+    added = read_added_tokens(file.parent, config, special)
+    return Vocabulary(make_byte_pair_tokenizer(file, ranks, rules, added), config)
 
 
 def read_ranks(file: Path) -> Ranks:
@@ -39,31 +39,31 @@ def read_ranks(file: Path) -> Ranks:
             token, rank = line.split()
             ranks[binascii.a2b_base64(token, strict_mode=True)] = int(rank)
         except ValueError as error:
-            said = f"{file}: line {number} is {line[:40]!r}, expected a token in base 64 and its rank"
-            raise ValueError(said) from error
-    return checked(file, ranks, len(lines))
+            message = f"{file}: line {number} is {line[:40]!r}, expected a token in base 64 and its rank"
+            raise ValueError(message) from error
+    return check_ranks(file, ranks, len(lines))
 
 
-def checked(file: Path, ranks: Ranks, count: int) -> Ranks:
+def check_ranks(file: Path, ranks: Ranks, count: int) -> Ranks:
     """Return the ranks of `count` lines. Raises ValueError unless they are the numbers from 0 on, each once,
     and each byte is a token, so that any text can be encoded."""
     if len(ranks) != count or sorted(ranks.values()) != list(range(count)):
         raise ValueError(f"{file}: the ranks of its {count} tokens are not the numbers from 0 on, each once")
-    lacking = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
-    if lacking is not None:
-        raise ValueError(f"{file}: no token is the byte 0x{lacking:02X}, expected one for every byte")
+    missing_byte = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
+    if missing_byte is not None:
+        raise ValueError(f"{file}: no token is the byte 0x{missing_byte:02X}, expected one for every byte")
     return ranks
 
 
 # ---------------------------------------------------------------- tekken
 
 
-class Token(msgspec.Struct):
+class TekkenToken(msgspec.Struct):
     rank: int
     token_bytes: bytes
 
 
-class Special(msgspec.Struct):
+class TekkenSpecialToken(msgspec.Struct):
     rank: int
     token_str: str
 
@@ -79,80 +79,84 @@ class TekkenConfig(msgspec.Struct):
 
 class Tekken(msgspec.Struct):
     config: TekkenConfig
-    vocab: list[Token]
-    special_tokens: list[Special] | None = None
+    vocab: list[TekkenToken]
+    special_tokens: list[TekkenSpecialToken] | None = None
 
 
 # Special tokens of files without names for them.
-SPECIAL = (
+DEFAULT_SPECIAL_TOKENS = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
     "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
 )  # fmt: skip
-ROLES = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+TOKEN_BY_ROLE = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 
 
-def from_tekken(file: Path, config: Mapping[str, Any]) -> Vocabulary:
+def read_tekken(file: Path, config: Mapping[str, Any]) -> Vocabulary:
     """Read Mistral's vocabulary, with its instruct format if the folder has no chat template."""
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=Tekken)
+        tekken = msgspec.json.decode(file.read_bytes(), type=Tekken)
     except msgspec.DecodeError as error:
         raise ValueError(f"{file} cannot be read as a tekken vocabulary: {error}") from error
-    sizes = found.config
-    first = sizes.default_num_special_tokens
-    named = dict(enumerate(SPECIAL))
-    if found.special_tokens is not None:
-        named = {token.rank: token.token_str for token in found.special_tokens}
-    special = {i: f"<SPECIAL_{i}>" for i in range(first)} | named
-    ranks = {token.token_bytes: token.rank for token in found.vocab[: sizes.default_vocab_size - first]}
-    if len(special) != first or len(ranks) != sizes.default_vocab_size - first:
+    sizes = tekken.config
+    num_special = sizes.default_num_special_tokens
+    special_names = dict(enumerate(DEFAULT_SPECIAL_TOKENS))
+    if tekken.special_tokens is not None:
+        special_names = {token.rank: token.token_str for token in tekken.special_tokens}
+    special = {i: f"<SPECIAL_{i}>" for i in range(num_special)} | special_names
+    ranks = {
+        token.token_bytes: token.rank for token in tekken.vocab[: sizes.default_vocab_size - num_special]
+    }
+    if len(special) != num_special or len(ranks) != sizes.default_vocab_size - num_special:
         raise ValueError(
             f"{file}: has {len(special)} special tokens and {len(ranks)} others, expected "
-            f"default_num_special_tokens={first} and default_vocab_size={sizes.default_vocab_size}"
+            f"default_num_special_tokens={num_special} and default_vocab_size={sizes.default_vocab_size}"
         )
-    ranks = checked(file, ranks, len(ranks))
-    added = added_beside(file.parent, config, special)
-    roles = {role: token for role, token in ROLES.items() if token in special.values()}
-    template = {"chat_template": INSTRUCT.get(sizes.version)}
-    backend = byte_pairs(file, ranks, PretokenizerRules(sizes.pattern), added, first)
+    ranks = check_ranks(file, ranks, len(ranks))
+    added = read_added_tokens(file.parent, config, special)
+    roles = {role: token for role, token in TOKEN_BY_ROLE.items() if token in special.values()}
+    template = {"chat_template": INSTRUCT_TEMPLATES.get(sizes.version)}
+    backend = make_byte_pair_tokenizer(file, ranks, PretokenizerRules(sizes.pattern), added, num_special)
     return Vocabulary(backend, {"add_bos_token": True, **template, **roles, **config})
 
 
 # ---------------------------------------------------------------- a tokenizer of ranks
 
 
-def byte_pairs(
+def make_byte_pair_tokenizer(
     file: Path,
     ranks: Ranks,
-    words: PretokenizerRules,
+    rules: PretokenizerRules,
     added: Mapping[int, "tokenizers.AddedToken"],
-    first: int = 0,
+    first_id: int = 0,
 ) -> "tokenizers.Tokenizer":
-    """Return a tokenizer with the ranks' tokens from the id `first` on. Raises ValueError for a pattern that
-    is no regular expression, and for an added token that cannot have its id."""
+    """Return a tokenizer with the ranks' tokens from the id `first_id` on. Raises ValueError for a pattern
+    that is no regular expression, and for an added token that cannot have its id."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
     spelled = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
-    vocab = {spelled[token]: first + rank for token, rank in ranks.items()}
-    taken = range(first, first + len(ranks))
-    vocab |= {token.content: i for i, token in added.items() if i not in taken and token.content not in vocab}
-    merges = [(spelled[a], spelled[b]) for a, b in halves(ranks)]
+    vocab = {spelled[token]: first_id + rank for token, rank in ranks.items()}
+    taken_ids = range(first_id, first_id + len(ranks))
+    vocab |= {
+        token.content: i for i, token in added.items() if i not in taken_ids and token.content not in vocab
+    }
+    merges = [(spelled[a], spelled[b]) for a, b in iterate_merges(ranks)]
     backend = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     try:
-        split = pre_tokenizers.Split(Regex(words.pattern), "isolated")
+        split = pre_tokenizers.Split(Regex(rules.pattern), "isolated")
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{file}: pattern {words.pattern!r:.80} cannot be used: {error}") from error
+        raise ValueError(f"{file}: pattern {rules.pattern!r:.80} cannot be used: {error}") from error
     as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    if words.composes:
+    if rules.uses_nfc:
         backend.normalizer = normalizers.NFC()  # type: ignore[assignment]
-    add_tokens(backend, file.parent, added)
+    add_tokens_at_ids(backend, file.parent, added)
     return backend
 
 
-def halves(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
+def iterate_merges(ranks: Ranks) -> Iterator[tuple[bytes, bytes]]:
     """Yield every two tokens that make a third one, by its rank."""
     for token in sorted(ranks, key=ranks.__getitem__):
         for i in range(1, len(token)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-WINDOW_PATIENCE = 8  # tokens a window waits for a broken character: UTF-8 never needs more than four
+MAX_BROKEN_TOKENS = 8  # tokens a window waits for a broken character: UTF-8 never needs more than four
 
 
 class TextStream(Protocol):
@@ -45,13 +45,13 @@ class ByteLevelStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int, token: str) -> str:
-        return self._utf8.decode(token_bytes(token, self._alphabet))
+        return self._utf8.decode(byte_level_bytes(token, self._alphabet))
 
     def finish(self) -> str:
         return self._utf8.decode(b"", True)
 
 
-def token_bytes(token: str, alphabet: dict[str, int]) -> bytes:
+def byte_level_bytes(token: str, alphabet: dict[str, int]) -> bytes:
     """Return the bytes of a byte-level token; an added token with a character outside the alphabet is
     UTF-8."""
     try:
@@ -70,12 +70,12 @@ class PieceRules:
     strip: str = ""
     strip_count: int = 0
 
-    def text(self, token: str) -> str:
+    def apply_replacements(self, token: str) -> str:
         for old, new in self.replacements:
             token = token.replace(old, new)
         return token
 
-    def byte(self, text: str) -> int | None:
+    def fallback_byte(self, text: str) -> int | None:
         """Return the byte of a token like `<0x0A>`; None for other tokens."""
         if not (self.byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">")):
             return None
@@ -97,40 +97,40 @@ class PieceStream:
 
     def _begin_run(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
-        self._run, self._run_bytes, self._broken = "", 0, False
+        self._run, self._run_bytes, self._is_broken = "", 0, False
 
     @property
     def pending(self) -> str:
         return self._strip(self._run)[0]
 
     def push(self, token_id: int, token: str) -> str:
-        text = self._rules.text(token)
-        byte = self._rules.byte(text)
+        text = self._rules.apply_replacements(token)
+        byte = self._rules.fallback_byte(text)
         if byte is None:
-            return self._final(self._end_run() + text)
-        return self._final(self._push_byte(byte))
+            return self._strip_final(self._end_run() + text)
+        return self._strip_final(self._push_byte(byte))
 
     def finish(self) -> str:
-        return self._final(self._end_run())
+        return self._strip_final(self._end_run())
 
     def _push_byte(self, byte: int) -> str:
         self._run_bytes += 1
-        if self._broken:
+        if self._is_broken:
             return REPLACEMENT
         try:
             self._run += self._utf8.decode(bytes([byte]))
         except UnicodeDecodeError:
-            self._run, self._broken = "", True
+            self._run, self._is_broken = "", True
             return REPLACEMENT * self._run_bytes
         return ""
 
     def _end_run(self) -> str:
-        incomplete = not self._broken and self._utf8.getstate()[0]
+        incomplete = not self._is_broken and self._utf8.getstate()[0]
         text = REPLACEMENT * self._run_bytes if incomplete else self._run
         self._begin_run()
         return text
 
-    def _final(self, text: str) -> str:
+    def _strip_final(self, text: str) -> str:
         text, self._strip_left = self._strip(text)
         return text
 
@@ -148,29 +148,29 @@ class WindowStream:
     def __init__(self, decode: Callable[[list[int]], str], prompt_ids: Sequence[int]):
         self._decode = decode
         self._ids = list(prompt_ids)
-        self._known = len(self._ids)
+        self._num_known = len(self._ids)
 
     pending = ""
 
     def push(self, token_id: int, token: str) -> str:
         self._ids.append(token_id)
-        text = self._rest()
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._known < WINDOW_PATIENCE:
+        text = self._new_text()
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._num_known < MAX_BROKEN_TOKENS:
             return ""
-        self._ids = self._ids[self._known :] if text else self._ids
-        self._known = len(self._ids)
+        self._ids = self._ids[self._num_known :] if text else self._ids
+        self._num_known = len(self._ids)
         return text
 
     def finish(self) -> str:
-        return self._rest()
+        return self._new_text()
 
-    def _rest(self) -> str:
-        known = self._decode(self._ids[: self._known])
+    def _new_text(self) -> str:
+        known = self._decode(self._ids[: self._num_known])
         whole = self._decode(self._ids)
         return whole[len(known) :] if whole.startswith(known) else whole[len(known.rstrip(REPLACEMENT)) :]
 
 
-def piece_rules(decoder: dict[str, Any]) -> PieceRules | None:
+def parse_piece_rules(decoder: dict[str, Any]) -> PieceRules | None:
     """Return the rules of a `tokenizers` decoder in JSON; None for one of another kind."""
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]

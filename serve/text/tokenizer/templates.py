@@ -15,42 +15,42 @@ class NamedTemplate(msgspec.Struct):
     template: str
 
 
-def chat_templates_of(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the folder's templates by name, of which "default" is for most conversations. Sources, the first
     that exists: `chat_template.jinja`, the configuration, and `chat_template.json`, which models that see
     images have. Raises ValueError for a template that is no text."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return {"default": text_of(file)}
-    given = checked(folder / "tokenizer_config.json", config.get("chat_template"))
+        return {"default": read_utf8(file)}
+    templates = parse_named_templates(folder / "tokenizer_config.json", config.get("chat_template"))
     file = folder / "chat_template.json"
-    if not given and file.is_file():
+    if not templates and file.is_file():
         try:
-            given = checked(file, json.loads(text_of(file))["chat_template"])
+            templates = parse_named_templates(file, json.loads(read_utf8(file))["chat_template"])
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no JSON object with a chat_template: {error!r}") from error
-    return given
+    return templates
 
 
-def text_of(file: Path) -> str:
+def read_utf8(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 
 
-def checked(file: Path, template: Any) -> dict[str, str]:
+def parse_named_templates(file: Path, template: Any) -> dict[str, str]:
     """Return the template, or the named ones, of a file."""
     try:
-        given = msgspec.convert(template, str | list[NamedTemplate] | None)
+        parsed = msgspec.convert(template, str | list[NamedTemplate] | None)
     except msgspec.ValidationError as error:
         raise ValueError(
             f"{file}: chat_template is {template!r:.80}, "
             f"expected a template, or a list of objects with name and template: {error}"
         ) from error
-    if isinstance(given, str):
-        return {"default": given}
-    return {one.name: one.template for one in given or ()}
+    if isinstance(parsed, str):
+        return {"default": parsed}
+    return {entry.name: entry.template for entry in parsed or ()}
 
 
 # ---------------------------------------------------------------- Mistral's instruct format
@@ -98,7 +98,7 @@ _THOUGHT = (
 )
 
 # By the version in a `tekken.json`. Each writes tool calls in another way.
-INSTRUCT = {
+INSTRUCT_TEMPLATES = {
     "v3": _INLINE,
     "v7": _MARKED.replace("THOUGHT", ""),
     "v11": _MARKED.replace("THOUGHT", ""),

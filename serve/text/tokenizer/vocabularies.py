@@ -10,65 +10,80 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....checkpoints.dialects import PRETOKENIZERS
-from .added import Vocabulary, add_tokens, added_beside, content, named, read_tokens
-from .ranks import from_tekken, from_tiktoken
+from .added_tokens import (
+    Vocabulary,
+    add_missing_tokens,
+    add_tokens_at_ids,
+    list_special_tokens,
+    read_added_tokens,
+    read_token_config,
+    token_content,
+)
+from .ranks import read_tekken, read_tiktoken
 
 if TYPE_CHECKING:
     import tokenizers
 
-EXPECTED = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, tiktoken.model, or tekken.json"
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # a space, in SentencePiece's pieces
-UNKNOWN = " \N{DOUBLE QUESTION MARK} "  # the text that SentencePiece gives an unknown character
-TIKTOKEN = re.compile(rb"[A-Za-z0-9+/=]+ \d+\r?\n")  # how its files begin: bytes in base 64, and a rank
-TIKTOKENS = ("tiktoken.model", "*.tiktoken")
-OTHERS = (
-    (TIKTOKENS, f"a tiktoken vocabulary of an unknown tokenizer_class (known: {', '.join(PRETOKENIZERS)})"),
+EXPECTED_FILES = "tokenizer.json, tokenizer.model, vocab.json with merges.txt, tiktoken.model, or tekken.json"
+SPACE_PIECE = "\N{LOWER ONE EIGHTH BLOCK}"  # a space, in SentencePiece's pieces
+UNKNOWN_TEXT = " \N{DOUBLE QUESTION MARK} "  # the text that SentencePiece gives an unknown character
+TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ \d+\r?\n")  # how its files begin: bytes in base 64, and a rank
+TIKTOKEN_FILES = ("tiktoken.model", "*.tiktoken")
+UNSUPPORTED_FILES = (
+    (
+        TIKTOKEN_FILES,
+        f"a tiktoken vocabulary of an unknown tokenizer_class (known: {', '.join(PRETOKENIZERS)})",
+    ),
     (("vocab.txt",), "a WordPiece vocabulary"),
     (("*.spm", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*"), "a vocabulary"),
     (("tokenization_*.py",), "the model's own code"),
 )
 
 
-def find_vocabulary(folder: Path) -> Vocabulary | None:
+def read_vocabulary(folder: Path) -> Vocabulary | None:
     """Return the tokenizer of a folder and its `tokenizer_config.json`; None without a tokenizer file. Raises
     ValueError, naming the file, for one that cannot be read or a kind that is not supported."""
-    config = read_tokens(folder / "tokenizer_config.json")
+    config = read_token_config(folder / "tokenizer_config.json")
+    names = read_token_config(folder / "special_tokens_map.json")
     if (folder / "tokenizer.json").is_file():
-        return from_json(folder / "tokenizer.json", config)
-    config = read_tokens(folder / "special_tokens_map.json") | config
+        config |= {} if "added_tokens_decoder" in config else names
+        return read_tokenizer_json(folder / "tokenizer.json", config)
+    config = names | config
     if (folder / "tokenizer.model").is_file():
-        return from_sentencepiece(folder / "tokenizer.model", config)
+        return read_sentencepiece(folder / "tokenizer.model", config)
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        return from_merges(folder, {"eos_token": "<|endoftext|>"} | config)
-    words = PRETOKENIZERS.get(config.get("tokenizer_class", ""))
-    for file in sorted(file for pattern in TIKTOKENS for file in folder.glob(pattern)):
-        if words is not None:
-            return from_tiktoken(file, words, config)
+        return read_gpt2_vocabulary(folder, {"eos_token": "<|endoftext|>"} | config)
+    rules = PRETOKENIZERS.get(config.get("tokenizer_class", ""))
+    for file in sorted(file for pattern in TIKTOKEN_FILES for file in folder.glob(pattern)):
+        if rules is not None:
+            return read_tiktoken(file, rules, config)
     if (folder / "tekken.json").is_file():
-        return from_tekken(folder / "tekken.json", config)
+        return read_tekken(folder / "tekken.json", config)
     return None
 
 
-def unread(folder: Path) -> str:
+def describe_unsupported(folder: Path) -> str:
     """Return the error for a folder whose tokenizer is of an unsupported kind; "" without any."""
     names = sorted(f.name for f in folder.iterdir()) if folder.is_dir() else []
-    for patterns, what in OTHERS:
+    for patterns, what in UNSUPPORTED_FILES:
         for name in names:
             if any(fnmatchcase(name, pattern) for pattern in patterns):
-                return f"{folder / name} is {what}, which is not read: expected {EXPECTED}"
+                return f"{folder / name} is {what}, which is not read: expected {EXPECTED_FILES}"
     return ""
 
 
-def from_json(file: Path, config: Mapping[str, Any]) -> Vocabulary:
+def read_tokenizer_json(file: Path, config: Mapping[str, Any]) -> Vocabulary:
     import tokenizers
 
     try:
-        return Vocabulary(tokenizers.Tokenizer.from_file(str(file)), config)
+        backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
+    add_missing_tokens(backend, file.parent, config)
+    return Vocabulary(backend, config)
 
 
-def from_merges(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
+def read_gpt2_vocabulary(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
     """Read GPT-2's byte-level pairs (Radford et al., 2019) from `vocab.json` and `merges.txt`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -84,9 +99,13 @@ def from_merges(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
     prefix = bool(config.get("add_prefix_space", False))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    names = {backend.token_to_id(token): token for token in map(content, named(config)) if token}
-    add_tokens(
-        backend, folder, added_beside(folder, config, {i: t for i, t in names.items() if i is not None})
+    names = {
+        backend.token_to_id(token): token
+        for token in map(token_content, list_special_tokens(config))
+        if token
+    }
+    add_tokens_at_ids(
+        backend, folder, read_added_tokens(folder, config, {i: t for i, t in names.items() if i is not None})
     )
     return Vocabulary(backend, config)
 
@@ -94,25 +113,28 @@ def from_merges(folder: Path, config: Mapping[str, Any]) -> Vocabulary:
 # ---------------------------------------------------------------- SentencePiece
 
 
-def from_sentencepiece(file: Path, config: dict[str, Any]) -> Vocabulary:
-    """Read a SentencePiece model, with the tokens that other files of its folder add. Control pieces, and
-    tokens that the folder adds or names, are found in texts; between them the library encodes. Like
-    transformers 5, only the text's own beginning gets the space that the model was trained to expect there,
-    unless the configuration says `"legacy": true`; bos is added unless it says `"add_bos_token": false`."""
-    spm = library(file)
-    first, rest = processors(spm, file, bool(config.get("legacy", False)))
+def read_sentencepiece(file: Path, config: dict[str, Any]) -> Vocabulary:
+    """Read a SentencePiece model, with the tokens that other files of its folder add.
+
+    The backend finds control pieces, and tokens that the folder adds or names; the library encodes the text
+    between them. As in Transformers 5, only the beginning of a text gets the space that the model was trained
+    to expect there, unless the configuration says `"legacy": true`. bos is added unless it says
+    `"add_bos_token": false`.
+    """
+    spm = import_sentencepiece(file)
+    first, others = make_sentencepiece_processors(spm, file, bool(config.get("legacy", False)))
     names = {"bos_token": first.bos_id(), "eos_token": first.eos_id()}
     config = {name: first.id_to_piece(i) for name, i in names.items() if i >= 0} | config
-    backend = pieces_backend(first, file.parent, config)
+    backend = make_pieces_backend(first, file.parent, config)
     added = backend.get_added_tokens_decoder()
 
-    def ids_of(text: str, mark: str) -> list[int]:
+    def encode_parts(text: str, mark: str) -> list[int]:
         """Encode a text. The backend finds added tokens; the text between two of them is one word to it,
         mostly an unknown one, from which the mark is removed."""
-        found = backend.encode(text, add_special_tokens=False)
+        encoding = backend.encode(text, add_special_tokens=False)
         ids: list[int] = []
-        for token, (start, end) in zip(found.ids, found.offsets, strict=True):
-            part, sp = text[start:end], rest if start else first
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            part, sp = text[start:end], others if start else first
             ids += (
                 [token]
                 if token in added and added[token].content in part
@@ -120,21 +142,21 @@ def from_sentencepiece(file: Path, config: dict[str, Any]) -> Vocabulary:
             )
         return ids
 
-    def ends(name: str, default: bool) -> list[int]:
-        token = content(config.get(name)) if config.get(f"add_{name}", default) else None
-        found = None if token is None else backend.token_to_id(token)
-        return [] if found is None else [found]
+    def read_boundary_ids(name: str, default: bool) -> list[int]:
+        token = token_content(config.get(name)) if config.get(f"add_{name}", default) else None
+        token_id = None if token is None else backend.token_to_id(token)
+        return [] if token_id is None else [token_id]
 
-    before, after = ends("bos_token", True), ends("eos_token", False)
+    prefix_ids, suffix_ids = read_boundary_ids("bos_token", True), read_boundary_ids("eos_token", False)
 
     def encode(text: str, special: bool, mark: str) -> list[int]:
-        ids = ids_of(text, mark)
-        return [*before, *ids, *after] if special else ids
+        ids = encode_parts(text, mark)
+        return [*prefix_ids, *ids, *suffix_ids] if special else ids
 
     return Vocabulary(backend, config | {"add_bos_token": False}, encode)
 
 
-def library(file: Path) -> Any:
+def import_sentencepiece(file: Path) -> Any:
     try:
         import sentencepiece
         from sentencepiece import sentencepiece_model_pb2
@@ -145,14 +167,14 @@ def library(file: Path) -> Any:
     return sentencepiece, sentencepiece_model_pb2
 
 
-def processors(spm: Any, file: Path, legacy: bool) -> tuple[Any, Any]:
-    """Return the encoder of a text's beginning, and that of a part behind an added token."""
+def make_sentencepiece_processors(spm: Any, file: Path, legacy: bool) -> tuple[Any, Any]:
+    """Return the encoder of a text's beginning, and the encoder of a part behind an added token."""
     library, messages = spm
     try:
         model = messages.ModelProto.FromString(file.read_bytes())
         first = library.SentencePieceProcessor(model_proto=model.SerializeToString())
     except Exception as error:  # protobuf's own errors, and RuntimeError of the library
-        if TIKTOKEN.match(file.read_bytes()[:200]):
+        if TIKTOKEN_LINE.match(file.read_bytes()[:200]):
             raise ValueError(
                 f"{file} is a tiktoken vocabulary, which is not read: add tokenizer.json"
             ) from error
@@ -167,20 +189,20 @@ def processors(spm: Any, file: Path, legacy: bool) -> tuple[Any, Any]:
     return first, library.SentencePieceProcessor(model_proto=model.SerializeToString())
 
 
-def pieces_backend(sp: Any, folder: Path, config: Mapping[str, Any]) -> "tokenizers.Tokenizer":
+def make_pieces_backend(sp: Any, folder: Path, config: Mapping[str, Any]) -> "tokenizers.Tokenizer":
     """Return a vocabulary of whole pieces, which finds added tokens in a text and decodes."""
     from tokenizers import Tokenizer, decoders, models
 
     pieces = {i: sp.id_to_piece(i) for i in range(sp.get_piece_size())}
     unknown = pieces[sp.unk_id()]
     control = {i: piece for i, piece in pieces.items() if sp.is_control(i)}
-    added = added_beside(folder, config, control)
+    added = read_added_tokens(folder, config, control)
     vocab = {piece: i for i, piece in (pieces | {i: token.content for i, token in added.items()}).items()}
     backend = Tokenizer(models.WordLevel(vocab | {unknown: sp.unk_id()}, unk_token=unknown))
-    steps = [decoders.Replace(unknown, UNKNOWN), decoders.Replace(SPACE, " ")]
+    steps = [decoders.Replace(unknown, UNKNOWN_TEXT), decoders.Replace(SPACE_PIECE, " ")]
     steps += [decoders.ByteFallback()] if any(map(sp.is_byte, pieces)) else []
-    dummy_prefix = sp.encode("a", out_type=str)[0].startswith(SPACE)
+    dummy_prefix = sp.encode("a", out_type=str)[0].startswith(SPACE_PIECE)
     steps += [decoders.Fuse(), *([decoders.Strip(" ", 1, 0)] if dummy_prefix else [])]
     backend.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
-    add_tokens(backend, folder, added)
+    add_tokens_at_ids(backend, folder, added)
     return backend

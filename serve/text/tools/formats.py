@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from ....checkpoints.dialects import CALLS, Calls, calls_of
-from .call_forms import PYTHON, JsonCall, NamedJsonCall, PythonCall, TaggedCall
+from ....checkpoints.dialects import TOOL_CALLS, ToolCallMarks, find_tool_call_marks
+from .call_forms import JsonCall, NamedJsonCall, TaggedCall
+from .python_call import PYTHON_WORDS, PythonCall
 from .tool_parser import ToolFormat
 
 QWEN = TaggedCall(
@@ -18,13 +19,14 @@ KIMI = NamedJsonCall(
     "<|tool_call_end|>",
     prefix="functions.",
     is_numbered=True,
+    section_ends=("<|tool_call_section_end|>",),
 )
 DEEPSEEK_V3 = NamedJsonCall(
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", ("\n```json\n",), "\n```<｜tool▁call▁end｜>"
 )
 DEEPSEEK_V31 = NamedJsonCall("<｜tool▁call▁begin｜>", ("<｜tool▁sep｜>",), "<｜tool▁call▁end｜>")
 HARMONY = NamedJsonCall(
-    between=(
+    separators=(
         " <|constrain|>json<|message|>",
         "json<|message|>",
         "<|message|>",
@@ -34,52 +36,59 @@ HARMONY = NamedJsonCall(
     ),
     prefix="functions.",
 )
-MISTRAL = NamedJsonCall(between=("[ARGS]", ""), id_mark="[CALL_ID]")
+MISTRAL = NamedJsonCall(separators=("[ARGS]", ""), id_mark="[CALL_ID]")
 
-FORMATS = {
+TOOL_FORMATS = {
     "openai": ToolFormat(
         (HARMONY,),
-        also=("<|start|>assistant<|channel|>commentary to=", "<|start|>assistant to="),
+        other_begins=(
+            "<|start|>assistant<|channel|>commentary to=",
+            "<|start|>assistant to=",
+            "<|start|>assistant<|channel|>analysis to=",
+            "<|channel|>analysis to=",
+        ),
         is_single=True,
     ),
-    "kimi_k2": ToolFormat((KIMI,), between=""),
+    "kimi_k2": ToolFormat((KIMI,), separator="", other_begins=("<|tool_call_section_begin|>",)),
     "cohere_command": ToolFormat(
-        (JsonCall("tool_name", "parameters", "tool_call_id"),), "[\n    ", "\n]", between=",\n    "
+        (JsonCall("tool_name", "parameters", "tool_call_id"),), "[\n    ", "\n]", separator=",\n    "
     ),
-    "granite": ToolFormat((JsonCall(),), "[", "]", between=", "),
-    "mistral": ToolFormat((JsonCall(), MISTRAL), apart="", has_short_ids=True),
-    "mistral_list": ToolFormat((MISTRAL, JsonCall()), "[", "]", between=", ", has_short_ids=True),
-    "deepseek_v3": ToolFormat((DEEPSEEK_V3,), between="\n"),
-    "deepseek_v31": ToolFormat((DEEPSEEK_V31,), between=""),
-    "minimax_m2": ToolFormat((MINIMAX,), "\n", "\n", between="\n"),
-    "seed_oss": ToolFormat((SEED,), "\n", "\n"),
-    "hunyuan_a13b": ToolFormat((JsonCall(),), "[", "]", between=", "),
-    "lfm2": ToolFormat((PythonCall(PYTHON),), "[", "]", between=", ", is_loose=True),
-    "olmo3": ToolFormat((PythonCall(),), between="\n", is_loose=True),
+    "granite": ToolFormat((JsonCall(),), "[", "]", separator=", "),
+    "mistral": ToolFormat((JsonCall(), MISTRAL), section_separator="", has_short_ids=True),
+    "mistral_list": ToolFormat((MISTRAL, JsonCall()), "[", "]", separator=", ", has_short_ids=True),
+    "deepseek_v3": ToolFormat((DEEPSEEK_V3,), separator="\n"),
+    "deepseek_v31": ToolFormat((DEEPSEEK_V31,), separator=""),
+    "minimax_m2": ToolFormat((MINIMAX,), "\n", "\n", separator="\n", has_bare_calls=True),
+    "seed_oss": ToolFormat((SEED,), "\n", "\n", has_bare_calls=True),
+    "hunyuan_a13b": ToolFormat((JsonCall(),), "[", "]", separator=", "),
+    "lfm2": ToolFormat((PythonCall(PYTHON_WORDS),), "[", "]", separator=", ", is_loose=True),
+    "olmo3": ToolFormat((PythonCall(),), separator="\n", is_loose=True),
     "glm45": ToolFormat((GLM,)),
-    "qwen3_coder": ToolFormat((QWEN,), "\n", "\n"),
+    "qwen3_coder": ToolFormat((QWEN,), "\n", "\n", has_bare_calls=True),
     "hermes": ToolFormat((JsonCall(),), "\n", "\n"),
-    "llama4_json": ToolFormat((JsonCall(arguments="parameters"),), between="; ", is_bare=True),
-    "llama3_json": ToolFormat((JsonCall(arguments="parameters"),), between="; ", is_bare=True),
+    "llama4_json": ToolFormat((JsonCall(arguments_key="parameters"),), separator="; ", is_bare=True),
+    "llama3_json": ToolFormat((JsonCall(arguments_key="parameters"),), separator="; ", is_bare=True),
 }
-ROWS = {row.name: row for row in CALLS}
+MARKS_BY_NAME = {row.name: row for row in TOOL_CALLS}
 
 
-def format_of(calls: Calls) -> ToolFormat | None:
+def find_marks_format(calls: ToolCallMarks) -> ToolFormat | None:
     """Return the format of a row of the table; None if it cannot be read."""
-    found = FORMATS.get(calls.name)
-    return None if found is None else replace(found, begin=calls.begin, end=calls.end)
+    tool_format = TOOL_FORMATS.get(calls.name)
+    return None if tool_format is None else replace(tool_format, begin=calls.begin, end=calls.end)
 
 
-def format_named(name: str) -> ToolFormat:
+def find_tool_format(name: str) -> ToolFormat:
     """Return the format of a name. Raises ValueError for an unknown one."""
-    found = format_of(ROWS[name]) if name in ROWS else None
-    if found is None:
-        raise ValueError(f"tool_call_parser {name!r} is not allowed: one of {', '.join(sorted(FORMATS))}")
-    return found
+    tool_format = find_marks_format(MARKS_BY_NAME[name]) if name in MARKS_BY_NAME else None
+    if tool_format is None:
+        raise ValueError(
+            f"tool_call_parser {name!r} is not allowed: one of {', '.join(sorted(TOOL_FORMATS))}"
+        )
+    return tool_format
 
 
-def template_format(template: str) -> ToolFormat | None:
+def find_template_format(template: str) -> ToolFormat | None:
     """Return the format of a model with this chat template; None if it has none, or one that is not read."""
-    calls = calls_of(template)
-    return None if calls is None else format_of(calls)
+    calls = find_tool_call_marks(template)
+    return None if calls is None else find_marks_format(calls)

@@ -6,44 +6,60 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .schemas.exact_schema import adapt_schema
+from .schemas.json_schema import copy_json
+
+MAX_CHARACTERS = 4 << 20  # of all schemas in a grammar
 # JSON as chat templates write it; without this a schema allows any amount of white space.
-WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MARK = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # text that may be one token
+JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPECIAL_TEXT = re.compile(r"(<[^<>\s]+>|\[/?[A-Z_]+\])")  # text that may be one token
 
 
-def quoted(text: str) -> str:
-    """Return a text as a string of Lark, which is one of JSON too."""
-    return json.dumps(text, ensure_ascii=False)
+def quote_json(text: str) -> str:
+    """Return a text as a string of Lark, which is one of JSON too. Lark's have no control characters."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 @dataclass
 class Lark:
-    """The rules of a grammar. `special` returns the ids of special tokens, which no text becomes."""
+    """Rules of a grammar.
 
-    special: Callable[[str], int | None]
+    special_id: function from a text to the id of the special token with this name, None without one
+    rules: lines `name: terms`
+    """
+
+    special_id: Callable[[str], int | None]
     rules: list[str] = field(default_factory=list)
+    _num_characters: int = 0
 
-    def text(self, text: str) -> str:
+    def text_terms(self, text: str) -> str:
         """Return terms for a text, with its special tokens as such."""
-        return " ".join(self._term(part) for part in MARK.split(text) if part)
+        return " ".join(self._part_term(part) for part in SPECIAL_TEXT.split(text) if part)
 
-    def _term(self, part: str) -> str:
-        id = self.special(part) if MARK.fullmatch(part) else None
-        return quoted(part) if id is None else f"<[{id}]>"
+    def _part_term(self, part: str) -> str:
+        id = self.special_id(part) if SPECIAL_TEXT.fullmatch(part) else None
+        return quote_json(part) if id is None else f"<[{id}]>"
 
-    def rule(self, terms: str, attributes: str = "") -> str:
+    def add_rule(self, terms: str, attributes: str = "") -> str:
         """Add a rule, and return its name."""
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{attributes}: {terms}")
         return name
 
-    def one_of(self, choices: Iterable[str]) -> str:
+    def add_alternatives(self, choices: Iterable[str]) -> str:
         """Add a rule for one of several terms, and return its name."""
-        return self.rule(" | ".join(choices))
+        return self.add_rule(" | ".join(choices))
 
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """Return a term for JSON that a schema allows."""
-        return f"%json {json.dumps({**schema, 'x-guidance': WRITTEN})}"
+    def json_term(self, schema: Mapping[str, Any]) -> str:
+        """Return a term for JSON that a schema allows. Raises ValueError for a schema that a grammar cannot
+        keep, and beyond MAX_CHARACTERS."""
+        mended = copy_json(schema)
+        options = adapt_schema(mended)
+        text = json.dumps({**mended, "x-guidance": JSON_LAYOUT | options})
+        self._num_characters += len(text)
+        if self._num_characters > MAX_CHARACTERS:
+            raise ValueError(f"the grammar has more than {MAX_CHARACTERS} characters")
+        return f"%json {text}"
 
-    def grammar(self, start: str) -> str:
+    def to_text(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self.rules])

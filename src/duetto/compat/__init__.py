@@ -1,1 +1,1 @@
-"""Classes and modules that scripts for vLLM import; the library itself needs none of them."""
+"""Classes and modules that scripts for vLLM import. The library itself does not use them."""

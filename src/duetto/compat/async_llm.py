@@ -8,39 +8,39 @@ from typing import Any, Literal
 
 from ..lora.request import LoRARequest
 from ..sampling.params import SamplingParams
-from ..serve.llm.input_processor import Prompt
+from ..serve.llm.input_processor import PromptInput
 from ..serve.llm.llm import LLM
 from ..serve.llm.request_group import RequestGroup
-from ..serve.llm.vllm import check_all
+from ..serve.llm.vllm import check_vllm_arguments
 from ..serve.text.outputs import RequestOutput
 from .llm_engine import EngineModelConfig
 from .progress import Progress
 
 
-def awaited(name: str) -> Callable[..., Awaitable[Any]]:
-    """A method of `LLM` that runs in a worker thread."""
+def async_method(name: str) -> Callable[..., Awaitable[Any]]:
+    """Return a coroutine method that runs a method of `LLM` in a worker thread."""
 
-    async def method(self: "AsyncLLM", *args: Any, **given: Any) -> Any:
-        return await asyncio.to_thread(getattr(self.llm, name), *args, **given)
+    async def method(self: "AsyncLLM", *args: Any, **keywords: Any) -> Any:
+        return await asyncio.to_thread(getattr(self.llm, name), *args, **keywords)
 
     return method
 
 
 class AsyncLLM:
-    """Requests of one or several event loops; a thread takes the engine's steps for all of them."""
+    """`LLM` for event loops: one thread takes the engine's steps for all requests."""
 
     def __init__(self, llm: LLM):
         self.llm = llm
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *unused: Any, **ignored: Any) -> "AsyncLLM":
-        """An engine of the keywords that an `EngineArgs` holds; arguments about logs and workers are without
-        effect."""
+        """Start an engine with the keywords of an `EngineArgs`. Arguments about logs and workers are
+        ignored."""
         return cls(LLM.from_engine_args(engine_args))
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: PromptInput,
         sampling_params: SamplingParams,
         request_id: str,
         *,
@@ -49,30 +49,37 @@ class AsyncLLM:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput]:
-        """Reports of a request, as its `output_kind` says, up to its end; a caller that is slower than the
-        steps gets those of several as one. Closing or cancelling it aborts the request."""
-        check_all(tokenization_kwargs=tokenization_kwargs)
+        """Yield the outputs of a request, as its `output_kind` states, until it ends.
+
+        A caller that is slower than the steps gets several steps as one output. Closing or cancelling the
+        generator aborts the request.
+        """
+        check_vllm_arguments(tokenization_kwargs=tokenization_kwargs)
         session, processor = self.llm.session, self.llm.input_processor
         progress = Progress(sampling_params.output_kind)
 
-        def make() -> RequestGroup:
-            makes = processor.makes([prompt], sampling_params, priority, lora_request)
-            return session.groups_of(makes, request_id)[0]
+        def make_group() -> RequestGroup:
+            makes = processor.make_group_factories([prompt], sampling_params, priority, lora_request)
+            return session.make_groups(makes, request_id)[0]
 
-        def take(group: RequestGroup) -> list[RequestOutput]:
-            return [] if (report := progress.take(group, processor)) is None else [report]
+        def take_due_outputs(group: RequestGroup) -> list[RequestOutput]:
+            return [] if (report := progress.take_due_output(group, processor)) is None else [report]
 
-        async with aclosing(self.llm.async_driver.stream(make, partial(partial, take))) as reports:
+        async with aclosing(
+            self.llm.async_driver.stream(make_group, partial(partial, take_due_outputs))
+        ) as reports:
             async for report in reports:
                 yield report
 
-    sleep, wake_up, is_sleeping = awaited("sleep"), awaited("wake_up"), awaited("is_sleeping")
-    reset_prefix_cache = awaited("reset_prefix_cache")
-    start_profile, stop_profile = awaited("start_profile"), awaited("stop_profile")
+    sleep, wake_up, is_sleeping = async_method("sleep"), async_method("wake_up"), async_method("is_sleeping")
+    reset_prefix_cache = async_method("reset_prefix_cache")
+    start_profile, stop_profile = async_method("start_profile"), async_method("stop_profile")
 
     async def pause_generation(self, *, mode: Literal["keep"] = "keep", **ignored: Any) -> None:
-        """Take no more steps until `resume_generation`. Raises ValueError for a mode that ends the requests:
-        `abort` does."""
+        """Take no more steps until `resume_generation`.
+
+        Raises ValueError for a mode that ends the requests: call `abort` instead.
+        """
         if mode != "keep":
             raise ValueError(f"mode={mode!r} is not supported: only 'keep'")
         await asyncio.to_thread(self.llm.async_driver.pause)
@@ -93,7 +100,7 @@ class AsyncLLM:
         return EngineModelConfig(self.llm)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Abort what runs and free the device's memory."""
+        """Abort all requests and free the device's memory."""
         self.llm.close()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,12 +1,12 @@
-"""Options that scripts for vLLM give as objects of `vllm.config`."""
+"""Options of `vllm.config`, which scripts for vLLM pass as objects."""
 
 from typing import Any, TypedDict
 
-from .modules import PROCESSORS
+from .module_aliases import PROCESSORS_HINT
 
 
 class ProfilerConfig(TypedDict, total=False):
-    """Folder that `start_profile` writes to. The trace is jax.profiler's for every `profiler`."""
+    """Options of `start_profile`: the folder to write to. Each `profiler` writes a trace of jax.profiler."""
 
     profiler: str | None
     torch_profiler_dir: str
@@ -15,7 +15,7 @@ class ProfilerConfig(TypedDict, total=False):
 
 
 class CompilationConfig(TypedDict, total=False):
-    """Without effect: programs are compiled once, ahead of time."""
+    """Options of vLLM's compiler, without effect: programs are compiled once, ahead of time."""
 
     level: int
     mode: int
@@ -24,7 +24,7 @@ class CompilationConfig(TypedDict, total=False):
 
 
 class KVTransferConfig(TypedDict, total=False):
-    """A connector of KV pages; `kv_transfer_config` of `LLM` says which ones have a meaning here."""
+    """Connector of KV pages; `kv_transfer_config` of `LLM` accepts some of them."""
 
     kv_connector: str
     kv_role: str
@@ -43,5 +43,5 @@ class KVTransferConfig(TypedDict, total=False):
 def __getattr__(name: str) -> Any:
     """Raise ImportError for a name that only processors in torch need."""
     if name == "VllmConfig":
-        raise ImportError(f"{name} of vllm.config is not here: {PROCESSORS}")
+        raise ImportError(f"{name} of vllm.config is not here: {PROCESSORS_HINT}")
     raise AttributeError(name)

@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..refusals import require
+from ..refusals import ensure
 
-OUTPUT_LEN = 256  # tokens, where a dataset states none
+OUTPUT_LEN = 256  # tokens; default for datasets that state no length
 
 
 @dataclass(frozen=True)
@@ -41,38 +41,42 @@ def add_dataset_parser(parser: argparse.ArgumentParser) -> None:
 
 def get_samples(args: argparse.Namespace, tokenizer: Any) -> list[SampleRequest]:
     """Return `num_prompts` requests, fewer if a file has fewer. Raises ValueError without a file."""
-    draws = random.Random(args.seed)
+    rng = random.Random(args.seed)
     if args.dataset_name == "random":
-        return [drawn(args, tokenizer, draws) for _ in range(args.num_prompts)]
-    require(bool(args.dataset_path), f"--dataset-name {args.dataset_name} needs a file: set --dataset-path")
-    found = list(READERS[args.dataset_name](Path(args.dataset_path), args, tokenizer))
+        return [random_sample(args, tokenizer, rng) for _ in range(args.num_prompts)]
+    ensure(bool(args.dataset_path), f"--dataset-name {args.dataset_name} needs a file: set --dataset-path")
+    prompts = list(READERS[args.dataset_name](Path(args.dataset_path), args, tokenizer))
     if not args.disable_shuffle:
-        draws.shuffle(found)
-    lengths = ((prompt, len(tokenizer.encode(prompt)), output) for prompt, output in found)
-    return [SampleRequest(*one) for one in islice(lengths, args.num_prompts)]
+        rng.shuffle(prompts)
+    lengths = ((prompt, len(tokenizer.encode(prompt)), output) for prompt, output in prompts)
+    return [SampleRequest(*request) for request in islice(lengths, args.num_prompts)]
 
 
-def drawn(args: argparse.Namespace, tokenizer: Any, draws: random.Random) -> SampleRequest:
-    ids = draws.choices(range(tokenizer.vocab_size), k=args.random_input_len)
+def random_sample(args: argparse.Namespace, tokenizer: Any, rng: random.Random) -> SampleRequest:
+    """Return a request with a prompt of random tokens."""
+    ids = rng.choices(range(tokenizer.vocab_size), k=args.random_input_len)
     return SampleRequest(tokenizer.decode(ids), len(ids), args.random_output_len)
 
 
-def custom(path: Path, args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, int]]:
-    """Yield prompts of JSON lines, as one message each of the chat template unless it is skipped."""
+def read_custom(path: Path, args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, int]]:
+    """Yield prompts of JSON lines, and output lengths in tokens.
+
+    Each prompt is a user's message in the chat template, unless `skip_chat_template` is set.
+    """
     for line in filter(str.strip, path.read_text().splitlines()):
-        given = json.loads(line)
-        prompt = given["prompt"]
+        record = json.loads(line)
+        prompt = record["prompt"]
         if not args.skip_chat_template:
             messages = [{"role": "user", "content": prompt}]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        yield prompt, int(given.get("output_tokens") or OUTPUT_LEN)
+        yield prompt, int(record.get("output_tokens") or OUTPUT_LEN)
 
 
-def sharegpt(path: Path, args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, int]]:
-    """Yield the first message of each conversation, and the length of its reply."""
-    for talk in json.loads(path.read_text()):
-        if len(turns := talk.get("conversations", talk.get("conversation", []))) >= 2:
-            yield turns[0]["value"], len(tokenizer.encode(turns[1]["value"]))
+def read_sharegpt(path: Path, args: argparse.Namespace, tokenizer: Any) -> Iterator[tuple[str, int]]:
+    """Yield the first message of each conversation, and the length of its reply in tokens."""
+    for conversation in json.loads(path.read_text()):
+        if len(messages := conversation.get("conversations", conversation.get("conversation", []))) >= 2:
+            yield messages[0]["value"], len(tokenizer.encode(messages[1]["value"]))
 
 
-READERS: dict[str, Any] = {"random": drawn, "custom": custom, "sharegpt": sharegpt}
+READERS: dict[str, Any] = {"random": random_sample, "custom": read_custom, "sharegpt": read_sharegpt}

@@ -1,4 +1,4 @@
-"""`LLMEngine`: an `LLM` that is driven step by step, with vLLM's names and order of arguments."""
+"""`LLMEngine`: an `LLM` that the caller advances step by step, with vLLM's names and order of arguments."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,16 +8,18 @@ from typing import Any
 from ..checkpoints.folders import read_config_json
 from ..lora.request import LoRARequest
 from ..sampling.params import SamplingParams
-from ..serve.llm.input_processor import Prompt
+from ..serve.llm.input_processor import PromptInput
 from ..serve.llm.llm import LLM
-from ..serve.llm.vllm import check_all
+from ..serve.llm.vllm import check_vllm_arguments
 from ..serve.text.outputs import RequestOutput
 from .progress import Progress
 
 
 class LLMEngine:
-    """Requests are added and advanced by `step`; whatever else an `LLM` has, such as `reset_prefix_cache`, is
-    its own."""
+    """Engine of an `LLM`, whose requests are added and then advanced by `step`.
+
+    All other attributes, such as `reset_prefix_cache`, are the `LLM`'s.
+    """
 
     def __init__(self, llm: LLM):
         self.llm = llm
@@ -25,14 +27,14 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: Any, *unused: Any, **ignored: Any) -> "LLMEngine":
-        """An engine of the keywords that an `EngineArgs` holds; arguments about logs and workers are without
-        effect."""
+        """Start an engine with the keywords of an `EngineArgs`. Arguments about logs and workers are
+        ignored."""
         return cls(LLM.from_engine_args(engine_args))
 
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: PromptInput,
         params: SamplingParams,
         arrival_time: float | None = None,
         lora_request: LoRARequest | None = None,
@@ -40,37 +42,36 @@ class LLMEngine:
         trace_headers: Any = None,
         priority: int = 0,
     ) -> str:
-        """Queue a request for `step`; returns its id. Raises ValueError or TypeError for what is not
-        allowed."""
-        check_all(tokenization_kwargs=tokenization_kwargs)
+        """Queue a request for `step`, and return its id. Raises ValueError or TypeError."""
+        check_vllm_arguments(tokenization_kwargs=tokenization_kwargs)
         progress = Progress(params.output_kind)
         self.llm.add_request(prompt, params, request_id, priority, lora_request)
         self._progress[request_id] = progress
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Advance all requests by one step; returns those that have new tokens, as their `output_kind` says,
-        or have ended.
+        """Advance all requests by one step, and return the outputs that are due.
 
-        What the `LLM` itself has queued is returned when it has ended.
+        An output is due if a request has new tokens, as its `output_kind` states, or has ended. Requests that
+        the `LLM` itself has queued are returned when they end.
         """
         session, processor = self.llm.session, self.llm.input_processor
         ended = {group.id: group for group in session.step()}
-        reports = [processor.output(group) for id, group in ended.items() if id not in self._progress]
+        reports = [processor.make_output(group) for id, group in ended.items() if id not in self._progress]
         for id, progress in list(self._progress.items()):
             group = ended.get(id) or session.groups.get(id)
-            if group and (report := progress.take(group, processor)):
+            if group and (report := progress.take_due_output(group, processor)):
                 reports.append(report)
-            if group is None or progress.ended:
+            if group is None or progress.has_ended:
                 del self._progress[id]
         return reports
 
     def abort_request(self, request_id: str | Iterable[str], internal: bool = False) -> None:
-        """End requests now; nothing more is reported of them. Unknown ids are ignored."""
+        """End requests now, without a further output. Unknown ids are ignored."""
         for id in [request_id] if isinstance(request_id, str) else request_id:
             self._progress.pop(id, None)
             if group := self.llm.session.groups.get(id):
-                self.llm.session.drop([group])
+                self.llm.session.drop_groups([group])
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._progress)
@@ -93,12 +94,15 @@ class LLMEngine:
 
 
 class EngineModelConfig:
-    """A served model as scripts for vLLM ask about it: `hf_config` and `hf_text_config` have the fields of
-    its config.json, none for parameters without a folder."""
+    """Model that is served, as scripts for vLLM read it.
+
+    `hf_config` and `hf_text_config` have the fields of config.json; they are empty for parameters without a
+    folder.
+    """
 
     def __init__(self, llm: LLM):
-        found = {} if llm.folder is None else read_config_json(Path(llm.folder))
-        self.hf_config = self.hf_text_config = SimpleNamespace(**found)
+        fields = {} if llm.folder is None else read_config_json(Path(llm.folder))
+        self.hf_config = self.hf_text_config = SimpleNamespace(**fields)
         self.max_model_len = llm.engine.sizes.max_model_len
 
 
@@ -111,5 +115,6 @@ class EngineCore:
     def save_sharded_state(
         self, path: str | Path, pattern: str | None = None, max_size: int | None = None
     ) -> None:
-        """`LLM.save_params`, for `load_format="sharded_state"`. Orbax names and cuts the files."""
+        """Write the parameters for `load_format="sharded_state"`, like `LLM.save_params`. Orbax names the
+        files."""
         self._llm.save_params(path)

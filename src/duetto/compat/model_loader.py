@@ -2,6 +2,6 @@
 
 
 class ShardedStateLoader:
-    """Files of `LLM.save_params`: Orbax names them, whatever the parallel sizes are."""
+    """Patterns of the files of `LLM.save_params`. Orbax names them, whatever the parallel sizes are."""
 
     TP_ONLY_PATTERN = PP_AND_TP_PATTERN = "params/*"

@@ -1,14 +1,14 @@
-"""`current_platform`: questions of scripts for vLLM about the devices that jax has; it frees memory too."""
+"""`current_platform`: vLLM's questions about the devices, answered from jax. It frees memory too."""
 
 import gc
 
 import jax
 
-from ..serve.host.process import give_back
+from ..serve.host.process import trim_heap
 
 
 class Platform:
-    """The devices of this process. A question about them starts jax's backend, `is_rocm` does not."""
+    """Devices of this process. Any question except `is_rocm` starts jax's backend."""
 
     def is_cpu(self) -> bool:
         return jax.default_backend() == "cpu"
@@ -20,13 +20,13 @@ class Platform:
         return self.is_cuda()
 
     def is_rocm(self) -> bool:
-        """Return False: AMD's devices are not supported."""
+        """Return False, because AMD's devices are not supported."""
         return False
 
     def empty_cache(self) -> None:
         """Free the memory of engines without references."""
         gc.collect()
-        give_back()
+        trim_heap()
 
 
 current_platform = Platform()

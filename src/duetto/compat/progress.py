@@ -1,4 +1,4 @@
-"""Reports of a running request: all tokens so far, the new ones, or only the end."""
+"""Outputs of a running request by `output_kind`: all tokens so far, the new ones, or only the end."""
 
 from dataclasses import dataclass, replace
 
@@ -10,32 +10,38 @@ from ..serve.text.outputs import CompletionOutput, RequestOutput
 
 @dataclass
 class Progress:
-    """Tokens of one request that were reported. `kind` is its sampling parameters' `output_kind`."""
+    """Tokens of one request that were reported.
+
+    kind: `output_kind` of its sampling parameters.
+    num_generated_tokens: tokens of all its completions.
+    reported_lengths: tokens and characters of each completion.
+    has_ended: the end was reported.
+    """
 
     kind: RequestOutputKind
-    generated: int = 0  # tokens of all its completions
-    places: tuple[tuple[int, int], ...] = ()  # tokens and characters of each
-    ended: bool = False
+    num_generated_tokens: int = 0
+    reported_lengths: tuple[tuple[int, int], ...] = ()
+    has_ended: bool = False
 
-    def take(self, group: RequestGroup, processor: InputProcessor) -> RequestOutput | None:
-        """The report that is due for a request as it stands, None where there is none; its end is reported
-        once."""
-        before = self.generated
-        self.generated = sum(request.generated for request in group.requests)
-        new = self.kind is not RequestOutputKind.FINAL_ONLY and self.generated > before
-        if self.ended or not (new or group.finished):
+    def take_due_output(self, group: RequestGroup, processor: InputProcessor) -> RequestOutput | None:
+        """Return the output that is due for a request, and mark it as reported. Returns None if none is
+        due."""
+        before = self.num_generated_tokens
+        self.num_generated_tokens = sum(request.num_output_tokens for request in group.requests)
+        new = self.kind is not RequestOutputKind.FINAL_ONLY and self.num_generated_tokens > before
+        if self.has_ended or not (new or group.is_finished):
             return None
-        output, self.ended = processor.output(group), group.finished
+        output, self.has_ended = processor.make_output(group), group.is_finished
         if self.kind is not RequestOutputKind.DELTA:
             return output
-        places = self.places or ((0, 0),) * len(output.outputs)
-        self.places = tuple((len(o.token_ids), len(o.text)) for o in output.outputs)
-        return replace(output, outputs=list(map(since, output.outputs, places)))
+        lengths = self.reported_lengths or ((0, 0),) * len(output.outputs)
+        self.reported_lengths = tuple((len(o.token_ids), len(o.text)) for o in output.outputs)
+        return replace(output, outputs=list(map(drop_reported_tokens, output.outputs, lengths)))
 
 
-def since(output: CompletionOutput, place: tuple[int, int]) -> CompletionOutput:
-    """Return a completion without its first tokens and characters."""
-    tokens, characters = place
+def drop_reported_tokens(output: CompletionOutput, lengths: tuple[int, int]) -> CompletionOutput:
+    """Return a completion without the tokens and characters that were reported before."""
+    tokens, characters = lengths
     logprobs = None if output.logprobs is None else output.logprobs[tokens:]
     return replace(
         output, text=output.text[characters:], token_ids=output.token_ids[tokens:], logprobs=logprobs

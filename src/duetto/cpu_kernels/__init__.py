@@ -1,1 +1,1 @@
-"""Products and attention for CPUs, compiled from C++ and called by XLA."""
+"""Matrix products, norms and attention for CPUs, compiled from C++ and called by XLA."""

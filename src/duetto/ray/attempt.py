@@ -1,21 +1,23 @@
-"""A request on its way to a replica that Serve's request router chooses."""
+"""Attempts to send a request to a replica that Serve's request router chooses."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..serve.kv.routing.placement import Replica, RoutedRequest, best, fitting
+from ..serve.kv.routing.placement import Replica, RoutedRequest, choose_replica, replicas_of_realm
 
 
 class Attempt:
-    """Sending of a request, in place of the replica that a proxy sends it to. The request router finds the
-    prompt in it, since it is an argument of the call. Replicas get None for it.
+    """Attempt to send a request. A proxy uses it like the replica that it sends a request to.
 
+    It is an argument of the call, in which the request router finds the prompt. Replicas receive None for it.
+
+    routed_request: the request.
     replica: chosen by the request router, in whose event loop all accounting runs.
     """
 
-    def __init__(self, job: RoutedRequest):
-        self.job = job
+    def __init__(self, routed_request: RoutedRequest):
+        self.routed_request = routed_request
         self.replica: Replica | None = None
         self.connections: dict[Any, None] = {}
         self.address, self.is_ready = "a replica", True
@@ -28,33 +30,44 @@ class Attempt:
     def __reduce__(self):
         return type(None), ()
 
-    def place(self, replica: Replica) -> None:
-        """Count the request as one of `replica`, and no longer as one of the replica before."""
+    def assign_replica(self, replica: Replica) -> None:
+        """Count the request for `replica`, and no longer for the replica before."""
         self._loop = asyncio.get_running_loop()
         if self.replica is not None:
-            self.replica.leave(self.job)
+            self.replica.remove_request(self.routed_request)
         self.replica = replica
         if not self._is_over:
-            replica.take(self.job)
+            replica.add_request(self.routed_request)
 
-    def begun(self, job: RoutedRequest) -> None:
-        self._in_router(lambda replica: replica.begun(job))
+    def suspect(self) -> None:
+        """Do nothing, because Serve checks its replicas itself."""
 
-    def leave(self) -> None:
-        """Count the request no more. Called in any event loop."""
+    def on_prefill_done(self, routed_request: RoutedRequest) -> None:
+        """Note that the answer has begun. Called in any event loop."""
+        self._run_in_router(lambda replica: replica.on_prefill_done(routed_request))
+
+    def release_replica(self) -> None:
+        """Stop counting the request. Called in any event loop."""
         self._is_over = True
-        self._in_router(lambda replica: replica.leave(self.job))
+        self._run_in_router(lambda replica: replica.remove_request(self.routed_request))
 
-    def _in_router(self, work: Callable[[Replica], None]) -> None:
+    def _run_in_router(self, work: Callable[[Replica], None]) -> None:
         if self._loop is not None and self.replica is not None:
             self._loop.call_soon_threadsafe(work, self.replica)
 
 
-def ranked(replicas: Sequence[Replica], job: RoutedRequest, most: int) -> list[Replica]:
-    """Return the best replica for a job, then the others that may have it; none if all have `most` requests.
-    Leaves out those that have refused it. If all have, they are asked again, which the ingress notices."""
-    left: Any = job.left  # Attempts
-    refused = {attempt.replica for attempt in left}
-    able = [one for one in replicas if one not in refused] or replicas
-    first = best(fitting(able, job.realm, ()), job.prompt, most, ())
-    return [] if first is None else [first, *(one for one in able if one is not first)]
+def rank_replicas(
+    replicas: Sequence[Replica], routed_request: RoutedRequest, max_requests: int
+) -> list[Replica]:
+    """Return the replicas that may have a request, the best first; none if all have `max_requests` requests.
+
+    Leaves out replicas that have refused it. If all have, they are asked again, and the ingress gives up
+    then.
+    """
+    attempts: Any = routed_request.failed_replicas  # Attempts
+    refused = {attempt.replica for attempt in attempts}
+    able = [replica for replica in replicas if replica not in refused] or replicas
+    first = choose_replica(
+        replicas_of_realm(able, routed_request.realm, ()), routed_request.prompt, max_requests, ()
+    )
+    return [] if first is None else [first, *(replica for replica in able if replica is not first)]

@@ -19,10 +19,14 @@ Row = dict[str, Any]
 class ProcessorConfig:
     """Configuration of a processor, under the names of `vLLMEngineProcessorConfig`.
 
-    engine_kwargs: keywords of `LLM`. concurrency: number of actors, or minimum and maximum. batch_size: rows
-    of one call of an actor. resources: Ray resources of an actor, such as `{"num_gpus": 1}`. sampling_params:
-    defaults of the rows. should_continue_on_error: a wrong row gets its error in the column
-    `__inference_error__`; otherwise it ends the job.
+    model_source: folder of the model, or its id on the hub.
+    engine_kwargs: keywords of `LLM`.
+    concurrency: number of actors, or minimum and maximum.
+    batch_size: rows of one call of an actor.
+    resources: Ray resources of an actor, such as `{"num_gpus": 1}`.
+    sampling_params: defaults of the rows.
+    should_continue_on_error: a wrong row gets its error in the column `__inference_error__`; otherwise it
+    ends the job.
     """
 
     model_source: str | None = None
@@ -35,81 +39,88 @@ class ProcessorConfig:
 
 
 class Predictor:
-    """Answers batches: mappings of columns, or pandas frames.
+    """Engine that answers batches of rows: mappings of columns, or pandas frames.
 
-    Adds the columns `generated_text`, `generated_tokens`, `num_generated_tokens`, `num_input_tokens` and
+    It adds the columns `generated_text`, `generated_tokens`, `num_generated_tokens`, `num_input_tokens` and
     `__inference_error__` (empty without an error). A row has `messages`, `prompt` or `tokenized_prompt`, and
     may have `sampling_params`. The default seed is the row's number in the batch.
     """
 
     def __init__(self, config: ProcessorConfig):
         self.config = config
-        own: dict[str, Any] = {"use_tqdm_on_load": False} | dict(config.engine_kwargs)
-        self._llm = LLM(config.model_source, **own)
-        self._defaults = self._llm.get_default_sampling_params()
+        keywords: dict[str, Any] = {"use_tqdm_on_load": False} | dict(config.engine_kwargs)
+        self.llm = LLM(config.model_source, **keywords)
+        self.default_params = self.llm.get_default_sampling_params()
 
     def __call__(self, batch: Any) -> Any:
         is_frame = hasattr(batch, "assign")
         columns = {name: list(batch[name]) for name in batch}
         count = len(next(iter(columns.values()), []))
         rows = [{name: column[i] for name, column in columns.items()} for i in range(count)]
-        found = self._answers(rows)
-        new = {name: [row[name] for row in found] for name in (found[0] if found else answer(None, ""))}
+        answers = self._answer_rows(rows)
+        new = {
+            name: [row[name] for row in answers]
+            for name in (answers[0] if answers else answer_columns(None, ""))
+        }
         return batch.assign(**new) if is_frame else columns | new
 
-    def _answers(self, rows: Sequence[Row]) -> list[Row]:
-        begun: dict[str, int] = {}
-        found: list[Row] = [{}] * len(rows)
+    def _answer_rows(self, rows: Sequence[Row]) -> list[Row]:
+        submitted: dict[str, int] = {}
+        answers: list[Row] = [{}] * len(rows)
         for i, row in enumerate(rows):
             try:
-                begun[self._begin(i, row)] = i
+                submitted[self._submit(i, row)] = i
             except Exception as error:
                 if not self.config.should_continue_on_error:
-                    self._abort(begun)
+                    self._abort(submitted)
                     raise
-                found[i] = answer(None, f"{type(error).__name__}: {error}")
-        while begun:
-            for output in self._llm.step():
-                if (place := begun.pop(output.request_id, None)) is not None:
-                    found[place] = answer(output, "")
-        return found
+                answers[i] = answer_columns(None, f"{type(error).__name__}: {error}")
+        while submitted:
+            for output in self.llm.step():
+                if (row_index := submitted.pop(output.request_id, None)) is not None:
+                    answers[row_index] = answer_columns(output, "")
+        return answers
 
-    def _begin(self, i: int, row: Row) -> str:
-        params = self._params(row.get("sampling_params"), i)
+    def _submit(self, i: int, row: Row) -> str:
+        params = self._sampling_params(row.get("sampling_params"), i)
         if row.get("tokenized_prompt") is not None:
             prompt: Any = [int(token) for token in row["tokenized_prompt"]]
         elif row.get("messages") is not None:
-            prompt = self._llm.chat_prompt([dict(message) for message in row["messages"]])
+            prompt = self.llm.chat_prompt([dict(message) for message in row["messages"]])
         elif isinstance(row.get("prompt"), str):
             prompt = row["prompt"]
         else:
             raise ValueError("a row has messages, prompt or tokenized_prompt")
-        return self._llm.add_request(prompt, params)
+        return self.llm.add_request(prompt, params)
 
-    def _params(self, given: Any, i: int) -> SamplingParams:
-        own = {name: plain(value) for name, value in dict(given or {}).items() if value is not None}
-        merged = {name: getattr(self._defaults, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return SamplingParams.from_dict(merged | {"seed": i} | dict(self.config.sampling_params) | own)
+    def _sampling_params(self, row_params: Any, i: int) -> SamplingParams:
+        stated = {
+            name: to_python(value) for name, value in dict(row_params or {}).items() if value is not None
+        }
+        merged = {
+            name: getattr(self.default_params, name) for name in ("temperature", "top_p", "top_k", "min_p")
+        }
+        return SamplingParams.from_dict(merged | {"seed": i} | dict(self.config.sampling_params) | stated)
 
-    def _abort(self, begun: Mapping[str, int]) -> None:
-        for id in begun:
-            self._llm.abort(id)
-        while self._llm.has_unfinished_requests():
-            self._llm.step()
+    def _abort(self, submitted: Mapping[str, int]) -> None:
+        for id in submitted:
+            self.llm.abort(id)
+        while self.llm.has_unfinished_requests():
+            self.llm.step()
 
 
-def plain(value: Any) -> Any:
-    """Return a value without numpy's types."""
+def to_python(value: Any) -> Any:
+    """Return a value with numpy's types converted to Python's."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def answer(output: RequestOutput | None, error: str) -> Row:
+def answer_columns(output: RequestOutput | None, error: str) -> Row:
     """Return the new columns of a row."""
-    one = None if output is None else output.outputs[0]
+    completion = None if output is None else output.outputs[0]
     return {
-        "generated_text": "" if one is None else one.text,
-        "generated_tokens": [] if one is None else list(one.token_ids),
-        "num_generated_tokens": 0 if one is None else len(one.token_ids),
+        "generated_text": "" if completion is None else completion.text,
+        "generated_tokens": [] if completion is None else list(completion.token_ids),
+        "num_generated_tokens": 0 if completion is None else len(completion.token_ids),
         "num_input_tokens": 0 if output is None else len(output.prompt_token_ids),
         ERROR: error,
     }
@@ -123,11 +134,13 @@ def build_processor(
     preprocess: Callable[[Row], Row] | None = None,
     postprocess: Callable[[Row], Row] | None = None,
 ) -> Callable[[Any], Any]:
-    """Return a function from dataset to dataset: rows go through `preprocess`, a `Predictor` and
-    `postprocess`, which rows with an error skip."""
+    """Return a function from dataset to dataset, which applies `preprocess`, a `Predictor` and `postprocess`.
+
+    Rows with an error skip `postprocess`.
+    """
 
     def processor(dataset: Any) -> Any:
-        strategy = pool_of(config.concurrency)
+        strategy = actor_pool(config.concurrency)
         if preprocess is not None:
             dataset = dataset.map(preprocess)
         dataset = dataset.map_batches(
@@ -137,24 +150,27 @@ def build_processor(
             compute=strategy,
             **config.resources,
         )
-        return dataset if postprocess is None else dataset.map(partial(finished, postprocess))
+        return dataset if postprocess is None else dataset.map(partial(postprocess_row, postprocess))
 
     return processor
 
 
-def pool_of(concurrency: int | tuple[int, int]) -> Any:
+def actor_pool(concurrency: int | tuple[int, int]) -> Any:
+    """Return Ray's pool of actors: of one size, or between two."""
     make = import_module("ray.data").ActorPoolStrategy
     if isinstance(concurrency, int):
         return make(size=concurrency)
     return make(min_size=concurrency[0], max_size=concurrency[1])
 
 
-def finished(postprocess: Callable[[Row], Row], row: Row) -> Row:
+def postprocess_row(postprocess: Callable[[Row], Row], row: Row) -> Row:
+    """Apply `postprocess` to a row without an error."""
     return row if row[ERROR] else postprocess(row) | {ERROR: ""}
 
 
 class RayBackend:
-    """Workers that are Ray actors, for `serve/jobs/workers/remote.py`. Raises ValueError without Ray."""
+    """Backend whose workers are Ray actors, for `serve/jobs/workers/worker_pool.py`. Raises ValueError
+    without Ray."""
 
     def __init__(self, arguments: Mapping[str, Any], options: Mapping[str, Any]):
         try:
@@ -163,23 +179,23 @@ class RayBackend:
             raise ValueError("ray is not allowed: there is no ray; pip install 'duetto[ray]'") from None
         if not self._ray.is_initialized():
             self._ray.init(log_to_driver=False, include_dashboard=False)
-        own = {"max_restarts": 0} | dict(options)
-        self._make = partial(self._ray.remote(Worker).options(**own).remote, **arguments)
+        actor_options = {"max_restarts": 0} | dict(options)
+        self._make = partial(self._ray.remote(Worker).options(**actor_options).remote, **arguments)
         self._workers: list[Any] = []
 
     def start_worker(self) -> Any:
         self._workers.append(self._make())
         return self._workers[-1]
 
-    def facts(self, worker: Any) -> WorkerInfo:
-        return self.result(worker.facts.remote())
+    def describe(self, worker: Any) -> WorkerInfo:
+        return self.result(worker.describe.remote())
 
-    def take(self, worker: Any, new: Sequence[WorkerRequest]) -> Any:
-        return worker.take.remote(list(new))
+    def run_requests(self, worker: Any, requests: Sequence[WorkerRequest]) -> Any:
+        return worker.run_requests.remote(list(requests))
 
     def wait_any(self, futures: Sequence[Any]) -> Any:
-        (found,), _ = self._ray.wait(list(futures), num_returns=1)
-        return found
+        (future,), _ = self._ray.wait(list(futures), num_returns=1)
+        return future
 
     def result(self, future: Any) -> Any:
         """Wait for a result. Raises WorkerLost if the actor died, RuntimeError for an error of its engine."""

@@ -1,4 +1,4 @@
-"""Ingress of a Serve application: the router's proxy over Serve's handles in place of HTTP connections."""
+"""Ingress of a Serve application: the router's proxy over Serve's handles, in place of HTTP connections."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -11,47 +11,57 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..serve.kv.routing.placement import RoutedRequest
 from ..serve.options.router import RouterOptions
 from ..serve.options.server import ServerOptions
-from ..serve.server.http.guards import keys_in
-from ..serve.server.router.http import ConnectionLost, Headers, joined
-from ..serve.server.router.main import app, naming
+from ..serve.server.http.guards import read_api_keys
+from ..serve.server.router.http_client import ConnectionLost, Headers, join_pieces
+from ..serve.server.router.main import make_page_hasher, make_router_app
 from ..serve.server.router.proxy import Proxy
-from ..serve.server.router.queue import PrefillPool, unavailable
+from ..serve.server.router.request_queue import PrefillPool, unavailable_error
 from .attempt import Attempt
 
-Errors = tuple[type[Exception], ...]
+ErrorTypes = tuple[type[Exception], ...]
 
 
 class ServeQueue:
-    """Serve's queue, as a proxy sees it: a request gets an Attempt at once, and its replica when it is sent.
-    Serve keeps requests while no replica is there, so it counts as one that is ready."""
+    """Queue of a proxy whose requests wait in Serve.
 
-    waiting, is_ready = 0, True  # Serve's own metrics count those that wait
+    A request gets an Attempt at once, and a replica when it is sent. The queue counts as one ready replica:
+    Serve keeps requests while none is there.
+    """
+
+    num_waiting, is_ready = 0, True  # Serve's metrics count waiting requests
 
     @property
     def replicas(self) -> list["ServeQueue"]:
         return [self]
 
-    def place(self, client: str, tokens: int) -> int:
-        """Return the same position for all requests: replicas share their steps fairly among clients."""
+    def assign_position(self, client: str, tokens: int) -> int:
+        """Return one position for all requests, because replicas share their steps fairly among clients."""
         return 0
 
-    async def replica(self, job: RoutedRequest, line: int) -> Attempt:
-        """Return the next attempt. Raises HttpError if the last one came to a replica that had refused."""
-        left: Any = job.left  # Attempts
-        refused = [attempt.replica for attempt in left]
+    async def assign_replica(self, routed_request: RoutedRequest, position: int) -> Attempt:
+        """Return the next attempt. Raises HttpError if the last attempt came to a replica that had refused
+        before."""
+        attempts: Any = routed_request.failed_replicas  # Attempts
+        refused = [attempt.replica for attempt in attempts]
         if len(set(refused)) < len(refused):
-            raise unavailable()
-        return Attempt(job)
+            raise unavailable_error()
+        return Attempt(routed_request)
 
-    def leave(self, attempt: Attempt, job: RoutedRequest) -> None:
-        attempt.leave()
+    def release(self, attempt: Attempt, routed_request: RoutedRequest) -> None:
+        attempt.release_replica()
 
 
 class ServeConnection:
-    """A request to a replica through Serve, and its answer, as a router's `HttpConnection` has them. Methods
-    raise ConnectionLost for the errors `lost`, and if no replica takes the request within `seconds`."""
+    """Request to a replica through Serve, with the interface of a router's `HttpConnection`.
 
-    def __init__(self, handle: Any, attempt: Attempt, seconds: float, lost: Errors):
+    handle: Serve's handle of the replicas.
+    seconds: timeout for a replica to take the request.
+    lost: types of errors of a lost replica.
+
+    Methods raise ConnectionLost for these errors, and after the timeout.
+    """
+
+    def __init__(self, handle: Any, attempt: Attempt, seconds: float, lost: ErrorTypes):
         self._handle, self._attempt, self._seconds, self._lost = handle, attempt, seconds, lost
         self._status = 0
         self.headers: Headers = []
@@ -60,8 +70,8 @@ class ServeConnection:
     def send(self, method: str, path: str, headers: Headers, body: bytes = b"") -> None:
         self._parts = self._handle.answer.remote(method, path, list(headers), body, self._attempt)
 
-    async def status(self) -> int:
-        """Wait for the head of the answer, and return its status."""
+    async def read_status(self) -> int:
+        """Wait for the status and headers of the answer, and return the status."""
         if not self._status:
             try:
                 self._attempt.address = await asyncio.wait_for(self._next(), self._seconds)
@@ -70,16 +80,16 @@ class ServeConnection:
             self._status, self.headers = await self._next()
         return self._status
 
-    async def pieces(self) -> AsyncGenerator[bytes]:
+    async def read_pieces(self) -> AsyncGenerator[bytes]:
         """Yield the body as it arrives."""
         while (piece := await self._next()) is not None:
             yield piece
 
-    async def body(self) -> bytes:
-        return await joined(self.pieces())
+    async def read_body(self) -> bytes:
+        return await join_pieces(self.read_pieces())
 
     async def _next(self) -> Any:
-        """Return the next part; None after the last."""
+        """Return the next part of the answer, or None after the last."""
         try:
             return await anext(self._parts)
         except StopAsyncIteration:
@@ -92,54 +102,59 @@ class ServeConnection:
         self._parts.cancel()
 
     async def close(self) -> None:
-        """Nothing is left open behind a whole answer."""
+        """Cancel an answer that is not complete."""
+        if not self.is_whole:
+            self.abort()
 
 
-def ingress_app(
-    handle: Callable[[], Any], options: RouterOptions, server: ServerOptions, lost: Errors
+def make_ingress_app(
+    get_handle: Callable[[], Any], options: RouterOptions, server: ServerOptions, lost: ErrorTypes
 ) -> ASGIApp:
-    """Return the application of an ingress. `handle` returns the one of the replicas; `lost` are Ray's errors
-    for a replica that is gone."""
+    """Return the application of an ingress.
+
+    get_handle: returns Serve's handle of the replicas.
+    lost: Ray's types of errors for a lost replica.
+    """
 
     async def connect(attempt: Any) -> Any:
-        return ServeConnection(handle(), attempt, server.queue_timeout, lost)
+        return ServeConnection(get_handle(), attempt, server.queue_timeout, lost)
 
     queue: Any = ServeQueue()
-    proxy = Proxy(queue, PrefillPool({}, 1), naming(options), options, server, connect)
-    keys = keys_in(server.api_key_file) if server.api_key_file else []
-    return rooted(app([], proxy, server, keys))
+    proxy = Proxy(queue, PrefillPool({}, 1), make_page_hasher(options), options, server, connect)
+    keys = read_api_keys(server.api_key_file) if server.api_key_file else []
+    return make_stripped_app(make_router_app([], proxy, server, keys))
 
 
-def rooted(inner: ASGIApp) -> ASGIApp:
-    """Return an app under a route prefix that sees paths without it."""
+def make_stripped_app(inner: ASGIApp) -> ASGIApp:
+    """Return an application that sees paths without the route prefix that it is mounted at."""
 
-    async def outer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def stripped_app(scope: Scope, receive: Receive, send: Send) -> None:
         if prefix := scope.get("root_path", ""):
             path, raw = scope["path"], scope.get("raw_path") or scope["path"].encode()
             raw = raw.removeprefix(prefix.encode())
             scope = {**scope, "root_path": "", "path": path.removeprefix(prefix), "raw_path": raw}
         await inner(scope, receive, send)
 
-    return outer
+    return stripped_app
 
 
 class BoundReplicas:
-    """An ingress deployment's handle of the replicas."""
+    """Ingress deployment that holds the handle of the replicas."""
 
     def __init__(self, replicas: Any):
         self.replicas = replicas
 
 
-def ingress_class(options: RouterOptions, server: ServerOptions) -> Any:
-    """Return the class of an ingress deployment, which is bound to that of the replicas."""
+def make_ingress_class(options: RouterOptions, server: ServerOptions) -> Any:
+    """Return the class of an ingress deployment, which takes the bound deployment of the replicas."""
     serve = import_module("ray.serve")
 
-    def build() -> ASGIApp:
+    def build_app() -> ASGIApp:
         @cache
-        def handle() -> Any:  # at the first request: the deployment is made after its application
+        def get_handle() -> Any:  # lazily: the deployment is created after its application
             return serve.get_replica_context().servable_object.replicas.options(stream=True)
 
         errors, serving = import_module("ray.exceptions"), import_module("ray.serve.exceptions")
-        return ingress_app(handle, options, server, (errors.RayError, serving.RayServeException))
+        return make_ingress_app(get_handle, options, server, (errors.RayError, serving.RayServeException))
 
-    return serve.ingress(build)(BoundReplicas)
+    return serve.ingress(build_app)(BoundReplicas)

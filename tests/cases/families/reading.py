@@ -11,7 +11,7 @@ from duetto.model.config import ModelConfig
 def config_of(kind: str, **fields):
     name = kind if kind in CASES else next(name for name in CASES if name.startswith(kind))
     raw = {key: value for key, value in (hub_config(name) | fields).items() if value != "absent"}
-    return FAMILIES[kind].config(raw)
+    return FAMILIES[kind].parse_config(raw)
 
 
 def windows(config) -> list[int | None]:

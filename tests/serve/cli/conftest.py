@@ -15,7 +15,7 @@ def source(tmp_path_factory: pytest.TempPathFactory, tiny) -> Path:
     """A Hugging Face folder of a small random model, in bfloat16, with the demo's tokenizer files beside
     it."""
     folder = tmp_path_factory.mktemp("model") / "hub"
-    huggingface.save(folder, tiny.config, tiny.params, "bfloat16")
+    huggingface.save_hf(folder, tiny.config, tiny.params, "bfloat16")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(ROOT / "checkpoints" / "demo" / name, folder)
     (folder / "LICENSE.txt").write_text("as you like")

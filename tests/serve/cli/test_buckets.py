@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from fakes.greedy import greedy_programs
 from suite.fixtures import ROOT, Model, random_model
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
-from duetto.serve.cli.buckets import lengths_of
+from duetto.serve.cli.buckets import read_request_lengths
 from duetto.serve.cli.main import main
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.buckets import StepTokens, best_edges, padding, rehearse
-from duetto.serve.planner.buckets import alone as alone_of
+from duetto.serve.planner.buckets import StepTokens, choose_edges, padding_share, simulate_steps
+from duetto.serve.planner.buckets import lone_chunk_lengths as alone_of
 from duetto.serve.planner.roofline.presets import PRESETS
-from duetto.serve.runtime.compiled.shapes import Sizes, can_share, prefills, table
+from duetto.serve.runtime.compiled.shapes import Sizes, can_share_prefill, prefill_shapes, shape_table
 
 DEMO = ROOT / "checkpoints" / "demo"
 
@@ -27,33 +28,33 @@ def test_edges_have_the_least_padding_that_brute_force_finds(seed: int):
     lengths = draw.integers(1, 193, draw.integers(1, 30)).tolist()
     programs = int(draw.integers(2, 6))
     smallest = int(draw.choice([16, 48]))
-    edges = best_edges(lengths, programs, 192, smallest)
+    edges = choose_edges(lengths, programs, 192, smallest)
     free = [edge for edge in range(smallest, 192, 16) if edge != 64]
     tables = [
         tuple(sorted({*chosen, 64, 192})) for n in range(programs - 1) for chosen in combinations(free, n)
     ]
     steps = [StepTokens(n, (), 0) for n in lengths]
-    assert padding(steps, edges) == min(padding(steps, each) for each in tables)
+    assert padding_share(steps, edges) == min(padding_share(steps, each) for each in tables)
     assert len(edges) <= programs and 64 in edges and edges[-1] == 192
 
 
 def test_padding_counts_chunks_alone_and_prefills_that_are_shared():
     steps = [StepTokens(70, (), 3), StepTokens(90, (128,), 1), StepTokens(0, (), 4)]
     assert alone_of(steps) == [70]
-    assert padding(steps, (64, 96, 128)) == 1 - 160 / (96 + 128)
+    assert padding_share(steps, (64, 96, 128)) == 1 - 160 / (96 + 128)
 
 
 def test_edges_that_no_length_needs_are_not_made():
-    assert best_edges([512, 512], 8, 512) == (64, 512)
-    assert best_edges([], 2, 64) == (64,)
-    assert best_edges([5, 120], 3, 128, smallest=48) == (48, 64, 128)
+    assert choose_edges([512, 512], 8, 512) == (64, 512)
+    assert choose_edges([], 2, 64) == (64,)
+    assert choose_edges([5, 120], 3, 128, min_edge=48) == (48, 64, 128)
 
 
-def test_edges_that_cannot_be_are_refused():
+def test_invalid_edges_are_refused():
     with pytest.raises(ValueError, match="lengths up to 528 .* last edge is 512"):
-        best_edges([513], 4, 512)
+        choose_edges([513], 4, 512)
     with pytest.raises(ValueError, match=r"programs 1 is not allowed: \[64, 512\]"):
-        best_edges([5], 1, 512)
+        choose_edges([5], 1, 512)
 
 
 SIZES = {"max_num_seqs": 3, "max_prefill_tokens": 64, "enable_prefix_caching": False}
@@ -72,22 +73,22 @@ def tokens_of(llm: LLM, work: list[tuple[int, int]], **params) -> list[list[int]
     return [output.outputs[0].token_ids for output in llm.generate(prompts, asked, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("longest, kinds", [(64, 2), (128, 3)])
+@pytest.mark.parametrize("longest, kinds", [(64, 2), full(128, 3)])
 @greedy_programs()
-def test_a_rehearsal_takes_the_steps_that_an_engine_takes(one_layer: Model, longest: int, kinds: int):
+def test_simulated_steps_equal_those_of_an_engine(one_layer: Model, longest: int, kinds: int):
     """Of an engine whose classes leave no shape out."""
     work, sizes = (
         [(5, 3), (130, 9), (70, 1), (64, 4), (200, 6), (3, 12)],
         SIZES | {"max_prefill_tokens": longest},
     )
-    steps = list(rehearse(work, EngineOptions(**sizes)))
+    steps = list(simulate_steps(work, EngineOptions(**sizes)))
     assert sum(step.tokens for step in steps) == sum(p for p, _ in work)
     with LLM.from_params(
         one_layer.config, one_layer.params, reproducible=False, max_prefill_delay=0.0, **sizes
     ) as llm:
         tokens_of(llm, work, temperature=0.0)
         taken = llm.report()["steps"]
-    names = [f"prefill[{n // 32},32]" for step in steps for n in step.shared]
+    names = [f"prefill[{n // 32},32]" for step in steps for n in step.shared_areas]
     names += ["prefill[2,32]" if n <= 32 else f"prefill[1,{64 if n <= 64 else 128}]" for n in alone_of(steps)]
     assert len(set(names)) == kinds
     names += [f"decode[{1 if step.rows == 1 else 8},1]" for step in steps if step.rows]
@@ -105,6 +106,7 @@ def test_the_command_prints_edges_that_the_flag_takes(tmp_path, capsys):
     assert "there is no request in it" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_buckets_change_no_token(plain: LLM):
     model, work = random_model("tiny"), [(3, 9), (17, 9), (90, 9), (150, 9)]
     with LLM.from_params(model.config, model.params, prefill_buckets=(16, 48, 64), **SIZES) as llm:
@@ -114,7 +116,7 @@ def test_buckets_change_no_token(plain: LLM):
 
 def test_a_table_has_the_buckets_asked_for():
     def shapes(longest: int, shared: bool = True) -> list[tuple[int, int]]:
-        found = prefills(EngineOptions(prefill_buckets=(48, 192, 512)), longest, shared, "cpu")
+        found = prefill_shapes(EngineOptions(prefill_buckets=(48, 192, 512)), longest, shared, "cpu")
         return [(shape.rows, shape.tokens) for shape in found]
 
     assert shapes(512) == [(1, 48), (1, 64), (1, 192), (1, 512), (2, 32), (4, 32), (8, 32), (16, 32)]
@@ -129,26 +131,31 @@ def test_a_table_has_the_buckets_asked_for():
 
 
 def test_a_latent_models_prompts_never_share():
-    shapes = table(
-        EngineOptions(), Sizes(512, 8, (64,), 64), can_share(random_model("latent").config.layers), "cpu"
+    shapes = shape_table(
+        EngineOptions(),
+        Sizes(512, 8, (64,), 64),
+        can_share_prefill(random_model("latent").config.layers),
+        "cpu",
     )
-    assert can_share(PRESETS["135m"].layers) and {s.rows for s in shapes if s.phase == "prefill"} == {1}
+    assert can_share_prefill(PRESETS["135m"].layers) and {s.rows for s in shapes if s.phase == "prefill"} == {
+        1
+    }
 
 
 @pytest.mark.parametrize("edges", [(), (64, 190, 512), (192, 64, 512), (64, 64, 512), (0, 512), (64, 256)])
-def test_buckets_that_cannot_be_are_refused(edges: tuple[int, ...]):
+def test_invalid_buckets_are_refused(edges: tuple[int, ...]):
     with pytest.raises(
         ValueError, match="prefill_buckets .* rising multiples of 16, of which the last is 512"
     ):
         EngineOptions(prefill_buckets=edges, max_prefill_tokens=512)
 
 
-def test_the_last_bucket_is_the_longest_prefill_where_none_is_asked_for():
-    assert EngineOptions(prefill_buckets=(64, 256)).on(None).max_prefill_tokens == 256
+def test_the_last_bucket_is_the_default_longest_prefill():
+    assert EngineOptions(prefill_buckets=(64, 256)).with_device_load(None).max_prefill_tokens == 256
     with pytest.raises(ValueError, match="of which the last is 320"):
         EngineOptions(prefill_buckets=(64, 272))
 
 
 def test_lengths_of_a_batch_file():
-    found = lengths_of(str(ROOT / "examples" / "prompts.jsonl"), DEMO)
+    found = read_request_lengths(str(ROOT / "examples" / "prompts.jsonl"), DEMO)
     assert found and all(p > 0 and n > 0 for p, n in found)

@@ -18,13 +18,13 @@ import duetto
 from duetto import LLM, SamplingParams
 from duetto.serve.cli import main as cli
 from duetto.serve.cli import plan
-from duetto.serve.cli.common import log_from
-from duetto.serve.cli.main import main, parse
+from duetto.serve.cli.common import set_log_level
+from duetto.serve.cli.main import main, parse_command_line
 from duetto.serve.host import devices
-from duetto.serve.jobs.batch.fingerprint import contents
+from duetto.serve.jobs.batch.fingerprint import hash_folder
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.options.flags import add_fields, given
-from duetto.serve.planner.roofline.report import check_path, compiled, render
+from duetto.serve.options.flags import add_field_flags, read_given_fields
+from duetto.serve.planner.roofline.report import check_report_path, render_compilations, render_engine_report
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -36,16 +36,16 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 # ---------------------------------------------------------------- flags
 
 
-def test_every_field_has_a_flag_that_is_read_as_its_type():
+def test_every_field_has_a_flag_of_its_type():
     parser = argparse.ArgumentParser()
-    add_fields(parser, SamplingParams, "sampling")
+    add_field_flags(parser, SamplingParams, "sampling")
     line = [
         *("--n", "2", "--temperature", "0.5", "--seed", "none", "--max-tokens", "none", "--logprobs", "3"),
         *("--stop", "a", "--stop", "b c", "--stop-token-ids", "7", "--stop-token-ids", "8", "--ignore-eos"),
         *("--logit-bias", '{"5": -1.5}', "--no-detokenize", "--bad-words", "x", "--allowed-token-ids", "5"),
     ]
     line = [word for word in line if word not in ("--stop", "a", "b c")] + ["--include-stop-str-in-output"]
-    params = SamplingParams(**given(SamplingParams, parser.parse_args(line)))
+    params = SamplingParams(**read_given_fields(SamplingParams, parser.parse_args(line)))
     assert params == SamplingParams(
         n=2,
         temperature=0.5,
@@ -60,7 +60,7 @@ def test_every_field_has_a_flag_that_is_read_as_its_type():
         include_stop_str_in_output=True,
     )
     stops = parser.parse_args(["--stop", "a", "--stop", "b c"])
-    assert SamplingParams(**given(SamplingParams, stops)).stop == ("a", "b c")
+    assert SamplingParams(**read_given_fields(SamplingParams, stops)).stop == ("a", "b c")
     helped = parser.format_help()
     assert all(
         f"--{f.name.replace('_', '-')}" in helped
@@ -71,9 +71,11 @@ def test_every_field_has_a_flag_that_is_read_as_its_type():
 
 def test_what_is_not_given_stays_the_models_default():
     parser = argparse.ArgumentParser()
-    add_fields(parser, EngineOptions, "engine")
-    assert given(EngineOptions, parser.parse_args([])) == {}
-    assert given(EngineOptions, parser.parse_args(["--no-reproducible"])) == {"reproducible": False}
+    add_field_flags(parser, EngineOptions, "engine")
+    assert read_given_fields(EngineOptions, parser.parse_args([])) == {}
+    assert read_given_fields(EngineOptions, parser.parse_args(["--no-reproducible"])) == {
+        "reproducible": False
+    }
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_generate_streams_what_the_api_generates(tmp_path: Path, capsys: pytest.
     assert shown.out == expected + "\n"
     numbers = json.loads(report.read_text())
     assert numbers["generated_tokens"] == 12 and numbers["compilations"] == 0
-    assert render(numbers) in shown.err and "12 generated tokens" in shown.err
+    assert render_engine_report(numbers) in shown.err and "12 generated tokens" in shown.err
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,9 @@ def test_quiet_draws_no_bar(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_a_report_counts_what_was_compiled_and_what_was_read(read, ready, said):
     fields = {"warmup_seconds": 1.0, "programs_read": read, "programs_missing": 0, "compilations": 0}
     times = {str(i): t for i, t in enumerate(ready)}
-    assert compiled(fields | {"compiled_at": times, "steps_beside_compiling_seconds": 0.0}).startswith(said)
+    assert render_compilations(
+        fields | {"compiled_at": times, "steps_beside_compiling_seconds": 0.0}
+    ).startswith(said)
 
 
 def test_batch_answers_and_knows_another_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -235,11 +239,11 @@ def test_batch_answers_and_knows_another_job(tmp_path: Path, capsys: pytest.Capt
 def test_other_weights_are_another_model(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 100)
-    before = contents(tmp_path)
+    before = hash_folder(tmp_path)
     (tmp_path / "README.md").write_text("not part of it")
-    assert contents(tmp_path) == before
+    assert hash_folder(tmp_path) == before
     (tmp_path / "model.safetensors").write_bytes(b"\0" * 99 + b"\1")
-    assert contents(tmp_path) != before
+    assert hash_folder(tmp_path) != before
 
 
 @pytest.mark.parametrize("command", [["generate", "x"], ["batch", "in", "out"]])
@@ -259,7 +263,7 @@ def test_a_missing_model_is_one_sentence(command: list[str], capsys: pytest.Capt
         (["--save-cache", ""], "save_cache: '' is not allowed for pages"),
     ],
 )
-def test_a_cache_that_cannot_be_kept_is_refused_before_a_model_is_read(
+def test_unusable_cache_folders_are_refused_before_the_model_loads(
     tmp_path, monkeypatch, capsys, command, flags, said
 ):
     monkeypatch.chdir(tmp_path)
@@ -295,8 +299,8 @@ def test_a_reader_who_leaves_is_no_error():
 
 
 def test_the_seed_of_a_batch_is_the_jobs():
-    args = parse(["batch", "in", "out", "--seed", "3"])
-    assert (args.seed, given(EngineOptions, args, leave_out=("seed",))) == (3, {})
+    args = parse_command_line(["batch", "in", "out", "--seed", "3"])
+    assert (args.seed, read_given_fields(EngineOptions, args, leave_out=("seed",))) == (3, {})
 
 
 @pytest.mark.parametrize("command", [["generate", "def"], ["batch", "in", "out"]])
@@ -315,9 +319,9 @@ def test_a_report_takes_no_other_files_place(tmp_path, capsys, command, content,
 
 def test_a_report_may_take_an_earlier_ones_place(tmp_path):
     (file := tmp_path / "report.json").write_text("")
-    check_path(file)
+    check_report_path(file)
     file.write_text(json.dumps(dict.fromkeys(["ttft", "tpot", "e2e", "steps", "requests"], 0)))
-    check_path(file)
+    check_report_path(file)
 
 
 @pytest.mark.parametrize(("level", "shown"), [("debug", True), ("info", False)])
@@ -326,7 +330,7 @@ def test_a_log_level_decides_which_lines_are_shown(monkeypatch, capsys, level: s
     monkeypatch.setattr(log, "handlers", [])
     monkeypatch.setattr(log, "propagate", True)
     before = log.level
-    log_from(level)
+    set_log_level(level)
     log.debug("duetto: request 1 waits")
     log.setLevel(before)
     assert ("request 1 waits" in capsys.readouterr().err) == shown

@@ -15,10 +15,10 @@ from fakes.processes import Forked, script
 
 from duetto import LLM
 from duetto.checkpoints import huggingface, orbax
-from duetto.checkpoints.folders import copy_description, files
+from duetto.checkpoints.folders import copy_description, list_files
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.layers import Norm
-from duetto.serve.engine.startup.folder import read_folder
+from duetto.serve.engine.startup.model_folder import read_model
 
 LIMIT = 600.0  # seconds
 
@@ -30,20 +30,20 @@ def written(folder: Path, text: str) -> str:
 
 
 def test_each_missing_or_cut_file_is_named(converted, tmp_path):
-    listed = [f for f in files(converted) if f != "duetto.json"]
+    listed = [f for f in list_files(converted) if f != "duetto.json"]
     assert len([f for f in listed if f.startswith("params/")]) > 5
     for name in listed:
         broken = tmp_path / "broken"
         shutil.copytree(converted, broken)
         (broken / name).unlink()
         with pytest.raises(CheckpointError, match=rf"broken: file '{name}' is missing$"):
-            orbax.load(broken)
+            orbax.load_orbax(broken)
         if name.startswith("params/") and (size := (converted / name).stat().st_size):
             (broken / name).write_bytes((converted / name).read_bytes()[: size // 2])
             with pytest.raises(
                 CheckpointError, match=rf"file '{name}' has {size // 2} bytes, expected {size}$"
             ):
-                orbax.load(broken)
+                orbax.load_orbax(broken)
         shutil.rmtree(broken)
 
 
@@ -97,7 +97,7 @@ def test_records_that_are_none_are_named(converted, tmp_path, records, said):
     broken = shutil.copytree(converted, tmp_path / "broken")
     manifest = json.loads((broken / "duetto.json").read_text())
     (broken / "duetto.json").write_text(json.dumps(manifest | {"records": records}))
-    for read in (orbax.load, orbax.read_specs):
+    for read in (orbax.load_orbax, orbax.read_orbax_specs):
         with pytest.raises(
             CheckpointError, match=re.escape("broken/duetto.json: records: ") + ".*" + re.escape(said)
         ):
@@ -111,15 +111,15 @@ def test_parameters_of_another_model_are_named(converted, tmp_path):
     with pytest.raises(
         CheckpointError, match=r"layers.0.ffn.gate has shape \(48, 96\), config.json says \(48, 100\)"
     ):
-        orbax.load(other)
+        orbax.load_orbax(other)
     (other / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 3}))
     with pytest.raises(CheckpointError, match=r"layers.2.\S+ has shape None, config.json says \("):
-        orbax.load(other)
+        orbax.load_orbax(other)
 
 
 WRITER = """
 import os, signal, sys
-from duetto.serve.cli.convert import convert
+from duetto.serve.cli.convert import convert_model
 source, target, event, end = sys.argv[1:]
 
 def stop(name, arguments):
@@ -127,7 +127,7 @@ def stop(name, arguments):
         os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(stop)
-convert(source, target)
+convert_model(source, target)
 """
 # What the writer is about to do, to a path that ends so, and whether its folder is complete by then.
 MOMENTS = [
@@ -138,8 +138,8 @@ MOMENTS = [
 ]
 
 
-def test_a_writer_killed_at_any_moment_leaves_whole_folders_or_none(source, tmp_path):
-    params, program = huggingface.load(source)[1], written(tmp_path, WRITER)
+def test_a_killed_writer_leaves_whole_folders_or_none(source, tmp_path):
+    params, program = huggingface.load_hf(source)[1], written(tmp_path, WRITER)
     for attempt, (event, end, whole) in enumerate(MOMENTS):
         target = tmp_path / str(attempt) / "new"
         target.parent.mkdir()
@@ -148,19 +148,19 @@ def test_a_writer_killed_at_any_moment_leaves_whole_folders_or_none(source, tmp_
         (found,) = target.parent.iterdir()
         assert found.name.startswith("new.partial-")
         if whole:
-            assert same_params(orbax.load(found)[1], params)
+            assert same_params(orbax.load_orbax(found)[1], params)
         else:
             with pytest.raises(CheckpointError):
-                read_folder(found, "auto", jax.devices()[0])
+                read_model(found, "auto", jax.devices()[0])
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_numbers_that_are_not_finite_are_refused(source, tmp_path, value):
-    params = huggingface.load(source)[1]
+    params = huggingface.load_hf(source)[1]
     copy_description(source, tmp_path)
     gain = params.norm.gain.at[3].set(value)
-    orbax.save(tmp_path, dataclasses.replace(params, norm=Norm(gain)))
+    orbax.save_orbax(tmp_path, dataclasses.replace(params, norm=Norm(gain)))
     with pytest.raises(
         CheckpointError, match=f"params: parameter norm.gain holds NaN or infinity as {gain.dtype}"
     ):
-        orbax.load(tmp_path)
+        orbax.load_orbax(tmp_path)

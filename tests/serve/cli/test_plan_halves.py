@@ -37,7 +37,7 @@ def test_a_micro_batch_takes_its_turn_in_either_part(found):
         assert ffn > 0.9 * least
 
 
-def test_it_says_whether_that_pays(found, capsys):
+def test_the_plan_says_whether_disaggregation_pays(found, capsys):
     main(PLAN)
     apart, together = found["compared"]["apart"]["rate"], found["compared"]["together"]["rate"]
     said = capsys.readouterr().out

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from duetto.serve.cli.common import engine_options
-from duetto.serve.cli.main import main, parse
-from duetto.serve.cli.plan_workload import answer
-from duetto.serve.planner.simulation.search import CandidateResult, search
+from duetto.serve.cli.common import parse_engine_options
+from duetto.serve.cli.main import main, parse_command_line
+from duetto.serve.cli.plan_workload import plan_report
+from duetto.serve.planner.simulation.search import CandidateResult, search_candidates
 
 GUESSES = '{"method": "ngram", "num_speculative_tokens": 2}'
 ASKED = ["plan", "--workload", "40,200,20", "--target", "h200", "--search-seconds", "0.1"]
@@ -28,12 +28,12 @@ def test_an_answer_names_engines_that_start(capsys):
     for own in found["answers"]:
         words = shlex.split(own["commands"][0])
         assert words[0] == "duetto"
-        options = engine_options(parse(words[1:]))
+        options = parse_engine_options(parse_command_line(words[1:]))
         assert f"{options.max_num_seqs} seats" in own["name"]
     assert found["limits"] == {"ttft": 0.5, "tpot": 0.02, "share": 0.9}
 
 
-def test_an_answer_is_told_and_drawn(capsys, tmp_path: Path):
+def test_an_answer_is_printed_and_plotted(capsys, tmp_path: Path):
     picture, trace = tmp_path / "frontier.svg", tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 200, "output_length": 30}\n' * 3)
     asked = ["plan", "--workload", str(trace), "--target", "h200", "--tpot", "0.02"]
@@ -89,7 +89,7 @@ def test_what_is_given_stays_and_is_in_the_command(capsys):
     assert not {"TP2 PP1 DP1", "TP2 PP2 DP1"} & found["refused"].keys()
 
 
-def test_limits_that_nothing_keeps_say_what_came_nearest(capsys):
+def test_unmet_limits_name_the_nearest_candidate(capsys):
     assert main([*ASKED, "--shape", "135m", "--tpot", "1e-6"]) == 0
     told = capsys.readouterr().out
     assert "bears n" in told and "; its bound is time between tokens" in told
@@ -105,13 +105,13 @@ def ctrl_c():
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_ends_the_search_and_tells_what_was_found(capsys, monkeypatch):
+def test_ctrl_c_ends_the_search_and_prints_results(capsys, monkeypatch):
     def interrupted(*args: Any) -> list[CandidateResult]:
-        found = search(*args)
+        found = search_candidates(*args)
         signal.raise_signal(signal.SIGINT)
         return found
 
-    monkeypatch.setattr(answer, "search", interrupted)
+    monkeypatch.setattr(plan_report, "search_candidates", interrupted)
     assert main([*ASKED, "--shape", "135m", "--ttft", "1"]) == 130
     told = capsys.readouterr()
     assert "what was found by then" in told.out and "requests/s" in told.out

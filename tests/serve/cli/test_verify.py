@@ -9,8 +9,8 @@ from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, SamplingParams
 from duetto.serve.cli.main import main
-from duetto.serve.engine.startup.folder import DEMO
-from duetto.serve.llm.audit.facts import NEEDED
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
+from duetto.serve.llm.audit.facts import REPLAY_OPTIONS
 
 
 @pytest.mark.usefixtures("few_shapes")
@@ -43,7 +43,14 @@ FACTS = {"dtype": "float32"}
 
 def forged(path: Path, **start: Any) -> str:
     """A log of one line with other fields in it than a server writes."""
-    own = {"prev": "0" * 64, "kind": "start", "cut_off": 0, "model": str(DEMO), "options": {}, "facts": FACTS}
+    own = {
+        "prev": "0" * 64,
+        "kind": "start",
+        "cut_off": 0,
+        "model": str(DEMO_FOLDER),
+        "options": {},
+        "facts": FACTS,
+    }
     own |= {"tokenizer": None, "outside_contract": [], "weights": None}
     path.write_text(json.dumps(own | start) + "\n")
     return str(path)
@@ -109,12 +116,12 @@ def test_values_that_no_engine_has_are_said_in_a_sentence(tmp_path, capsys, opti
     assert "no engine can be started as in the log" in told and next(iter(options)) in told
 
 
-def test_a_dtype_that_no_engine_has_is_said_in_a_sentence(tmp_path, capsys):
+def test_unknown_dtypes_are_refused_in_a_sentence(tmp_path, capsys):
     assert main(["verify", forged(tmp_path / "log", facts={"dtype": "complex64"}), "--quiet"]) == 2
     assert "dtype 'complex64' is not allowed" in capsys.readouterr().err
 
 
-def test_what_a_log_says_does_not_reach_the_terminal_as_it_is(tmp_path, capsys):
+def test_control_characters_of_a_log_are_escaped(tmp_path, capsys):
     log = tmp_path / "log"
     first = forged(log, kind="\x1b[2J\u202e")
     assert main(["verify", first, "--quiet"]) == 1
@@ -122,7 +129,7 @@ def test_what_a_log_says_does_not_reach_the_terminal_as_it_is(tmp_path, capsys):
     assert "\\x1b[2J" in told.out and not {"\x1b", "\u202e"} & set(told.out + told.err)
 
 
-def test_options_of_a_log_name_no_place():
+def test_options_of_a_log_name_no_path():
     """Nothing that the writer writes, adapters aside, is a file, a folder or an address."""
     places = {"path", "dir", "file", "address", "addr", "port", "log", "modules", "role", "config"}
-    assert {name for name in NEEDED if places & set(name.split("_"))} == {"lora_modules"}
+    assert {name for name in REPLAY_OPTIONS if places & set(name.split("_"))} == {"lora_modules"}

@@ -9,7 +9,7 @@ from duetto.serve.host.append_log import AppendLog
 from duetto.serve.host.files import JobError
 
 
-def test_a_line_that_the_disk_has_no_room_for_leaves_the_log_as_it_was(tmp_path: Path, monkeypatch):
+def test_a_failed_append_leaves_the_log_unchanged(tmp_path: Path, monkeypatch):
     log, write = AppendLog(tmp_path / "log"), os.write
     log.append(b"first\n")
     with monkeypatch.context() as patched:
@@ -20,7 +20,7 @@ def test_a_line_that_the_disk_has_no_room_for_leaves_the_log_as_it_was(tmp_path:
             log.append(b"second\n", durable=True)
     assert (tmp_path / "log").read_bytes() == b"first\n"
     log.append(b"third\n")
-    with log.reader() as file:
+    with log.open_reader() as file:
         assert list(file) == [b"first\n", b"third\n"]
     log.close()
 

@@ -11,7 +11,7 @@ from duetto.serve.host import devices
 def test_only_an_nvidia_gpu_is_told(
     monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...], fraction: str | None
 ):
-    monkeypatch.setattr(devices, "is_started", lambda: False)
+    monkeypatch.setattr(devices, "is_jax_initialized", lambda: False)
     monkeypatch.setattr(devices, "NVIDIA_FILES", files)
     for name in devices.MEMORY_SETTINGS:
         monkeypatch.setenv(name, "")

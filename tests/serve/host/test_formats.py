@@ -5,9 +5,9 @@ from pathlib import Path
 from duetto.serve.host.blob_store import BlobStore
 from duetto.serve.jobs.batch.journal import Header, Journal
 from duetto.serve.kv.offload.disk import DiskTier
-from duetto.serve.kv.offload.tier import key_of
-from duetto.serve.llm.audit.chain import ChainWriter, read
-from duetto.serve.runtime.compiled.executable_cache import PROGRAMS
+from duetto.serve.kv.offload.tier import page_key
+from duetto.serve.llm.audit.chain import ChainWriter, verify_chain_lines
+from duetto.serve.runtime.compiled.executable_cache import PROGRAM_FORMAT
 
 PROGRAM = bytes.fromhex(
     "64756574746f206b65707420310acb256712c72d6e7a1a17104a6be0409b8c7db62184bba37bea5bd78c79a8085961"
@@ -36,14 +36,14 @@ HEADER = Header({"model": "m"}, "2026-01-02T03:04:05", "0123456789abcdef")
 def test_a_kept_program(tmp_path: Path):
     (tmp_path / "old").mkdir(mode=0o700)
     (tmp_path / "old" / ("ab" * 32)).write_bytes(PROGRAM)
-    assert BlobStore(tmp_path / "old", PROGRAMS, 1 << 20).read("ab" * 32) == b"a program"
+    assert BlobStore(tmp_path / "old", PROGRAM_FORMAT, 1 << 20).read("ab" * 32) == b"a program"
     (tmp_path / "new").mkdir(mode=0o700)
-    BlobStore(tmp_path / "new", PROGRAMS, 1 << 20).write("ab" * 32, b"a program")
+    BlobStore(tmp_path / "new", PROGRAM_FORMAT, 1 << 20).write("ab" * 32, b"a program")
     assert (tmp_path / "new" / ("ab" * 32)).read_bytes() == PROGRAM
 
 
 def test_a_page_on_disk(tmp_path: Path):
-    key, realm, (old, new) = key_of(bytes(range(16)), 1), b"r" * 32, (tmp_path / "old", tmp_path / "new")
+    key, realm, (old, new) = page_key(bytes(range(16)), 1), b"r" * 32, (tmp_path / "old", tmp_path / "new")
     (old / PAGE_FILE).parent.mkdir(parents=True)
     (old / PAGE_FILE).write_bytes(PAGE)
     assert DiskTier(old, realm, 1 << 20).fetch(key) == b"keys and values"
@@ -55,9 +55,18 @@ def test_a_batch_journal(tmp_path: Path):
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_bytes(JOURNAL + b"torn")
     with Journal(old, Header(HEADER.fingerprint, "2027-01-01T00:00:00"), 3) as journal:
-        assert (journal.header, journal.count, journal.damaged, journal.products) == (HEADER, 2, 0, {"p"})
-        assert journal.has(0, 7) and journal.has(1, 1234567890123456789) and not journal.has(2, 0)
-        assert [answer for _, answer in journal.answers(2)] == [b'{"a":0}', b'{"a":1}']
+        assert (journal.header, journal.num_answered, journal.num_damaged, journal.products) == (
+            HEADER,
+            2,
+            0,
+            {"p"},
+        )
+        assert (
+            journal.has_answer(0, 7)
+            and journal.has_answer(1, 1234567890123456789)
+            and not journal.has_answer(2, 0)
+        )
+        assert [answer for _, answer in journal.read_answers(2)] == [b'{"a":0}', b'{"a":1}']
     assert old.read_bytes() == JOURNAL
     with Journal(new, HEADER, 3) as journal:
         journal.append(1, 1234567890123456789, b'{"a":1}', {"line": 2, "products": "p"})
@@ -70,11 +79,11 @@ def test_an_audit_log(tmp_path: Path):
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_bytes(LOG + b'{"prev":"torn')
     writer = ChainWriter(old)
-    assert (writer.cut_off, writer.hash) == (13, LAST)
-    writer.append({"kind": "start", "cut_off": writer.cut_off})
+    assert (writer.cut_off_bytes, writer.hash) == (13, LAST)
+    writer.append({"kind": "start", "cut_off": writer.cut_off_bytes})
     writer.close()
-    assert [line.hash for line in read(old)][:3] == [FIRST, LAST, ""]
-    assert not any(line.wrong for line in read(old))
+    assert [line.hash for line in verify_chain_lines(old)][:3] == [FIRST, LAST, ""]
+    assert not any(line.error for line in verify_chain_lines(old))
     writer = ChainWriter(new)
     writer.append({"kind": "start", "cut_off": 0})
     writer.append({"kind": "request", "start": FIRST})

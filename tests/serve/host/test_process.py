@@ -29,37 +29,37 @@ def callbacks_kept() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("long", "lasts"), [(0.0, True), (float("inf"), False)])
-def test_what_outlives_a_long_collection_is_passed_over(monkeypatch, long, lasts):
-    monkeypatch.setattr(process, "LONG", long)
-    process.freeze_what_lasts()
+def test_objects_that_outlive_a_long_collection_are_frozen(monkeypatch, long, lasts):
+    monkeypatch.setattr(process, "LONG_COLLECTION_SECONDS", long)
+    process.freeze_lasting_objects()
     kept = [[] for _ in range(100)]
     gc.collect()
     assert any(x is kept[0] for x in gc.get_objects()) == (not lasts)
 
 
-def test_what_is_there_at_the_start_is_passed_over():
+def test_objects_of_the_start_are_frozen():
     kept: list[list[int]] = [[]]
-    process.freeze_what_lasts()
+    process.freeze_lasting_objects()
     assert not any(x is kept[0] for x in gc.get_objects())
 
 
-def test_pages_of_the_large_arrays_are_asked_for_and_the_granted_are_counted(monkeypatch):
+def test_huge_pages_are_requested_for_large_arrays_and_counted(monkeypatch):
     x, small = jnp.zeros(1 << 21), jnp.zeros(8)
     asked: list[tuple[int, int, int]] = []
 
     def grants_the_even(start: int, size: int, advice: int) -> int:
         asked.append((start, size, advice))
-        return -(start // process.HUGE_PAGE % 2)
+        return -(start // process.HUGE_PAGE_BYTES % 2)
 
-    monkeypatch.setattr(process, "setting_of_huge_pages", lambda: "always [madvise] never")
+    monkeypatch.setattr(process, "read_huge_page_setting", lambda: "always [madvise] never")
     fake = SimpleNamespace(madvise=MagicMock(side_effect=grants_the_even))
     monkeypatch.setattr(process.ctypes, "CDLL", lambda name: fake)
     granted = process.use_huge_pages({"x": x, "small": small, "none": None})
 
-    first = x.unsafe_buffer_pointer() // process.HUGE_PAGE
-    last = (x.unsafe_buffer_pointer() + x.nbytes - 1) // process.HUGE_PAGE
-    pages = [n * process.HUGE_PAGE for n in range(first, last + 1)]
-    assert sorted(asked) == [(start, process.HUGE_PAGE, process.MADV_COLLAPSE) for start in pages]
+    first = x.unsafe_buffer_pointer() // process.HUGE_PAGE_BYTES
+    last = (x.unsafe_buffer_pointer() + x.nbytes - 1) // process.HUGE_PAGE_BYTES
+    pages = [n * process.HUGE_PAGE_BYTES for n in range(first, last + 1)]
+    assert sorted(asked) == [(start, process.HUGE_PAGE_BYTES, process.MADV_COLLAPSE) for start in pages]
     assert granted == sum(n % 2 == 0 for n in range(first, last + 1))
     assert process.use_huge_pages([small]) == 0
 
@@ -79,9 +79,9 @@ def huge_bytes() -> int:
     return 1024 * sum(map(int, found))
 
 
-def test_a_system_that_has_them_off_is_left_as_it_is(monkeypatch, tmp_path):
-    monkeypatch.setattr(process, "HUGE_PAGES", tmp_path / "enabled")
-    process.HUGE_PAGES.write_text("always madvise [never]")
+def test_huge_pages_that_are_off_stay_off(monkeypatch, tmp_path):
+    monkeypatch.setattr(process, "HUGE_PAGES_FILE", tmp_path / "enabled")
+    process.HUGE_PAGES_FILE.write_text("always madvise [never]")
     assert process.use_huge_pages([jnp.zeros(1 << 20)]) == 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from fakes.batch import LINES, MODEL, FakeEngine, runner
 
 from duetto.serve.cli.main import main
-from duetto.serve.host.signals import Interrupted, Interrupts, leave_on_interrupt, raise_on_interrupt
+from duetto.serve.host.signals import Interrupted, Interrupts, install_exit_handler, restore_interrupt_handler
 from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
 
@@ -50,11 +50,12 @@ def test_with_all_standard_streams_closed_a_job_finishes(tmp_path):
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
-def test_no_file_gets_the_number_of_a_closed_stream(tmp_path, closed):
+def test_no_file_gets_the_descriptor_of_a_closed_stream(tmp_path, closed):
     """And what a library writes to standard error does not land in it."""
     code = (
-        "import os, sys; from duetto.serve.host.streams import keep_numbers, tell; keep_numbers()\n"
-        "file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); os.write(2, b''); tell('unheard')\n"
+        "import os, sys; from duetto.serve.host.streams import fill_closed_streams, print_stderr\n"
+        "fill_closed_streams()\n"
+        "file = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT); os.write(2, b''); print_stderr('unheard')\n"
         "sys.stderr.write('unheard'); os._exit(file < 3)"
     )
     command = f'exec {sys.executable} -c "$1" "$0" {closed}'
@@ -74,7 +75,7 @@ def test_without_standard_error_a_job_runs_as_ever(run, monkeypatch):
 
 
 @pytest.mark.parametrize(("stream", "words"), [("stdout", ("IN", "-")), ("stdin", ("-", "OUT"))])
-def test_a_closed_stream_that_is_needed_is_a_sentence(tmp_path, monkeypatch, capsys, stream, words):
+def test_a_needed_stream_that_is_closed_is_one_sentence(tmp_path, monkeypatch, capsys, stream, words):
     (tmp_path / "in").write_text('{"prompt": "a"}\n')
     source, output = (
         w.replace("IN", str(tmp_path / "in")).replace("OUT", str(tmp_path / "o")) for w in words
@@ -84,7 +85,7 @@ def test_a_closed_stream_that_is_needed_is_a_sentence(tmp_path, monkeypatch, cap
     assert "is closed" in capsys.readouterr().err
 
 
-def test_generate_does_not_write_to_nobody(monkeypatch, capsys):
+def test_generate_without_standard_output_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["generate", "x"]) == 1 and "standard output is closed" in capsys.readouterr().err
 
@@ -113,7 +114,7 @@ def test_a_job_whose_messages_nobody_reads_finishes(run, tmp_path, broken):
     assert out.read_bytes().count(b"\n") == 3
 
 
-def test_a_reader_who_leaves_a_batch_ends_it_as_he_ends_other_commands(tmp_path):
+def test_a_closed_output_pipe_ends_a_batch(tmp_path):
     """The command line makes 141 of it, the exit code of a program that SIGPIPE ended."""
     (tmp_path / "in").write_text('{"prompt": "a"}\n')
     read, write = os.pipe()
@@ -150,18 +151,18 @@ def test_ctrl_c_while_modules_are_imported_is_one_line():
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "duetto: interrupted\n")
 
 
-def test_a_command_that_has_begun_puts_its_things_away():
+def test_a_started_command_raises_keyboard_interrupt():
     """The handler of the start gives way to KeyboardInterrupt, and what others have set is left alone."""
     before = signal.getsignal(signal.SIGINT)
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        leave_on_interrupt()
+        install_exit_handler()
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        raise_on_interrupt()
+        restore_interrupt_handler()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        leave_on_interrupt()
-        raise_on_interrupt()
+        install_exit_handler()
+        restore_interrupt_handler()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -208,7 +209,7 @@ def test_outside_the_main_thread_nothing_is_handled():
     found = []
 
     def work():
-        with Interrupts() as interrupts, interrupts.deferred():
+        with Interrupts() as interrupts, interrupts.defer_signals():
             found.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)

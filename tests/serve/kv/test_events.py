@@ -11,23 +11,23 @@ import pytest
 from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
-from duetto.kvcache.page_hash import extend
+from duetto.kvcache.page_hash import extend_page_hashes
 from duetto.kvcache.tables import PageTables
 from duetto.serve.kv.events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
+    EventPublisher,
     EventsConfig,
+    EventTranslator,
     KVEventBatch,
-    Publisher,
-    Translator,
-    events_of,
-    merged,
+    merge_events,
+    read_events_config,
 )  # fmt: skip
 from duetto.serve.kv.routing.prefix_index import EventPrefixIndex
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.router.events import Listener, ReplicaPages
-from duetto.serve.server.router.prompts import TOKENS
+from duetto.serve.server.router.events import Listener, PrefixIndexUpdater
+from duetto.serve.server.router.prompts import TOKENS_ROOT
 
 ROOT = b"r" * 16
 
@@ -36,49 +36,64 @@ class Noted:
     """Keeps what a pool says, as a subscriber would."""
 
     def __init__(self, page_size: int = 4, root: bytes = ROOT):
-        self.translator, self.memory, self.count = Translator(root, page_size), EventPrefixIndex(), 0
-        self.pages, self.names = ReplicaPages(self.memory, page_size), set[bytes]()
+        self.translator, self.memory, self.count = EventTranslator(root, page_size), EventPrefixIndex(), 0
+        self.pages, self.names = PrefixIndexUpdater(self.memory, page_size), set[bytes]()
 
-    def stored(self, parent: bytes | None, name: bytes, tokens: Any) -> None:
-        self.names.add(name)
-        self._tell(self.translator.stored(parent, name, tokens))
+    def on_stored(self, parent_hash: bytes | None, page_hash: bytes, tokens: Any, salt: bytes = b"") -> None:
+        self.names.add(page_hash)
+        self._tell(self.translator.translate_stored(parent_hash, page_hash, tokens, salt))
 
-    def removed(self, name: bytes) -> None:
-        self.names.remove(name)
-        self._tell(self.translator.removed(name))
+    def on_removed(self, page_hash: bytes) -> None:
+        self.names.remove(page_hash)
+        self._tell(self.translator.translate_removed(page_hash))
 
-    def cleared(self) -> None:
+    def on_cleared(self) -> None:
         self.names.clear()
-        self._tell(self.translator.cleared())
+        self._tell(self.translator.translate_cleared())
 
     def _tell(self, event: Any) -> None:
         told = msgspec.msgpack.encode(KVEventBatch(0.0, [event], 0))
-        self.pages.take(self.count, msgspec.msgpack.decode(told, type=KVEventBatch))
+        self.pages.apply_batch(self.count, msgspec.msgpack.decode(told, type=KVEventBatch))
         self.count += 1
 
 
 def names_of(tokens: list[int], page_size: int, start: bytes) -> list[bytes]:
     names: list[bytes] = []
-    extend(names, tokens, len(tokens) // page_size, page_size, start)
+    extend_page_hashes(names, tokens, len(tokens) // page_size, page_size, start)
     return names
 
 
-def test_what_a_router_hears_is_what_the_pool_has():
-    tables, draw = PageTables([None], [12], 4, work=8), random.Random(0)
+def test_events_rebuild_the_pages_of_the_pool():
+    tables, draw = PageTables([None], [12], 4, step_tokens=8), random.Random(0)
     noted = Noted()
-    tables.listen(noted)
+    tables.set_listener(noted)
     prompts = [[draw.choice((1, 2)) for _ in range(12)] + [3] * 8 for _ in range(12)]
     for i, prompt in enumerate(draw.choices(prompts, k=300)):
         names = names_of(prompt, 4, ROOT)
-        found = tables.find(names)
-        assert noted.memory.hits(names_of(prompt, 4, TOKENS)) == len(found[0])
+        found = tables.find_prefix(names)
+        assert noted.memory.count_cached(names_of(prompt, 4, TOKENS_ROOT)) == len(found[0])
         own = tables.admit(found, len(prompt), len(prompt) + 1)
-        tables.name(own, names, len(found[0]), prompt)
+        tables.cache_pages(own, names, len(found[0]), prompt)
         tables.release(own, len(prompt) + 1)
-        assert noted.names == {name for name, _ in tables.pools[0].named()}
+        assert noted.names == {name for name, _ in tables.pools[0].list_cached_pages()}
         if i % 100 == 99:
-            tables.forget()
-            assert not noted.names and not noted.memory.hits(names_of(prompt, 4, TOKENS))
+            tables.reset_prefix_cache()
+            assert not noted.names and not noted.memory.count_cached(names_of(prompt, 4, TOKENS_ROOT))
+
+
+def test_events_of_salted_pages_have_the_salt():
+    tables, noted, prompt = PageTables([None], [12], 4, step_tokens=8), Noted(), [*range(12)]
+    tables.set_listener(noted)
+    own = tables.admit([[]], 12, 13)
+    for salt in (b"", b"s" * 16):
+        names = names_of(prompt, 4, ROOT + salt)
+        tables.cache_pages(own, names, 0, prompt, (), salt)
+        found = [
+            noted.memory.count_cached(names_of(prompt, 4, TOKENS_ROOT + known))
+            for known in (b"", b"s" * 16, b"t" * 16)
+        ]
+        assert found == [3 * (known == salt) for known in (b"", b"s" * 16, b"t" * 16)]
+        tables.reset_prefix_cache()
 
 
 @pytest.fixture(scope="module")
@@ -87,34 +102,46 @@ def llm(tiny) -> Iterator[LLM]:
         yield llm
 
 
-def test_an_engine_tells_of_prompts_and_of_what_it_has_generated(llm):
+def test_events_report_pages_of_prompts_and_of_outputs(llm):
     scheduler, size = llm.engine.scheduler, llm.engine.tables.page_size
-    noted = Noted(size, scheduler.root)
-    llm.engine.tables.listen(noted)
+    noted = Noted(size, scheduler.root_hash)
+    llm.engine.tables.set_listener(noted)
     draw = random.Random(1)
     prompts = [[draw.randrange(3, 300) for _ in range(3 * size + 1)] for _ in range(4)]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=size, ignore_eos=True), use_tqdm=False)
     pool = llm.engine.tables.pools[0]
-    assert noted.names == {name for name, _ in pool.named()} != set()
+    assert noted.names == {name for name, _ in pool.list_cached_pages()} != set()
     for output in outputs:
         text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-        found = noted.memory.hits(names_of(text, size, TOKENS))
-        full = names_of(text[:-1], size, scheduler.root)
-        assert found == len(llm.engine.tables.find(full)[0]) >= 3
-    llm.engine.tables.forget()
+        found = noted.memory.count_cached(names_of(text, size, TOKENS_ROOT))
+        full = names_of(text[:-1], size, scheduler.root_hash)
+        assert found == len(llm.engine.tables.find_prefix(full)[0]) >= 3
+    llm.engine.tables.reset_prefix_cache()
     assert not noted.names
     pool.listener = None
 
 
 def test_events_have_the_form_that_vllm_gives_them():
-    translator = Translator(ROOT, 2)
+    translator = EventTranslator(ROOT, 2)
     first, second = names_of([5, 6, 7, 8], 2, ROOT)
-    made = [translator.stored(None, first, [5, 6]), translator.stored(first, second, [7, 8])]
+    made = [
+        translator.translate_stored(None, first, [5, 6]),
+        translator.translate_stored(first, second, [7, 8]),
+    ]
     own = b"written by decode"[:16]
-    made += [translator.stored(second, own, [9, 9]), translator.stored(None, first, [5, 6])]
-    assert made.pop() is None and translator.removed(first) is None  # another shard's copy
-    made += [translator.removed(first), translator.removed(second), translator.cleared()]
-    ts, events, rank = msgspec.msgpack.decode(msgspec.msgpack.encode(KVEventBatch(1.5, merged(made), 0)))
+    made += [
+        translator.translate_stored(second, own, [9, 9]),
+        translator.translate_stored(None, first, [5, 6]),
+    ]
+    assert made.pop() is None and translator.translate_removed(first) is None  # another shard's copy
+    made += [
+        translator.translate_removed(first),
+        translator.translate_removed(second),
+        translator.translate_cleared(),
+    ]
+    ts, events, rank = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(KVEventBatch(1.5, merge_events(made), 0))
+    )
     one, two, three = (int.from_bytes(name[8:]) for name in (first, second, own))
     assert (ts, rank) == (1.5, 0) and events == [
         {
@@ -127,21 +154,21 @@ def test_events_have_the_form_that_vllm_gives_them():
     ]  # fmt: skip
 
 
-def test_events_that_are_missed_are_not_guessed():
+def test_missed_events_clear_the_index():
     memory = EventPrefixIndex()
-    pages = ReplicaPages(memory, 2)
-    first, second = names_of([5, 6, 7, 8], 2, TOKENS)
+    pages = PrefixIndexUpdater(memory, 2)
+    first, second = names_of([5, 6, 7, 8], 2, TOKENS_ROOT)
     stored = BlockStored([1], None, [5, 6], 2)
     behind = BlockStored([b"2"], 1, [7, 8], 2)
-    pages.take(0, KVEventBatch(0.0, [stored, behind]))
-    assert memory.hits([first, second]) == 2
-    pages.take(2, KVEventBatch(0.0, [behind]))  # its parent may be gone
-    assert memory.hits([first]) == 0 and not pages._names
-    pages.take(3, KVEventBatch(0.0, [BlockStored([3], None, [5, 6, 7, 8], 4), BlockRemoved([1, 9])]))
-    pages.take(4, KVEventBatch(0.0, [BlockStored([4], None, [5, 6], 2, extra_keys=[("salt",)])]))
-    assert memory.hits([first]) == 0
-    pages.take(5, KVEventBatch(0.0, [stored, AllBlocksCleared()]))
-    assert memory.hits([first]) == 0
+    pages.apply_batch(0, KVEventBatch(0.0, [stored, behind]))
+    assert memory.count_cached([first, second]) == 2
+    pages.apply_batch(2, KVEventBatch(0.0, [behind]))  # its parent may be gone
+    assert memory.count_cached([first]) == 0 and not pages._page_hashes
+    pages.apply_batch(3, KVEventBatch(0.0, [BlockStored([3], None, [5, 6, 7, 8], 4), BlockRemoved([1, 9])]))
+    pages.apply_batch(4, KVEventBatch(0.0, [BlockStored([4], None, [5, 6], 2, extra_keys=[("salt",)])]))
+    assert memory.count_cached([first]) == 0
+    pages.apply_batch(5, KVEventBatch(0.0, [stored, AllBlocksCleared()]))
+    assert memory.count_cached([first]) == 0
 
 
 def test_events_go_over_zeromq():
@@ -151,14 +178,14 @@ def test_events_go_over_zeromq():
         port = free.getsockname()[1]
     place, heard = f"tcp://127.0.0.1:{port}", []
     options = ServerOptions(kv_events_endpoint=f"tcp://*:{port}", kv_events_config={"topic": "kv@x"})
-    publisher = Publisher(events_of(options), ROOT, 2)
+    publisher = EventPublisher(read_events_config(options), ROOT, 2)
     with pytest.raises(ValueError, match="cannot be had: Address already in use"):
-        Publisher(events_of(options), ROOT, 2)
+        EventPublisher(read_events_config(options), ROOT, 2)
     listener = Listener([place], lambda replica, number, events: heard.append((replica, number, events)))
     names, end = names_of([5, 6], 2, ROOT), time.monotonic() + 20
     while not heard and time.monotonic() < end:  # who joins late misses what was told before
-        publisher.stored(None, names[0], [5, 6])
-        publisher.removed(names[0])
+        publisher.on_stored(None, names[0], [5, 6])
+        publisher.on_removed(names[0])
         time.sleep(0.02)
     publisher.close()
     listener.close()
@@ -179,5 +206,5 @@ WRONG = [
 @pytest.mark.parametrize("given, message", WRONG)
 def test_what_is_not_allowed_is_named(given, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        events_of(ServerOptions(kv_events_config=given))
-    assert not EventsConfig.of({"enable_kv_cache_events": True, "publisher": "null"}).is_on
+        read_events_config(ServerOptions(kv_events_config=given))
+    assert not EventsConfig.from_mapping({"enable_kv_cache_events": True, "publisher": "null"}).is_on

@@ -11,7 +11,7 @@ import pytest
 from cases.waiting import until
 from fakes.engine import ask
 
-from duetto.serve.host.streams import warn
+from duetto.serve.host.streams import warn_once
 from duetto.serve.llm.driver import DrivenRequest, Driver, StreamChunk
 from duetto.serve.llm.request_group import RequestGroup, StreamCursor
 from duetto.serve.llm.session import Session
@@ -23,11 +23,11 @@ class Counting:
     """An engine whose steps give each request a token, until it has `tokens`."""
 
     warmup, is_sleeping, fails, tokens = None, False, False, TOKENS
-    on_end: Any = None
+    on_request_end: Any = None
 
     def __init__(self):
         self.requests: list[Any] = []
-        self.sleeper = SimpleNamespace(discarded=False)
+        self.sleep_state = SimpleNamespace(discarded=False)
 
     @property
     def has_work(self) -> bool:
@@ -41,18 +41,18 @@ class Counting:
             raise ZeroDivisionError("as a test wants it")
         for request in self.requests:
             request.append(7)
-            if request.generated == self.tokens:
+            if request.num_output_tokens == self.tokens:
                 request.finish("length")
-                self.on_end(request)
-        self.requests = [request for request in self.requests if not request.finished]
+                self.on_request_end(request)
+        self.requests = [request for request in self.requests if not request.is_finished]
 
     def close(self) -> None:
         self.requests = []
 
     def abort(self, request: Any) -> None:
-        if not request.finished:
+        if not request.is_finished:
             request.finish("abort")
-            self.on_end(request)
+            self.on_request_end(request)
         self.requests = [other for other in self.requests if other is not request]
 
 
@@ -67,7 +67,7 @@ def session(engine) -> Session:
 
 
 def group_in(session: Session) -> RequestGroup:
-    (group,) = session.groups_of([lambda id: RequestGroup(id, None, [ask([1], max_tokens=20)])])
+    (group,) = session.make_groups([lambda id: RequestGroup(id, None, [ask([1], max_tokens=20)])])
     return group
 
 
@@ -101,10 +101,10 @@ def test_an_error_reaches_every_stream_and_the_driver_goes_on(engine, session):
 
 def test_a_request_that_is_dropped_before_it_begins_never_runs(engine, session):
     driver, group = Driver(session), group_in(session)
-    session.drop([group])
-    driver.begin(DrivenRequest(group, list, lambda news: None))
+    session.drop_groups([group])
+    driver.add_request(DrivenRequest(group, list, lambda news: None))
     driver.stop()
-    assert not engine.requests and not group.submitted
+    assert not engine.requests and not group.is_submitted
 
 
 def test_a_paused_driver_takes_no_steps(engine, session):
@@ -116,7 +116,7 @@ def test_a_paused_driver_takes_no_steps(engine, session):
         while not engine.requests:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
-        assert not coming.done() and not engine.requests[0].generated
+        assert not coming.done() and not engine.requests[0].num_output_tokens
         driver.resume()
         return await coming
 
@@ -124,10 +124,10 @@ def test_a_paused_driver_takes_no_steps(engine, session):
     driver.stop()
 
 
-def test_orders_after_the_end_are_done_where_they_are_given(session):
+def test_orders_after_stop_run_in_the_callers_thread(session):
     driver, done = Driver(session), []
     driver.stop()
-    driver.call(lambda: done.append(True))
+    driver.call_in_thread(lambda: done.append(True))
     assert done == [True]
 
 
@@ -156,26 +156,28 @@ def test_requests_of_a_sleeping_engine_go_on_when_it_wakes(engine, session):
     driver.stop()
 
 
-def test_a_late_leave_does_not_end_the_next_request_of_its_id(session):
+def test_a_late_cancellation_does_not_end_the_next_request(session):
     driver, news = Driver(session), []
     first, second = (RequestGroup("x", None, [ask([1], max_tokens=20)]) for _ in range(2))
     flows = [DrivenRequest(group, StreamCursor(group).take, news.append) for group in (first, second)]
-    session.groups_of([lambda id: first], "x")
-    driver.begin(flows[0])
-    until(lambda: first.finished and "x" not in session.groups)
-    session.groups_of([lambda id: second], "x")
-    driver.leave(flows[0])
-    driver.begin(flows[1])
-    driver.leave(flows[0])
-    until(lambda: any(isinstance(new, StreamChunk) and new.flow is flows[1] and new.at_end for new in news))
+    session.make_groups([lambda id: first], "x")
+    driver.add_request(flows[0])
+    until(lambda: first.is_finished and "x" not in session.groups)
+    session.make_groups([lambda id: second], "x")
+    driver.drop_request(flows[0])
+    driver.add_request(flows[1])
+    driver.drop_request(flows[0])
+    until(
+        lambda: any(isinstance(new, StreamChunk) and new.handle is flows[1] and new.is_last for new in news)
+    )
     driver.stop()
 
 
-def test_a_request_that_begins_as_the_session_closes_gets_an_error(session):
+def test_a_request_on_a_closed_session_gets_an_error(session):
     driver, news = Driver(session), []
     group = group_in(session)
     session.close()
-    driver.begin(DrivenRequest(group, StreamCursor(group).take, news.append))
+    driver.add_request(DrivenRequest(group, StreamCursor(group).take, news.append))
     until(lambda: bool(news))
     assert isinstance(news[0], RuntimeError)
     driver.stop()
@@ -229,13 +231,13 @@ def test_an_error_in_building_an_output_ends_that_request_alone(engine, session)
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_request_whose_reader_fails_is_dropped_alone(engine, session, caplog, order):
-    warn.cache_clear()
+    warn_once.cache_clear()
     driver, news = Driver(session), []
     groups = [group_in(session) for _ in range(2)]
     puts = dict(zip(groups, [failing, news.append][::order], strict=True))
     driver.pause()
     for group in groups:
-        driver.begin(DrivenRequest(group, StreamCursor(group).take, puts[group]))
+        driver.add_request(DrivenRequest(group, StreamCursor(group).take, puts[group]))
     driver.resume()
     until(lambda: not session.groups)
     assert [token for new in news for delta in new.outputs for token in delta.token_ids] == [7] * TOKENS
@@ -244,12 +246,12 @@ def test_a_request_whose_reader_fails_is_dropped_alone(engine, session, caplog, 
     driver.stop()
 
 
-def test_an_engines_error_reaches_the_requests_after_one_that_cannot_be_reached(engine, session):
+def test_engine_errors_reach_requests_after_one_whose_callback_fails(engine, session):
     driver, news, engine.fails = Driver(session), [], True
     driver.pause()
     for put in (failing, news.append):
         group = group_in(session)
-        driver.begin(DrivenRequest(group, StreamCursor(group).take, put))
+        driver.add_request(DrivenRequest(group, StreamCursor(group).take, put))
     driver.resume()
     until(lambda: not session.groups)
     assert [type(error) for error in news] == [ZeroDivisionError]

@@ -12,7 +12,7 @@ import pytest
 from duetto import AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt
 from duetto.compat.argparse_utils import FlexibleArgumentParser
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.options.keywords import OWN, engine_options
+from duetto.serve.options.keywords import LLM_KEYWORDS, options_from_keywords
 
 NAMES = {
     "sampling_params": "BeamSearchParams RequestOutputKind SamplingParams",
@@ -49,7 +49,7 @@ def parser() -> FlexibleArgumentParser:
 
 
 def options(given: dict) -> EngineOptions:
-    return engine_options({name: value for name, value in given.items() if name not in OWN})
+    return options_from_keywords({name: value for name, value in given.items() if name not in LLM_KEYWORDS})
 
 
 @pytest.mark.parametrize("module", NAMES)
@@ -118,12 +118,12 @@ def test_prompts_are_mappings():
     assert TokensPrompt(prompt_token_ids=[1], multi_modal_data=None)["prompt_token_ids"] == [1]
 
 
-def test_a_name_that_asks_for_what_is_not_here_says_what():
+def test_importing_an_absent_class_names_its_replacement():
     with pytest.raises(ImportError, match="StructuredOutputsParams has taken its place"):
         from duetto.sampling_params import GuidedDecodingParams  # noqa: F401
 
 
-def test_vllms_modules_are_found_without_jax_and_their_classes_can_be_pickled():
+def test_vllm_modules_import_without_jax_and_their_classes_pickle():
     code = """
 import sys
 import duetto.v1.engine.async_llm, duetto.utils

@@ -76,6 +76,6 @@ def test_the_end_of_a_forked_child_ends_no_group():
     group = ProcessGroup(0, 1, [], 60.0)
     ends: list[str] = []
     group.shutdown = lambda: ends.append("shutdown")
-    assert said_in_child(lambda: (group.end(), ends)) == "(None, [])"
-    group.end()
+    assert said_in_child(lambda: (group.end_group(), ends)) == "(None, [])"
+    group.end_group()
     assert ends == ["shutdown"]

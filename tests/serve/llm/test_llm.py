@@ -11,10 +11,10 @@ import pytest
 from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, SMALLEST, exact, tokens
 
 from duetto import LLM, RequestOutput
-from duetto.model.weights.prepared import has_fused_qkv
-from duetto.serve.engine.weights.params import root_of
-from duetto.serve.kv.offload.realm import device_hash
-from duetto.serve.llm.audit.facts import weights_hash
+from duetto.model.weights.device_forms import has_fused_qkv
+from duetto.serve.engine.weights.weight_update import make_root_hash
+from duetto.serve.kv.offload.realm import hash_params
+from duetto.serve.llm.audit.facts import hash_weights
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -96,11 +96,11 @@ def live_bytes() -> int:
 
 
 @pytest.mark.parametrize("end", ["close", "del"])
-def test_memory_comes_back(start, end):
+def test_closing_an_engine_frees_its_memory(start, end):
     before = live_bytes()
     llm = start()
     llm.generate(IDS, GREEDY, use_tqdm=False)
-    assert live_bytes() >= before + sum(x.nbytes for x in jax.tree.leaves(llm.engine._state.cache))
+    assert live_bytes() >= before + sum(x.nbytes for x in jax.tree.leaves(llm.engine._arguments.cache))
     if end == "close":
         llm.close()
         llm.close()
@@ -113,7 +113,7 @@ def test_memory_comes_back(start, end):
     assert live_bytes() == before
 
 
-def test_closing_ends_what_runs(start):
+def test_closing_an_engine_ends_running_requests(start):
     llm = start()
     llm.add_request(IDS, GREEDY)
     stream = llm.stream(IDS, replace(GREEDY, max_tokens=100))
@@ -142,7 +142,7 @@ def test_update_params(llm, start, tiny):
 
 
 @pytest.mark.usefixtures("few_shapes")
-def test_fused_projections_of_a_folder_change_no_token_and_take_new_weights(monkeypatch):
+def test_fused_projections_change_no_token_and_take_new_weights(monkeypatch):
     """As on one GPU; without the kernels and the layout of a CPU."""
     options = {**SIZES, "model": SMALLEST, "dtype": "float32", "cpu_kernels": False}
 
@@ -150,15 +150,16 @@ def test_fused_projections_of_a_folder_change_no_token_and_take_new_weights(monk
         return tokens(llm.generate(PROMPTS, PARAMS, use_tqdm=False))
 
     with LLM(**options) as apart:
-        wanted, hashes = answers(apart), (weights_hash(apart.engine.params), device_hash(apart.engine.params))
-        names = root_of(apart.config, apart.engine.everything, "auto")
+        wanted, hashes = answers(apart), (hash_weights(apart.engine.params), hash_params(apart.engine.params))
+        names = make_root_hash(apart.config, apart.engine.all_params, "auto")
         params = jax.tree.map(lambda x: jnp.flip(x, 0), apart.params)
-        monkeypatch.setattr("duetto.model.weights.prepared.is_on_one_gpu", lambda params: True)
+        monkeypatch.setattr("duetto.model.weights.device_forms.is_on_one_gpu", lambda params: True)
         with LLM(**options) as one:
             served = one.engine.params
             assert has_fused_qkv(served) and not has_fused_qkv(apart.engine.params)
-            assert (weights_hash(served), device_hash(served)) == hashes
-            assert root_of(one.config, one.engine.everything, "auto") == names  # they hand each other pages
+            assert (hash_weights(served), hash_params(served)) == hashes
+            # they hand each other pages
+            assert make_root_hash(one.config, one.engine.all_params, "auto") == names
             assert answers(one) == wanted
             one.update_params(params)
             assert answers(one) != wanted

@@ -83,7 +83,7 @@ def test_an_interrupt_leaves_a_usable_engine(llm, monkeypatch, ctrl_c, expected,
     assert exact(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
 
 
-def test_an_interrupt_waits_until_the_books_are_in_order(llm, monkeypatch, ctrl_c, expected):
+def test_an_interrupt_waits_until_the_step_is_recorded(llm, monkeypatch, ctrl_c, expected):
     release = llm.engine.tables.release
 
     def interrupted(tables, end):

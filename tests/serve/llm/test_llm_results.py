@@ -12,8 +12,8 @@ from cases.weights import logits
 from scipy.special import log_softmax
 
 from duetto import LLM, SamplingParams
-from duetto.checkpoints.huggingface import save
-from duetto.serve.options.keywords import engine_options
+from duetto.checkpoints.huggingface import save_hf
+from duetto.serve.options.keywords import options_from_keywords
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -120,7 +120,7 @@ def test_options_and_their_other_names():
         "tensor_parallel_size": 1,
         "trust_remote_code": True,
     }
-    options = engine_options(
+    options = options_from_keywords(
         {**vllm, "enforce_eager": True, "quantization": None, "max_num_seqs": 4, "seed": 3}
     )
     assert (options.max_prefill_tokens, options.page_size, options.max_num_seqs, options.seed) == (
@@ -250,7 +250,7 @@ def test_metrics_and_report(llm):
 
 
 def test_folder_without_tokenizer(tiny, tmp_path, expected):
-    save(tmp_path, tiny.config, tiny.params)
+    save_hf(tmp_path, tiny.config, tiny.params)
     with LLM(tmp_path, **SIZES) as llm:
         assert llm.get_tokenizer() is None
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -259,7 +259,7 @@ def test_folder_without_tokenizer(tiny, tmp_path, expected):
 
 
 def test_recommended_parameters_are_the_default(tiny, tmp_path):
-    save(tmp_path, tiny.config, tiny.params)
+    save_hf(tmp_path, tiny.config, tiny.params)
     (tmp_path / "generation_config.json").write_text(
         '{"temperature": 0.25, "top_k": 9, "eos_token_id": [3, 4]}'
     )

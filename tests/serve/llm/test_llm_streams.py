@@ -24,7 +24,7 @@ def test_stream_gives_what_generate_gives(llm):
         assert [piece.finish_reason for piece in own] == [None] * (len(own) - 1) + [completion.finish_reason]
 
 
-def test_a_stream_gives_what_others_steps_brought_before_it_steps(llm):
+def test_a_stream_returns_tokens_of_other_callers_steps_first(llm):
     one, two = (llm.stream(IDS, replace(GREEDY, max_tokens=40)) for _ in range(2))
     for stream in (one, two):
         next(stream)

@@ -9,8 +9,8 @@ import pytest
 from cases.requests import SIZES, SMALLEST
 
 from duetto import LLM, SamplingParams
-from duetto.serve.engine.startup.folder import checked_defaults
-from duetto.serve.text.tokenizer.chat import ChatTemplateError
+from duetto.serve.engine.startup.model_folder import read_generation_defaults
+from duetto.serve.text.tokenizer.chats.chat import ChatTemplateError
 
 SEEDED = SamplingParams(temperature=0.7, seed=5, max_tokens=40, ignore_eos=True)
 PROMPT = "def add(a, b):\n    "
@@ -183,7 +183,7 @@ def test_scores_of_text(llm):
 
 
 def test_default_parameters_are_those_of_the_folder(llm):
-    stated = checked_defaults(Path(SMALLEST)).sampling
+    stated = read_generation_defaults(Path(SMALLEST)).sampling
     assert llm.get_default_sampling_params() == SamplingParams.from_dict(stated)
     (output,) = llm.generate(PROMPT, use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= 16

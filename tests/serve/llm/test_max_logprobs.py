@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 from cases.requests import SIZES
 from suite.fixtures import with_few_shapes
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
-from duetto.model.pair import PairConfig
+from duetto.model.draft_pair import PairConfig
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.compile import arguments_like, operands
+from duetto.serve.runtime.compiled.compile import abstract_operands, make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape
-from duetto.serve.runtime.compiled.sizing import choose_sizes, scratch_bytes
+from duetto.serve.runtime.compiled.sizing import choose_sizes, max_scratch_bytes
 from duetto.serve.runtime.steps.phases import TargetOnly
-from duetto.serve.text.openai.replies import likeliest
+from duetto.serve.text.openai.replies import top_logprobs
 
 PROMPTS = [[7, 8, 9, 10], list(range(20, 60))]
 
@@ -43,7 +44,7 @@ def scores(entries: list, top: int) -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, full(0.8)])
 def test_tokens_and_the_first_twenty_are_the_usual_engines(usual, whole, temperature):
     few = SamplingParams(temperature=temperature, seed=3, max_tokens=8, logprobs=20, prompt_logprobs=20)
     all = replace(few, logprobs=-1, prompt_logprobs=-1)
@@ -64,7 +65,7 @@ def test_minus_one_is_the_whole_vocabulary(whole, tiny):
     for entry in (*result.outputs[0].logprobs, *result.prompt_logprobs[1:]):
         assert sorted(entry) == list(range(tiny.config.vocab_size))
         assert np.exp([x.logprob for x in entry.values()]).sum() == pytest.approx(1, abs=1e-4)
-        assert len(likeliest(entry, math.inf)) == tiny.config.vocab_size
+        assert len(top_logprobs(entry, math.inf)) == tiny.config.vocab_size
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
@@ -79,7 +80,7 @@ def test_more_than_the_engine_reports_is_refused_by_name(usual, name, wanted):
 
 
 def test_fewer_than_usual_are_the_usual_programs():
-    assert [EngineOptions(max_logprobs=n).alternatives(300) for n in (0, 20, 21, 1000, -1)] == [
+    assert [EngineOptions(max_logprobs=n).num_logprobs(300) for n in (0, 20, 21, 1000, -1)] == [
         20,
         20,
         21,
@@ -88,16 +89,16 @@ def test_fewer_than_usual_are_the_usual_programs():
     ]
 
 
-def test_the_number_is_in_the_programs_key_and_in_the_plan(tiny):
+def test_max_logprobs_changes_program_keys_and_planned_memory(tiny):
     config, params = PairConfig(tiny.config), tiny.params
     keys, scratch = set(), []
     for most in (20, 100, -1):
         options = EngineOptions(**SIZES, max_logprobs=most)
         sizes = choose_sizes(config, options, params, None)
-        arguments = arguments_like(config, params, sizes)
-        given = operands(Shape("decode", 8, 1), arguments, sizes)
-        keys.add(executable_cache.key(TargetOnly(tiny.config), "decode", given))
-        scratch.append(scratch_bytes(config, options, "float32"))
+        arguments = make_abstract_arguments(config, params, sizes)
+        given = abstract_operands(Shape("decode", 8, 1), arguments, sizes)
+        keys.add(executable_cache.executable_key(TargetOnly(tiny.config), "decode", given))
+        scratch.append(max_scratch_bytes(config, options, "float32"))
     assert len(keys - {None}) == 3
     assert scratch == sorted(set(scratch))
 

@@ -42,7 +42,7 @@ def run(llm: LLM) -> dict[str, list[int]]:
 # ---------------------------------------------------------------- ids
 
 
-def test_the_id_of_a_stream_that_has_not_begun_is_taken(llm):
+def test_a_stream_reserves_its_id_before_it_begins(llm):
     first, second = alone(llm, ONE), alone(llm, TWO)
     id = str(int(next_id(llm)) + 1)
     pieces = llm.stream(ONE, GREEDY)
@@ -83,7 +83,7 @@ def test_the_id_of_an_abandoned_stream_is_free_again(llm):
     assert llm.report()["finish_reasons"].get("abort", 0) == aborted
 
 
-def test_a_stream_that_is_closed_twice_leaves_the_next_of_its_id_alone(llm):
+def test_closing_a_stream_twice_ends_no_later_request(llm):
     id = str(int(next_id(llm)) + 1)
     pieces = llm.stream(ONE, GREEDY)
     next(pieces)
@@ -116,7 +116,7 @@ class Holder:
         next(self.pieces)
 
 
-def test_a_stream_that_is_collected_inside_a_step_is_ended_after_it(llm, monkeypatch):
+def test_a_stream_collected_inside_a_step_ends_after_it(llm, monkeypatch):
     expected, released, inside = alone(llm, TWO), [], []
     run_program, release = llm.engine.programs.run, llm.engine.scheduler.release
 
@@ -177,7 +177,7 @@ def test_parameters_that_are_none(llm, wrong):
         LLM.from_params(llm.config, wrong)
 
 
-def test_no_id_stays_taken_where_no_bar_can_be_made(llm):
+def test_ids_are_released_if_the_progress_bar_fails(llm):
     with pytest.raises(ZeroDivisionError):
         llm.generate([ONE, TWO], GREEDY, use_tqdm=lambda *args, **given: 1 / 0)
     assert not llm.session.groups

@@ -15,7 +15,7 @@ import pytest
 from cases.requests import SIZES
 
 from duetto import LLM, SamplingParams
-from duetto.serve.planner.roofline.report import render
+from duetto.serve.planner.roofline.report import render_engine_report
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logprobs=1)
 PROMPTS = [np.random.default_rng(i).integers(3, 250, 50 + i).tolist() for i in range(3)]
@@ -119,7 +119,7 @@ def test_each_saved_cache_that_is_loaded_is_counted_alone(begin, saved, tmp_path
         for path in (folder, folder, tmp_path / "copy", folder):
             llm.load_cache(path)
         assert set(llm.report()["tiers"]) >= {"snapshot", "snapshot 2"}
-        assert len(llm.engine.tiers.mover.tier.tiers) == 2
+        assert len(llm.engine.page_finder.mover.tier.tiers) == 2
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
         assert sum(llm.report()["tiers"][name]["hits"] for name in ("snapshot", "snapshot 2")) == 3
 
@@ -144,13 +144,13 @@ def test_space_for_pages_is_checked(begin, tmp_path):
         assert "tiers" not in llm.report()
 
 
-def test_an_engine_that_is_gone_takes_its_thread_along(begin):
+def test_a_deleted_engine_ends_its_thread(begin):
     with begin(swap_space=1) as llm:
-        assert any(t.name == "duetto-mover" for t in threading.enumerate())
+        assert any(t.name == "duetto-page-mover" for t in threading.enumerate())
         llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     del llm
     gc.collect()
-    assert not any(t.name == "duetto-mover" for t in threading.enumerate())
+    assert not any(t.name == "duetto-page-mover" for t in threading.enumerate())
 
 
 def test_files_outlive_the_process_with_what_the_pool_had(begin, tmp_path):
@@ -162,11 +162,11 @@ def test_files_outlive_the_process_with_what_the_pool_had(begin, tmp_path):
     with begin(**disk) as llm:
         found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert exact(found) == answers and [o.num_cached_tokens for o in found] == [48, 48, 48]
-        assert "disk" in render(llm.report())
+        assert "disk" in render_engine_report(llm.report())
         llm.sleep()  # an engine that sleeps has nothing to write
 
 
-def test_files_are_found_again_after_a_sleep_in_which_tiers_were_forgotten(begin, tmp_path):
+def test_the_disk_tier_reopens_after_a_sleep_and_reset(begin, tmp_path):
     with begin(kv_disk_space=1, kv_disk_path=str(tmp_path)) as llm:
         llm.sleep()
         llm.reset_prefix_cache(reset_connector=True)

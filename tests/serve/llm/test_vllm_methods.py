@@ -16,9 +16,9 @@ from duetto import LLM, SamplingParams
 from duetto.lora.request import LoRARequest
 from duetto.sampling.params import BeamSearchParams
 from duetto.serve.llm.metrics import Counter, Gauge, Histogram, Metric
-from duetto.serve.server.routes.state import engine_families
+from duetto.serve.server.routes.state import engine_metric_families
 from duetto.serve.server.service.exposition import Exposition
-from duetto.serve.text.tokenizer.chat import ChatTemplateError
+from duetto.serve.text.tokenizer.chats.chat import ChatTemplateError
 
 PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=6, ignore_eos=True)
 PROMPT = "def add(a, b):\n    "
@@ -83,7 +83,7 @@ def test_the_last_message_is_continued(llm):
     talk = [*TALK, {"role": "assistant", "content": "def add(a, b):\n    "}]
     own = {"use_tqdm": False, "chat_template": TEMPLATE, "continue_final_message": True}
     (reply,) = llm.chat(talk, PARAMS, add_generation_prompt=False, **own)
-    assert reply.prompt == "<user>Add two numbers.</><assistant>def add(a, b):\n    "
+    assert reply.prompt == "<user>Add two numbers.</><assistant>def add(a, b):"  # the template trims
     with pytest.raises(ChatTemplateError, match="needs add_generation_prompt=False"):
         llm.chat(talk, PARAMS, **own)
     with pytest.raises(ChatTemplateError, match="leaves the last message's text out"):
@@ -94,7 +94,7 @@ def test_the_last_message_is_continued(llm):
         llm.chat([{"role": "user", "content": ""}], PARAMS, add_generation_prompt=False, **own)
 
 
-def test_the_bar_says_how_fast_it_goes(llm, capsys):
+def test_the_progress_bar_shows_the_rate(llm, capsys):
     llm.generate([PROMPT, PROMPT], PARAMS)
     shown = capsys.readouterr().err
     assert "Processed prompts: 100%" in shown and "2/2" in shown
@@ -184,9 +184,9 @@ def test_metrics_of_the_engine(llm):
     assert tokens.buckets["10.0"] == past[tokens.name].buckets["10.0"] + 5
 
 
-def test_the_board_shows_what_is_counted(llm):
+def test_the_grafana_dashboard_uses_existing_metrics(llm):
     """Grafana's: every series in it is one of ours, with the labels that it is told apart by."""
-    written = Exposition(lambda: engine_families(llm, "demo")).text()
+    written = Exposition(lambda: engine_metric_families(llm, "demo")).render()
     samples = text_string_to_metric_families(written.decode())
     served = {sample.name: sample.labels for family in samples for sample in family.samples}
     board = json.loads((Path(__file__).parents[3] / "examples/grafana.json").read_text())

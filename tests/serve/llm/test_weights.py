@@ -15,8 +15,8 @@ from cases.requests import GREEDY, IDS, PROMPTS, SEEDED, exact
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.checkpoints import huggingface
 from duetto.model.transformer import Decoder
-from duetto.model.tree import paths
-from duetto.serve.engine.startup.folder import DEMO, read_folder
+from duetto.model.tree import leaves_by_path
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER, read_model
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 LONG = replace(SEEDED, max_tokens=24)
@@ -50,19 +50,19 @@ def ended(llm: LLM, ids: list[str]) -> list[RequestOutput]:
 
 def continued(llm: LLM, prompt: list[int], params: SamplingParams, known: list[int]) -> RequestOutput:
     """A request whose first tokens are given."""
-    make = partial(llm.input_processor.group, prompt=prompt, params=params, known=[known])
-    (group,) = llm.session.complete([make])
-    return llm.input_processor.output(group)
+    make = partial(llm.input_processor.make_group, prompt=prompt, params=params, known=[known])
+    (group,) = llm.session.make_and_run_groups([make])
+    return llm.input_processor.make_output(group)
 
 
-def test_requests_that_are_kept_go_on_with_the_new_weights(llm, other, restored):
+def test_kept_requests_continue_with_the_new_weights(llm, other, restored):
     before = [o.outputs[0] for o in (llm.generate(*request, use_tqdm=False)[0] for request in BOTH)]
     compiled = llm.report()["compilations"]
     ids = begun(llm)
     llm.update_params(other, mode="keep")
     late = llm.add_request(*BOTH[0])
     found = [o.outputs[0] for o in ended(llm, [*ids, late])]
-    version = llm.engine.weights
+    version = llm.engine.weights_version
     for (prompt, params), old, new in zip(BOTH, before, found[:2], strict=True):
         (_, first), (at, second) = new.weights or []
         assert 0 < at < 24 and (first, second) == (version - 1, version)
@@ -96,7 +96,7 @@ def test_requests_may_end_before_or_be_aborted(llm, other, tiny, restored):
         assert one.token_ids == old[: len(one.token_ids)] and len(one.weights) == 1
 
 
-def test_weights_that_come_while_a_prompt_is_read_make_all_of_it(llm, other, restored):
+def test_weights_that_arrive_during_prefill_compute_the_whole_prompt(llm, other, restored):
     ids = [llm.add_request(PROMPTS[3], replace(GREEDY, prompt_logprobs=0))]
     llm.engine.step()  # 64 of 80 tokens
     llm.update_params(other, mode="keep")
@@ -106,7 +106,7 @@ def test_weights_that_come_while_a_prompt_is_read_make_all_of_it(llm, other, res
     assert found.prompt_logprobs == want.prompt_logprobs
 
 
-def test_a_pause_keeps_what_runs(llm, other, tiny, restored):
+def test_a_pause_keeps_running_requests(llm, other, tiny, restored):
     whole = [llm.generate(*request, use_tqdm=False)[0] for request in BOTH]
     for clear_cache in (True, False):
         ids = begun(llm)
@@ -130,28 +130,28 @@ def test_a_pause_keeps_what_runs(llm, other, tiny, restored):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_that_are_not_finite_are_refused(llm, tiny, mode, value):
     """Those that are served stay."""
-    before, version = llm.generate(*BOTH[0], use_tqdm=False), llm.engine.weights
-    flat = {path: x.at[(0,) * x.ndim].set(value) for path, x in paths(tiny.params).items()}
+    before, version = llm.generate(*BOTH[0], use_tqdm=False), llm.engine.weights_version
+    flat = {path: x.at[(0,) * x.ndim].set(value) for path, x in leaves_by_path(tiny.params).items()}
     for path in ("embed", "layers.1.ffn.down", "norm.gain"):
-        leaves = [flat[path] if name == path else x for name, x in paths(tiny.params).items()]
+        leaves = [flat[path] if name == path else x for name, x in leaves_by_path(tiny.params).items()]
         wrong = jax.tree.unflatten(jax.tree.structure(tiny.params), leaves)
         with pytest.raises(ValueError, match=f"parameter {path} holds NaN or infinity"):
             llm.update_params(wrong, mode)
         with pytest.raises(ValueError, match=f"parameter {path} holds NaN or infinity"):
             LLM.from_params(tiny.config, wrong)
-    assert llm.engine.weights == version
+    assert llm.engine.weights_version == version
     assert exact(llm.generate(*BOTH[0], use_tqdm=False)) == exact(before)
 
 
 def test_weights_of_a_folder(llm, other, tiny, tmp_path, restored):
-    huggingface.save(tmp_path / "new", tiny.config, other, "float32")
-    before = llm.engine.weights
+    huggingface.save_hf(tmp_path / "new", tiny.config, other, "float32")
+    before = llm.engine.weights_version
     assert llm.load_params(tmp_path / "new") == before + 1
     loaded = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     llm.update_params(other)
     assert exact(loaded) == exact(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
     bigger = replace(tiny.config, max_position=tiny.config.max_position * 2)
-    huggingface.save(tmp_path / "bigger", bigger, other, "float32")
+    huggingface.save_hf(tmp_path / "bigger", bigger, other, "float32")
     with pytest.raises(ValueError, match="bigger is of another model"):
         llm.load_params(tmp_path / "bigger")
 
@@ -163,24 +163,24 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 import jax
-from duetto.serve.engine.startup.folder import read_folder
-from duetto.serve.engine.startup.origin import Origin
-from duetto.serve.host.process import keep_freed
+from duetto.serve.engine.startup.model_folder import read_model
+from duetto.serve.engine.startup.model_source import ModelSource
+from duetto.serve.host.process import keep_freed_memory
 from duetto.serve.llm import weights
 from duetto.serve.options.engine import EngineOptions
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
 
-keep_freed()
-origin = Origin.of(sys.argv[1])
-config, params = read_folder(origin.model, "float32", jax.devices()[0])
-engine = SimpleNamespace(params=params, weights=1)
+keep_freed_memory()
+source = ModelSource.resolve_names(sys.argv[1])
+config, params = read_model(source.model_folder, "float32", jax.devices()[0])
+engine = SimpleNamespace(params=params, weights_version=1)
 weights.update_params = lambda session, options, params, mode: setattr(engine, "params", params)
-session, sizes = SimpleNamespace(engine=engine, turn=nullcontext), []
+session, sizes = SimpleNamespace(engine=engine, hold_engine=nullcontext), []
 threads = [ThreadPoolExecutor(1) for _ in range(6)]
 for turn in range(18):
-    loading = threads[turn % 6].submit(weights.load_params, session, EngineOptions(), config, origin, None)
+    loading = threads[turn % 6].submit(weights.load_params, session, EngineOptions(), config, source, None)
     assert loading.result() == 1
     sizes.append(resident())
 print(sizes[-1] - sizes[0])
@@ -190,9 +190,11 @@ print(sizes[-1] - sizes[0])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_weights_that_many_threads_load_take_the_memory_of_one():
     """A server loads each in another thread, and glibc keeps what a thread has freed for that thread."""
-    command = [sys.executable, "-c", LOADED_BY_SIX, str(DEMO)]
+    command = [sys.executable, "-c", LOADED_BY_SIX, str(DEMO_FOLDER)]
     grown = int(subprocess.run(command, check=True, timeout=600, capture_output=True, text=True).stdout)
-    size = sum(x.nbytes for x in jax.tree.leaves(read_folder(DEMO, "float32", jax.devices()[0])[1])) >> 20
+    size = (
+        sum(x.nbytes for x in jax.tree.leaves(read_model(DEMO_FOLDER, "float32", jax.devices()[0])[1])) >> 20
+    )
     assert grown < 3 * size, f"{grown} MiB more after 17 loads of {size} MiB"
 
 
@@ -223,7 +225,7 @@ def test_weights_that_are_written_are_read_again(llm, other, tiny, tmp_path, res
         llm.save_params(tmp_path / "none")
     with pytest.raises(ValueError, match="load_params: path is missing"):
         llm.load_params()
-    huggingface.save(tmp_path / "first", tiny.config, tiny.params, "float32")
+    huggingface.save_hf(tmp_path / "first", tiny.config, tiny.params, "float32")
     sizes = {"max_model_len": 256, "max_num_seqs": 8, "page_size": 16, "max_prefill_tokens": 64}
     with LLM(tmp_path / "first", load_format="dummy", dtype="float32", **sizes) as served:
         assert served.load_params() == 1  # though it has begun with random ones

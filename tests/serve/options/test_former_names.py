@@ -7,11 +7,11 @@ import pytest
 
 from duetto import EngineArgs
 from duetto.compat.argparse_utils import FlexibleArgumentParser
-from duetto.serve.jobs.batch.fingerprint import fingerprint
+from duetto.serve.jobs.batch.fingerprint import job_fingerprint
 from duetto.serve.jobs.verify.claims import Start
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.options.flags import add_fields, given
-from duetto.serve.options.keywords import FORMER, engine_options
+from duetto.serve.options.flags import add_field_flags, read_given_fields
+from duetto.serve.options.keywords import FORMER_NAMES, options_from_keywords
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
 
@@ -32,28 +32,28 @@ FLAGS = [
 
 
 def test_the_engines_former_names_are_these():
-    assert {former: name for former, (name, _) in ENGINE.items()} == FORMER
+    assert {former: name for former, (name, _) in ENGINE.items()} == FORMER_NAMES
 
 
 @pytest.mark.parametrize("former", ENGINE)
 def test_a_keyword(former):
     name, value = ENGINE[former]
     with pytest.warns(FutureWarning, match=f"{former} is now {name}"):
-        assert engine_options({former: value}) == EngineOptions(**{name: value})
+        assert options_from_keywords({former: value}) == EngineOptions(**{name: value})
     with pytest.warns(FutureWarning, match=f"{former} is now {name}"):
         assert getattr(EngineArgs(**{former: value}), name) == value
-    assert engine_options({former: None}) == EngineOptions()
+    assert options_from_keywords({former: None}) == EngineOptions()
     with pytest.raises(TypeError, match="given under two names"):
-        engine_options({name: value, former: value})
+        options_from_keywords({name: value, former: value})
 
 
 @pytest.mark.parametrize("record, former, name, value", FLAGS)
 def test_a_flag(record, former, name, value, capsys):
     parser = argparse.ArgumentParser("duetto")
-    add_fields(parser, record, "options")
+    add_field_flags(parser, record, "options")
     no, flag = "no-" if value is False else "", former.replace("_", "-")
     args = parser.parse_args([f"--{no}{flag}", *([] if isinstance(value, bool) else [str(value)])])
-    assert given(record, args) == {name: value}
+    assert read_given_fields(record, args) == {name: value}
     now = name.replace("_", "-")
     assert f"duetto: --{no}{flag} is now --{no}{now}" in capsys.readouterr().err
     assert f"--{now}" in parser.format_help() and f"--{flag}" not in parser.format_help()
@@ -67,8 +67,8 @@ def test_a_file_of_options(tmp_path):
     assert found == (False, 3.0, True)
 
 
-def test_jobs_and_logs_of_before_are_those_of_now(tmp_path):
-    assert fingerprint(tmp_path, None, "auto", EngineOptions())["--fixed-products"] == "False"
+def test_older_jobs_and_logs_are_still_read(tmp_path):
+    assert job_fingerprint(tmp_path, None, "auto", EngineOptions())["--fixed-products"] == "False"
     start = Start(None, {"fixed_products": True, "page_size": 16}, {}, None, [], None)
     assert start.options == {"batch_invariant_matmul": True, "page_size": 16}
 
@@ -88,4 +88,7 @@ def test_engine_args_take_one_name_of_an_option():
 def test_a_flag_of_several_values_takes_them_after_one_flag():
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
     args = EngineArgs.from_cli_args(parser.parse_args(["--logits-processors", "a:f", "b:g"]))
-    assert engine_options({"logits_processors": args.logits_processors}).logits_processors == ["a:f", "b:g"]
+    assert options_from_keywords({"logits_processors": args.logits_processors}).logits_processors == [
+        "a:f",
+        "b:g",
+    ]

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from duetto import SamplingParams
-from duetto.checkpoints.folders import overridden
+from duetto.checkpoints.configuration.overrides import overridden_folder
 from duetto.checkpoints.huggingface import read_config
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.kinds import GroupedQuery
-from duetto.neutral import EFFECTLESS, NEUTRAL
-from duetto.serve.engine.startup.folder import DEMO, load_folder
-from duetto.serve.engine.startup.origin import Origin
+from duetto.neutral_values import EFFECTLESS, NEUTRAL
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER, load_folder
+from duetto.serve.engine.startup.model_source import ModelSource
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.options.keywords import OTHER_NAMES, engine_options
+from duetto.serve.options.keywords import OTHER_NAMES, options_from_keywords
 
 USUAL = {
     "max_num_seqs": None, "enable_prefix_caching": None, "seed": None, "enable_chunked_prefill": False,
@@ -29,13 +29,18 @@ USUAL = {
 
 
 def test_what_asks_for_nothing_changes_nothing():
-    assert engine_options(USUAL) == EngineOptions(load_format="safetensors", hf_overrides={}, max_loras=4)
+    assert options_from_keywords(USUAL) == EngineOptions(
+        load_format="safetensors", hf_overrides={}, max_loras=4
+    )
     everything = {name: values[0] for name, values in NEUTRAL["engine"].items() if values} | EFFECTLESS
-    assert engine_options(everything) == EngineOptions()
-    assert engine_options(dict.fromkeys([*NEUTRAL["engine"], *EFFECTLESS, *OTHER_NAMES])) == EngineOptions()
+    assert options_from_keywords(everything) == EngineOptions()
+    assert (
+        options_from_keywords(dict.fromkeys([*NEUTRAL["engine"], *EFFECTLESS, *OTHER_NAMES]))
+        == EngineOptions()
+    )
 
 
-def test_no_name_is_in_two_tables():
+def test_no_keyword_is_in_two_tables():
     ours = set(vars(EngineOptions()))
     assert not set(NEUTRAL["engine"]) & set(EFFECTLESS) and not ours & {*NEUTRAL["engine"], *EFFECTLESS}
 
@@ -57,7 +62,7 @@ def test_no_name_is_in_two_tables():
 )
 def test_what_would_change_results_is_refused(given, message):
     with pytest.raises(ValueError, match=message):
-        engine_options(given)
+        options_from_keywords(given)
 
 
 @pytest.mark.parametrize(
@@ -72,20 +77,20 @@ def test_what_would_change_results_is_refused(given, message):
 )
 def test_the_nearest_name_is_named(name, nearest):
     with pytest.raises(TypeError, match=f"unknown option '{name}', did you mean '{nearest}'"):
-        engine_options({name: 1})
+        options_from_keywords({name: 1})
 
 
 def test_generation_config_can_be_left_and_overridden():
     stated = {"temperature": 0.6, "top_k": 20}
-    assert EngineOptions().recommended(stated) == stated
-    assert EngineOptions(generation_config="vllm").recommended(stated) == {}
+    assert EngineOptions().default_sampling(stated) == stated
+    assert EngineOptions(generation_config="vllm").default_sampling(stated) == {}
     override = EngineOptions(override_generation_config={"temperature": 0.1, "max_new_tokens": 5})
-    assert override.recommended(stated) == {"temperature": 0.1, "top_k": 20, "max_tokens": 5}
+    assert override.default_sampling(stated) == {"temperature": 0.1, "top_k": 20, "max_tokens": 5}
 
 
-def test_dummy_weights_need_no_file_and_are_the_same_each_time(tmp_path):
+def test_dummy_weights_need_no_file_and_are_deterministic(tmp_path):
     small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4, "vocab_size": 8}
-    raw = json.loads((DEMO / "config.json").read_text()) | small
+    raw = json.loads((DEMO_FOLDER / "config.json").read_text()) | small
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (config, random, _), (_, again, _) = (
         load_folder(tmp_path, "float32", options=EngineOptions(load_format="dummy")) for _ in range(2)
@@ -104,24 +109,24 @@ def test_fields_of_config_json_can_be_overridden():
         "rope_theta": 10000.0,
     }
     changes = {"rope_parameters": yarn, "max_position_embeddings": 4096}
-    with overridden(DEMO, changes) as folder:
+    with overridden_folder(DEMO_FOLDER, changes) as folder:
         config = read_config(folder)
-        assert {file.name for file in folder.iterdir()} == {file.name for file in DEMO.iterdir()}
+        assert {file.name for file in folder.iterdir()} == {file.name for file in DEMO_FOLDER.iterdir()}
     assert not folder.exists()
-    assert config.max_position == 4096 and read_config(DEMO).max_position == 1024
+    assert config.max_position == 4096 and read_config(DEMO_FOLDER).max_position == 1024
     mixer = config.layers[0].mixer
     assert isinstance(mixer, GroupedQuery) and mixer.rope is not None and mixer.rope.kind == "yarn"
-    with overridden(DEMO, {}) as folder:
-        assert folder == DEMO
+    with overridden_folder(DEMO_FOLDER, {}) as folder:
+        assert folder == DEMO_FOLDER
 
 
 def test_overridden_fields_count_for_quantization_and_errors_name_the_folder():
     stored = {"quantization_config": {"quant_method": "awq"}}
     options = EngineOptions(quantization="awq", hf_overrides=stored)
-    assert Origin.of(None).settled(options).quantization is None
+    assert ModelSource.resolve_names(None).resolve_options(options).quantization is None
     with (
-        pytest.raises(CheckpointError, match=re.escape(f"{DEMO / 'config.json'}: ")),
-        overridden(DEMO, {"hidden_size": "x"}) as folder,
+        pytest.raises(CheckpointError, match=re.escape(f"{DEMO_FOLDER / 'config.json'}: ")),
+        overridden_folder(DEMO_FOLDER, {"hidden_size": "x"}) as folder,
     ):
         read_config(folder)
 

@@ -4,7 +4,7 @@ import pytest
 
 from duetto import EngineArgs
 from duetto.compat.config import KVTransferConfig
-from duetto.serve.options.keywords import OWN, engine_options
+from duetto.serve.options.keywords import LLM_KEYWORDS, options_from_keywords
 
 
 @pytest.mark.parametrize(
@@ -33,10 +33,10 @@ from duetto.serve.options.keywords import OWN, engine_options
     ],
 )
 def test_a_connector_is_options_of_this_library(config, options):
-    assert engine_options({"kv_transfer_config": config}) == engine_options(options)
+    assert options_from_keywords({"kv_transfer_config": config}) == options_from_keywords(options)
     given = vars(EngineArgs(kv_transfer_config=config))
-    own = {name: value for name, value in given.items() if name not in OWN}
-    assert engine_options(own) == engine_options(options)
+    own = {name: value for name, value in given.items() if name not in LLM_KEYWORDS}
+    assert options_from_keywords(own) == options_from_keywords(options)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_a_connector_is_options_of_this_library(config, options):
 )
 def test_what_no_option_does_is_refused(config, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        engine_options({"kv_transfer_config": config})
+        options_from_keywords({"kv_transfer_config": config})
 
 
 def test_an_option_is_given_once():
     config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_producer")
     with pytest.raises(TypeError, match="kv_role is given under two names: kv_transfer_config is the second"):
-        engine_options({"kv_transfer_config": config, "kv_role": "both"})
+        options_from_keywords({"kv_transfer_config": config, "kv_role": "both"})

@@ -10,14 +10,14 @@ from fakes.engine import ask, run, start
 
 from duetto.serve.engine.core.admission import AdmissionReason
 from duetto.serve.engine.core.engine import Engine
-from duetto.serve.engine.lora.places import Places
-from duetto.serve.llm.metrics import counters
-from duetto.serve.server.routes.state import families
+from duetto.serve.engine.lora.lora_slots import LoRASlots
+from duetto.serve.llm.metrics import engine_counters
+from duetto.serve.server.routes.state import group_metrics
 
 
 def reasons(engine: Engine) -> set[AdmissionReason]:
     """The reasons that were counted."""
-    return {reason for reason, steps in engine.scheduler.reasons.counts.items() if steps}
+    return {reason for reason, steps in engine.scheduler.waiting_reasons.counts.items() if steps}
 
 
 def one_slot() -> Engine:
@@ -40,22 +40,22 @@ def lopsided_shards() -> Engine:
     for i, tokens in enumerate((2, 10, 2)):
         engine.submit(ask([i] * tokens, arrival=i))
     engine.step()
-    assert sorted(engine.scheduler.limits.loads(engine.scheduler.running)) == [1, 2]
+    assert sorted(engine.scheduler.config.shard_loads(engine.scheduler.running)) == [1, 2]
     engine.submit(ask([7] * 9, arrival=3))
     return engine
 
 
 def lent_pages() -> Engine:
     engine, _ = start(pages=8)
-    assert engine.tables.lend(6, 0)
+    assert engine.tables.lend_warmup_pages(6, 0)
     engine.submit(ask([1, 2, 3], max_tokens=20))
     return engine
 
 
 def one_adapter() -> Engine:
     engine, _ = start()
-    engine.scheduler.places = places = Places(1)
-    places.take(cast(Any, SimpleNamespace(digest=b"one")))
+    engine.scheduler.lora_slots = places = LoRASlots(1)
+    places.reserve(cast(Any, SimpleNamespace(digest=b"one")))
     engine.submit(ask([1, 2, 3]))
     engine.scheduler.waiting[0][1].adapter = cast(Any, SimpleNamespace(digest=b"two", name="two"))
     return engine
@@ -71,7 +71,7 @@ def shared_prefix() -> Engine:
 def pages_on_their_way() -> Engine:
     engine, _ = start()
     engine.submit(ask([1, 2, 3]))
-    engine.scheduler.tiers.look = lambda names, ticket: (None, ticket)
+    engine.scheduler.page_finder.find_or_fetch_prefix = lambda hashes, page_fetch: (None, page_fetch)
     return engine
 
 
@@ -79,7 +79,7 @@ def held_back() -> Engine:
     engine, _ = start(seats=1)
     for i in range(2):
         engine.submit(ask([i, i, i], arrival=i))
-    engine.gathering.limit = lambda free, decoding, steps, tokens: 0
+    engine.prefill_batcher.admission_limit = lambda free_slots, decode_rows, steps, tokens: 0
     return engine
 
 
@@ -112,12 +112,12 @@ def test_nothing_is_counted_while_every_request_runs():
     assert set(engine.report()["waiting_reasons"].values()) == {0}
 
 
-def test_a_reason_is_logged_once_for_each_request_at_the_head(caplog):
+def test_each_waiting_request_logs_its_reason_once(caplog):
     engine = one_slot()
     engine.submit(ask([7, 8, 9], arrival=2))
     with caplog.at_level(logging.DEBUG, "duetto"):
         run(engine)
-    assert engine.scheduler.reasons.counts[AdmissionReason.NO_SLOT] > 2
+    assert engine.scheduler.waiting_reasons.counts[AdmissionReason.NO_SLOT] > 2
     waiting = [f"duetto: request {i} waits: every slot is taken" for i in (1, 2)]
     assert [record.getMessage() for record in caplog.records] == waiting
 
@@ -125,8 +125,8 @@ def test_a_reason_is_logged_once_for_each_request_at_the_head(caplog):
 def test_a_metric_has_the_steps_of_each_reason():
     engine = one_slot()
     engine.step()
-    found = [metric for metric in counters(engine) if metric.name == "duetto:waiting_reasons"]
+    found = [metric for metric in engine_counters(engine) if metric.name == "duetto:waiting_reasons"]
     assert {metric.labels["reason"]: metric.value for metric in found} == engine.report()["waiting_reasons"]
-    (family,) = families(found, {})
+    (family,) = group_metrics(found, {})
     samples = {(s.name, s.labels["reason"]): s.value for s in family.samples}
     assert samples["duetto:waiting_reasons_total", "no_slot"] == 1

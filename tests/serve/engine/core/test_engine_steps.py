@@ -45,7 +45,7 @@ def test_a_device_that_always_fails_is_the_callers_error(how):
             engine.step()
     programs.fail = None
     run(engine)  # the request has kept its place, and the engine goes on
-    assert request.outputs == expected(request)[0]
+    assert request.output_tokens == expected(request)[0]
 
 
 def test_parameters_change_once_the_requests_are_finished():
@@ -55,13 +55,13 @@ def test_parameters_change_once_the_requests_are_finished():
     engine.submit(request)
     with pytest.raises(RuntimeError, match="unfinished"):
         engine.update_params(cast(Any, Params(jnp.ones((2, 2)))))
-    while not request.finished:
+    while not request.is_finished:
         engine.step()
     assert engine.has_work  # the step that was dispatched before the stop token was read
     engine.update_params(cast(Any, Params(jnp.ones((2, 2)))))
     again = ask(prompt_of(0, 9), 2, 1)
     engine.submit(again)
     run(engine)
-    assert again.cached == 0 and again.outputs == expected(again)[0]
+    assert again.num_cached_tokens == 0 and again.output_tokens == expected(again)[0]
     with pytest.raises(ValueError, match="embed is float32"):
         engine.update_params(cast(Any, Params(jnp.ones((2, 3)))))

@@ -24,13 +24,13 @@ def assert_scores(request: Request) -> None:
     assert request.prompt_scores.logprob == [fake_score(i, request.prompt[i]) for i in wanted]
 
 
-def test_a_prompt_whose_tokens_are_all_scored_is_computed_as_a_whole():
+def test_fully_scored_prompts_use_no_cached_page():
     engine, programs = start(**SIZES)
     for _ in range(2):
         request = scored(engine, prompt_of(0, 15))
         run(engine)
         assert_scores(request)
-        assert request.cached == 0
+        assert request.num_cached_tokens == 0
     assert [works for _, works in programs.ran] == [[(0, 0, 15)], [(0, 0, 15)]]
 
 
@@ -41,26 +41,26 @@ def test_continuations_of_one_context_compute_it_once():
     run(engine)
     for request in requests:
         assert_scores(request)
-    assert [request.cached for request in requests] == [0, 8, 8]
+    assert [request.num_cached_tokens for request in requests] == [0, 8, 8]
     assert sum(count for _, works in programs.ran for *_, count in works) == 12 + 4 + 4
 
 
-def test_a_scored_prompt_that_comes_back_finds_what_it_has_generated_too():
+def test_preempted_scored_prompts_find_the_pages_of_their_outputs():
     engine, _ = start(**SIZES)
     longer = scored(engine, prompt_of(0, 17))
     request = ask(prompt_of(0, 10), 8, 1, prompt_logprobs=0)
     run(engine)
     assert_scores(longer)
     engine.submit(request)
-    while request.generated < 6:
+    while request.num_output_tokens < 6:
         engine.step()
-    assert len(request.names) == 3 == len(engine.scheduler.usable(request))
-    engine.vacate()
+    assert len(request.page_hashes) == 3 == len(engine.scheduler.prefix_hashes(request))
+    engine.preempt_and_reset_cache()
     run(engine)
     assert_scores(request)
 
 
-def test_a_page_that_nobody_scored_is_computed_again_where_its_scores_are_wanted():
+def test_unscored_pages_are_recomputed_when_their_scores_are_wanted():
     engine, programs = start(**SIZES)
     engine.submit(ask(prompt_of(0, 12), 1))
     run(engine)
@@ -68,11 +68,11 @@ def test_a_page_that_nobody_scored_is_computed_again_where_its_scores_are_wanted
     run(engine)
     assert_scores(whole)
     assert_scores(end)
-    assert (whole.cached, end.cached) == (0, 8)
+    assert (whole.num_cached_tokens, end.num_cached_tokens) == (0, 8)
     assert [works for _, works in programs.ran] == [[(0, 0, 12)], [(0, 0, 12)], [(1, 8, 4)]]
 
 
-def test_a_continuation_that_begins_a_page_needs_the_token_before_it():
+def test_a_continuation_at_a_page_start_recomputes_the_page_before():
     """Position 8 is scored by the hidden state of position 7: the page that ends there is computed again."""
     engine, _ = start(**SIZES)
     context = prompt_of(0, 8)
@@ -82,18 +82,18 @@ def test_a_continuation_that_begins_a_page_needs_the_token_before_it():
     run(engine)
     for request in (first, other, again):
         assert_scores(request)
-    assert (first.cached, other.cached, again.cached) == (0, 4, 4)
+    assert (first.num_cached_tokens, other.num_cached_tokens, again.num_cached_tokens) == (0, 4, 4)
 
 
-def test_a_scored_prompt_that_is_preempted_keeps_the_scores_that_it_has():
+def test_preempted_scored_prompts_keep_their_scores():
     engine, _ = start(**SIZES | {"budget": 4, "chunk": 4})
     first, second = (scored(engine, prompt_of(0, 15), arrival=i) for i in range(2))
     for _ in range(3):
         engine.step()
-    had = first.unscored
+    had = first.first_unscored
     assert 1 < had < 15
-    engine.vacate()
-    assert first.unscored == had
+    engine.preempt_and_reset_cache()
+    assert first.first_unscored == had
     run(engine)
     assert_scores(first)
     assert_scores(second)

@@ -17,24 +17,25 @@ from cases.packers import LLAMA_CASES, experts, llama_folder, mxfp4, projection,
 from cases.targets import compile_for
 from cases.weights import drawn
 from fakes.greedy import greedy_programs
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
-from duetto.checkpoints.huggingface import load, save
-from duetto.cpu_kernels.library import library
+from duetto.checkpoints.huggingface import load_hf, save_hf
+from duetto.cpu_kernels.library import load_library
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import is_spec, nbytes, paths
-from duetto.model.weights.compress import FORMS, dequantize_params, quantize_params
+from duetto.model.tree import is_spec, leaves_by_path, tree_bytes
+from duetto.model.weights.compress import WEIGHT_FORMS, dequantize_params, quantize_params
 from duetto.model.weights.quant import Quantised
-from duetto.serve.cli.convert import convert
+from duetto.serve.cli.convert import convert_model
 from duetto.serve.cli.main import main
-from duetto.serve.engine.startup.folder import read_folder, read_shapes
+from duetto.serve.engine.startup.model_folder import read_model, read_param_shapes
 from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments
-from duetto.serve.planner.roofline.facts import facts
-from duetto.serve.planner.roofline.floor import demand
+from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments
+from duetto.serve.planner.roofline.floor import program_demand
 from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.program_facts import read_program_facts
 from duetto.serve.planner.roofline.targets import MissingCompiler, find_target
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 
@@ -46,7 +47,7 @@ PROMPTS = [[3, 9, 4], [7, 1, 5, 2, 30]]
 
 
 def equal(a: Any, b: Any) -> bool:
-    a, b = paths(a), paths(b)
+    a, b = leaves_by_path(a), leaves_by_path(b)
     return list(a) == list(b) and all(
         x.dtype == b[path].dtype and np.array_equal(np.asarray(x), np.asarray(b[path]))
         for path, x in a.items()
@@ -72,7 +73,7 @@ def params():
 @pytest.fixture(scope="module")
 def folder(params, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("whole")
-    save(path, CONFIG, params)
+    save_hf(path, CONFIG, params)
     return path
 
 
@@ -90,7 +91,7 @@ def stored(tmp_path_factory) -> dict[str, Path]:
 
 
 def test_the_options_are_those_that_weights_can_have():
-    assert set(FORMS) == {None, *QUANTIZATIONS}
+    assert set(WEIGHT_FORMS) == {None, *QUANTIZATIONS}
     with pytest.raises(ValueError, match="quantization='int3' is not allowed: int8, int4, fp8, dequantize"):
         EngineOptions(quantization="int3")
     with pytest.raises(TypeError, match="quantization=8"):
@@ -99,14 +100,14 @@ def test_the_options_are_those_that_weights_can_have():
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
 def test_a_folder_is_quantised_while_it_is_loaded(folder: Path, params, scheme: str):
-    _, found = load(folder, quantization=scheme)
+    _, found = load_hf(folder, quantization=scheme)
     assert equal(found, quantize_params(params, scheme)) and schemes(found) == {scheme}
-    shapes = read_shapes(folder, "float32", scheme)
-    assert jax.tree.structure(shapes) == jax.tree.structure(found) and nbytes(shapes) == nbytes(found)
+    shapes = read_param_shapes(folder, "float32", scheme)
+    assert jax.tree.structure(shapes) == jax.tree.structure(found) and tree_bytes(shapes) == tree_bytes(found)
 
 
 @greedy_programs()
-def test_parameters_at_hand_are_quantised_and_stay_the_callers(few_shapes, params):
+def test_given_parameters_are_quantised_and_stay_the_callers(few_shapes, params):
     with LLM.from_params(CONFIG, params, quantization="int8", **SMALL) as llm:
         assert equal(llm.params, quantize_params(params, "int8"))
         first = tokens(llm)
@@ -120,9 +121,9 @@ def test_parameters_at_hand_are_quantised_and_stay_the_callers(few_shapes, param
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
 
 
-@pytest.mark.skipif(not library().isas, reason=library().refusal or "there are kernels")
+@pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
 @pytest.mark.parametrize("form", [None, "int8", "int4", "fp8"])
-def test_cpu_kernels_multiply_a_tied_output_matrix_in_the_form_that_is_asked_for(form: str | None):
+def test_cpu_kernels_multiply_tied_output_matrices_in_the_requested_form(form: str | None):
     """Of weights that are served later too; the engine's own parameters have no copy of the embedding."""
     config = replace(CONFIG, tied_embeddings=True)
     given = drawn(decoder_spec(config))
@@ -137,49 +138,54 @@ def test_cpu_kernels_multiply_a_tied_output_matrix_in_the_form_that_is_asked_for
         assert tokens(llm) == first
 
 
-def test_pages_of_another_precision_have_other_names(params):
+@pytest.mark.full
+def test_pages_of_another_precision_have_other_hashes(params):
     """Of the weights, and of the cache."""
     roots = []
     for form, kept in ((None, "auto"), ("int8", "auto"), (None, "int8"), (None, "fp8_e4m3")):
         with LLM.from_params(CONFIG, params, quantization=form, kv_cache_dtype=kept, **SMALL) as llm:
-            roots.append(llm.engine.scheduler.root)
+            roots.append(llm.engine.scheduler.root_hash)
     assert len(set(roots)) == 4 and None not in roots
 
 
-@pytest.mark.parametrize("case", ["fp8 blocks", "gptq asymmetric", "mxfp4"])
+@pytest.mark.parametrize("case", [full("fp8 blocks"), "gptq asymmetric", full("mxfp4")])
 @greedy_programs()
-def test_kept_codes_say_what_widened_ones_say(few_shapes, stored: dict[str, Path], case: str):
+def test_quantised_weights_generate_the_tokens_of_dequantised_ones(
+    few_shapes, stored: dict[str, Path], case: str
+):
     with LLM(stored[case], dtype="float32", **SMALL) as llm:
         assert schemes(llm.params) == {{"f": "fp8", "g": "int4", "m": "fp4"}[case[0]]}
         kept, codes = tokens(llm), llm.params
     with LLM(stored[case], dtype="float32", quantization="dequantize", **SMALL) as llm:
         assert tokens(llm) == kept and not schemes(llm.params)
-        assert equal(llm.params, dequantize_params(codes, "float32")) and nbytes(codes) < nbytes(llm.params)
+        assert equal(llm.params, dequantize_params(codes, "float32")) and tree_bytes(codes) < tree_bytes(
+            llm.params
+        )
 
 
-def test_what_is_stored_in_the_scheme_asked_for_stays_and_other_schemes_are_made_of_it(
+def test_stored_codes_stay_in_their_scheme_and_convert_to_others(
     stored: dict[str, Path],
 ):
     kept, whole = (
-        load(stored["fp8 blocks"], "float32", quantization=form)[1] for form in (None, "dequantize")
+        load_hf(stored["fp8 blocks"], "float32", quantization=form)[1] for form in (None, "dequantize")
     )
-    assert equal(load(stored["fp8 blocks"], "float32", quantization="fp8")[1], kept)
+    assert equal(load_hf(stored["fp8 blocks"], "float32", quantization="fp8")[1], kept)
     assert equal(
-        load(stored["fp8 blocks"], "float32", quantization="int4")[1], quantize_params(whole, "int4")
+        load_hf(stored["fp8 blocks"], "float32", quantization="int4")[1], quantize_params(whole, "int4")
     )
     assert equal(quantize_params(kept, "int4"), quantize_params(whole, "int4"))
     assert equal(quantize_params(kept, "fp8"), kept)
 
 
-@pytest.mark.parametrize("case", ["fp8 blocks", "gptq asymmetric", "mxfp4"])
+@pytest.mark.parametrize("case", [full("fp8 blocks"), "gptq asymmetric", full("mxfp4")])
 def test_orbax_folders_hold_stored_codes(stored: dict[str, Path], case: str, tmp_path: Path):
-    convert(stored[case], tmp_path / "new")
-    (_, found), (_, kept) = orbax.load(tmp_path / "new"), huggingface.load(stored[case])
+    convert_model(stored[case], tmp_path / "new")
+    (_, found), (_, kept) = orbax.load_orbax(tmp_path / "new"), huggingface.load_hf(stored[case])
     assert equal(found, kept) and jax.tree.structure(found) == jax.tree.structure(kept)
-    shapes = read_shapes(tmp_path / "new", "float32", None)
-    assert jax.tree.structure(shapes) == jax.tree.structure(kept) and nbytes(shapes) == nbytes(kept)
-    widened = read_folder(tmp_path / "new", "auto", jax.devices()[0], "dequantize")[1]
-    assert equal(widened, huggingface.load(stored[case], quantization="dequantize")[1])
+    shapes = read_param_shapes(tmp_path / "new", "float32", None)
+    assert jax.tree.structure(shapes) == jax.tree.structure(kept) and tree_bytes(shapes) == tree_bytes(kept)
+    widened = read_model(tmp_path / "new", "auto", jax.devices()[0], "dequantize")[1]
+    assert equal(widened, huggingface.load_hf(stored[case], quantization="dequantize")[1])
 
 
 def plan(capsys: pytest.CaptureFixture, *flags: str) -> dict[str, Any]:
@@ -191,9 +197,9 @@ def test_a_plan_counts_the_bytes_that_a_start_takes(stored: dict[str, Path], fol
     for path, form in [(folder, None), (folder, "int4"), *((made, None) for made in stored.values())]:
         flags = [] if form is None else ["--quantization", form]
         found = plan(capsys, "--model", str(path), "--no-cpu-kernels", *flags)
-        params = read_folder(path, "float32", jax.devices()[0], form)[1]
-        assert found["memory"]["weights"] == nbytes(params)
-        assert found["memory"]["weights"] < nbytes(load(folder)[1]) or (path, form) != (folder, "int4")
+        params = read_model(path, "float32", jax.devices()[0], form)[1]
+        assert found["memory"]["weights"] == tree_bytes(params)
+        assert found["memory"]["weights"] < tree_bytes(load_hf(folder)[1]) or (path, form) != (folder, "int4")
 
 
 def test_an_8b_model_in_four_bits_is_planned_without_it(capsys):
@@ -205,15 +211,18 @@ def test_an_8b_model_in_four_bits_is_planned_without_it(capsys):
     assert small["programs"][-1]["work"]["flops"] == whole["programs"][-1]["work"]["flops"]
 
 
-def test_a_steps_bytes_are_those_of_the_codes_that_it_meets(params):
+def test_a_steps_bytes_count_quantised_weights_as_codes(params):
     step, small = Shape("decode", 1, 1), quantize_params(params, "int8")
-    saved = demand(step, CONFIG, jnp.float32, 9).bytes - demand(step, CONFIG, jnp.float32, 9, small).bytes
-    assert saved == nbytes(params) - nbytes(small)
+    saved = (
+        program_demand(step, CONFIG, jnp.float32, 9).bytes
+        - program_demand(step, CONFIG, jnp.float32, 9, small).bytes
+    )
+    assert saved == tree_bytes(params) - tree_bytes(small)
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "int4"])
 @pytest.mark.extras
-def test_no_widened_copy_is_written_while_an_8b_model_decodes_on_an_accelerator(scheme: str):
+def test_decoding_an_8b_model_writes_no_widened_weights(scheme: str):
     """Two layers of it, compiled for an H200; beside the tests of the same programs in test_targets.py."""
     try:
         target = find_target("h200")
@@ -225,7 +234,7 @@ def test_no_widened_copy_is_written_while_an_8b_model_decodes_on_an_accelerator(
         "test", config, "bfloat16", EngineOptions(quantization=scheme), target, sizes, context=1024
     )
     arguments = abstract_arguments(job)
-    found = facts(compile_for(job, Shape("decode", 32, 1), arguments))
+    found = read_program_facts(compile_for(job, Shape("decode", 32, 1), arguments))
     largest = 2 * 4096 * 14336  # bytes of one projection in bfloat16
     assert schemes(arguments.params) == {scheme} and found.temporaries < 0.5 * largest
 
@@ -234,23 +243,25 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from duetto.checkpoints.huggingface import load
-from duetto.model.tree import nbytes
+from duetto.checkpoints.huggingface import load_hf
+from duetto.model.tree import tree_bytes
 
 def resident(field):
     return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
 jax.block_until_ready(jnp.ones(3) + 1)
 before = resident("VmRSS")
-config, params = load(sys.argv[1], "float32", quantization=sys.argv[2])
-print(resident("VmHWM") - before, nbytes(params))
+config, params = load_hf(sys.argv[1], "float32", quantization=sys.argv[2])
+print(resident("VmHWM") - before, tree_bytes(params))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc")
 def test_loading_holds_the_quantised_model_and_one_weight(tmp_path: Path):
     config = ModelConfig.uniform(512, 1024, 4096, 8, 8, 8, 128, tied_embeddings=True)
-    save(tmp_path, config, jax.tree.map(lambda s: jnp.full(s.shape, 0.5, jnp.bfloat16), decoder_spec(config)))
+    save_hf(
+        tmp_path, config, jax.tree.map(lambda s: jnp.full(s.shape, 0.5, jnp.bfloat16), decoder_spec(config))
+    )
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(tmp_path), "int8"],
         capture_output=True, text=True, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"},

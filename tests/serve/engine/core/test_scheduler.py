@@ -25,7 +25,7 @@ def test_decode_never_starves_behind_prompts():
     for arrival in range(2, 14):
         engine.submit(ask(prompt_of(arrival, 16), 1, arrival))
         running = engine.scheduler.running.values()
-        ready = {r.slot for r in running if len(r.prompt) <= r.computed < r.end - 1}
+        ready = {r.slot for r in running if len(r.prompt) <= r.num_computed_tokens < r.end - 1}
         before = len(programs.ran)
         engine.step()
         rows = {phase: [] for phase in ("prefill", "decode")}
@@ -37,7 +37,7 @@ def test_decode_never_starves_behind_prompts():
     run(engine)
 
 
-def test_the_prompt_of_the_first_in_line_is_read_first():
+def test_the_first_prompt_of_the_queue_is_prefilled_first():
     engine, programs = start(budget=4, chunk=4)
     engine.submit(ask(prompt_of(0, 20), 1, 0, priority=1))
     engine.step()
@@ -48,7 +48,7 @@ def test_the_prompt_of_the_first_in_line_is_read_first():
     run(engine)
 
 
-def test_preempted_request_returns_to_its_place():
+def test_preempted_requests_return_to_their_queue_position():
     engine, _ = start(pages=8, seats=3, max_model_len=28)
     requests = [ask(prompt_of(i, 7), 16, i) for i in range(4)]
     for request in requests:
@@ -60,13 +60,13 @@ def test_preempted_request_returns_to_its_place():
     finished = []
     while engine.has_work:
         engine.step()
-        finished += [r for r in requests if r.finished and r not in finished]
+        finished += [r for r in requests if r.is_finished and r not in finished]
     assert finished == requests
-    assert all((r.outputs, r.finish_reason) == expected(r) for r in requests)
+    assert all((r.output_tokens, r.finish_reason) == expected(r) for r in requests)
 
 
 @pytest.mark.parametrize("same_bits", [True, False])
-def test_preempted_request_computes_nothing_that_is_still_there(same_bits):
+def test_preempted_requests_reuse_pages_that_are_still_cached(same_bits):
     engine, programs = start(pages=8, page_size=4, seats=2, same_bits=same_bits)
     first, second = ask(prompt_of(0, 8), 16, 0), ask(prompt_of(1, 8), 16, 1)
     for request in (first, second):
@@ -80,13 +80,13 @@ def test_preempted_request_computes_nothing_that_is_still_there(same_bits):
     # a full page of the prompt or, where their bits agree, of the outputs; its last pages went to the first
     # request
     assert min(starts) >= 4 and known > 8
-    assert second.outputs == expected(second)[0]
+    assert second.output_tokens == expected(second)[0]
 
 
 @pytest.mark.parametrize("same_bits", [True, False])
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 @pytest.mark.parametrize("decode_steps", [1, 3])
-def test_outputs_are_found_by_name_where_bits_agree(same_bits, page_size, decode_steps):
+def test_output_pages_are_found_where_bits_agree(same_bits, page_size, decode_steps):
     engine, _ = start(page_size=page_size, decode_steps=decode_steps, same_bits=same_bits)
     first = ask(prompt_of(0, 5), 14, 0)
     engine.submit(first)
@@ -94,11 +94,10 @@ def test_outputs_are_found_by_name_where_bits_agree(same_bits, page_size, decode
     again = ask([*first.tokens, 1], 2, 1)
     engine.submit(again)
     run(engine)
-    written = (
-        len(first.tokens) - 1 if same_bits else len(first.prompt)
-    )  # the last token is sampled, never fed
-    assert again.cached == written // page_size * page_size
-    assert again.outputs == expected(again)[0]
+    # The last token is sampled, never fed.
+    written = len(first.tokens) - 1 if same_bits else len(first.prompt)
+    assert again.num_cached_tokens == written // page_size * page_size
+    assert again.output_tokens == expected(again)[0]
 
 
 def test_admission_leaves_a_spare_page_for_each_running_request():
@@ -110,7 +109,7 @@ def test_admission_leaves_a_spare_page_for_each_running_request():
         engine.step()
         assert [r.slot is not None for r in requests] == [True, together]
         run(engine)
-        assert [r.outputs for r in requests] == [expected(r)[0] for r in requests]
+        assert [r.output_tokens for r in requests] == [expected(r)[0] for r in requests]
 
 
 def test_admission_counts_found_pages_that_would_leave_the_free_list():
@@ -120,12 +119,12 @@ def test_admission_counts_found_pages_that_would_leave_the_free_list():
     runner, again = ask(prompt_of(1, 9), 8, 1), ask(prompt_of(0, 17), 1, 2)
     engine.submit(runner)
     engine.step()
-    free = engine.tables.pools[0].free
+    free = engine.tables.pools[0].num_free
     engine.submit(again)
     engine.step()
     assert free == 5 and again.slot is None  # five pages and a spare are wanted, four of them named and free
     run(engine)
-    assert again.outputs == expected(again)[0] and again.cached > 0
+    assert again.output_tokens == expected(again)[0] and again.num_cached_tokens > 0
 
 
 def test_several_decode_steps_while_no_prompt_can_start():
@@ -137,17 +136,17 @@ def test_several_decode_steps_while_no_prompt_can_start():
     assert decodes[:2] == [4, 4]
 
 
-def test_several_decode_steps_of_as_many_rows_as_one_call_takes():
+def test_several_decode_steps_serve_the_rows_of_one_call():
     engine, programs = start(decode_steps=4)
     few = tuple(shape for shape in engine.classes.decode if shape.rows == 1 or shape.tokens == 1)
-    engine._serve_with(replace(engine.classes, decode=few))
+    engine._set_shape_classes(replace(engine.classes, decode=few))
     requests = [ask(prompt_of(0, 6), 13, 0), ask(prompt_of(1, 6), 4, 1)]
     for request in requests:
         engine.submit(request)
     run(engine)
     ran = Counter(shape for shape, _ in programs.ran if shape.phase == "decode")
     assert ran[Shape("decode", 4, 1)] >= 3 and ran[Shape("decode", 1, 4)] >= 2
-    assert [r.outputs for r in requests] == [expected(r)[0] for r in requests]
+    assert [r.output_tokens for r in requests] == [expected(r)[0] for r in requests]
 
 
 def test_work_of_a_step_does_not_grow_with_the_queue():
@@ -158,7 +157,7 @@ def test_work_of_a_step_does_not_grow_with_the_queue():
         for _ in range(3):
             engine.step()
         assert len(engine.scheduler.waiting) == waiting
-        return count_opcodes(lambda: engine.scheduler.plan(settled=False), "scheduler.py")
+        return count_opcodes(lambda: engine.scheduler.schedule(is_drained=False), "scheduler.py")
 
     assert opcodes(3) == opcodes(3000) > 100
 
@@ -196,13 +195,12 @@ def test_aborting_the_whole_queue_touches_no_entry_twice(monkeypatch):
     for request in requests[:50:-1] + requests[1:50]:
         engine.abort(request)
     run(engine)
-    line = [
-        entry for entry in pops if isinstance(entry, tuple) and len(entry) == 2
-    ]  # others: seats, held ones
+    # Other entries are free slots, and prefills held back.
+    line = [entry for entry in pops if isinstance(entry, tuple) and len(entry) == 2]
     assert len(line) == len({request.id for _, request in line}) <= 200 and not engine.scheduler.waiting
     assert len(pops) <= 402
     assert {r.finish_reason for r in requests[:51] if r not in requests[1:50]} == {"length"}
-    assert all(r.finish_reason == "abort" and not r.outputs for r in requests[1:50] + requests[51:])
+    assert all(r.finish_reason == "abort" and not r.output_tokens for r in requests[1:50] + requests[51:])
 
 
 def test_a_short_prompt_costs_a_whole_row_of_the_budget():
@@ -220,7 +218,7 @@ def test_a_scored_prompt_takes_a_call_for_each_chunk():
     assert [works for _, works in programs.ran] == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 2)]]
 
 
-def test_requests_give_way_to_neighbours_of_their_shard_alone():
+def test_requests_are_preempted_only_within_their_shard():
     engine, _ = start(shards=2, pages=8, seats=2, max_model_len=28)
     long, short = (7, 16), (3, 13)  # pairs of the first do not fit a shard's cache to their end
     requests = [ask(prompt_of(i, own[0]), own[1], i) for i, own in enumerate((long, short, long, short))]
@@ -230,10 +228,10 @@ def test_requests_give_way_to_neighbours_of_their_shard_alone():
     assert [request.slot for request in requests] == [0, 2, 1, 3]
     run(engine)
     assert [request.preemptions > 0 for request in requests] == [False, False, True, False]
-    assert all((r.outputs, r.finish_reason) == expected(r) for r in requests)
+    assert all((r.output_tokens, r.finish_reason) == expected(r) for r in requests)
 
 
-def test_a_full_shard_is_left_alone_though_it_has_the_prompt():
+def test_a_full_shard_gets_no_request_despite_its_prefix():
     engine, _ = start(shards=2, seats=1)
     first, second = (ask(prompt_of(0, 16, own=1), 12, i) for i in range(2))
     engine.submit(first)
@@ -243,4 +241,6 @@ def test_a_full_shard_is_left_alone_though_it_has_the_prompt():
     engine.step()
     assert (first.slot, second.slot) == (0, 1)
     run(engine)
-    assert second.cached == 0 and all((r.outputs, r.finish_reason) == expected(r) for r in (first, second))
+    assert second.num_cached_tokens == 0 and all(
+        (r.output_tokens, r.finish_reason) == expected(r) for r in (first, second)
+    )

@@ -12,26 +12,27 @@ from cases.invariance import BASE, bits, prompts
 from cases.models import EXPERTS, RANDOM, TINY
 from cases.oracle import Model, continue_plainly
 from cases.weights import decisive, drawn, logits
+from suite.marks import full_if
 
 from duetto import LLM, SamplingParams
-from duetto.checkpoints.adapters.adapter import Adapter, Reader, digest
+from duetto.checkpoints.adapters.adapter import Adapter, AdapterReader, digest_terms
 from duetto.lora.request import LoRARequest
 from duetto.model.config import Dense, LayerKind
-from duetto.model.experts import by_ragged_products, by_tiles
+from duetto.model.experts import run_experts_ragged, run_experts_tiled
 from duetto.model.ffn import FFN
-from duetto.model.latent import MANY
+from duetto.model.latent import MIN_EXPANDED_QUERIES
 from duetto.model.recurrent.kinds import Mamba, ShortConv
-from duetto.model.weights.adapted import (
+from duetto.model.weights.lora import (
     Adapted,
     AdapterSizes,
-    adaptable,
-    adapted,
-    inputs_of,
-    is_stacked,
-    stacks_of,
-    with_owners,
+    adaptable_specs,
+    is_stacked_spec,
+    lora_stacks,
+    num_input_axes,
+    with_lora_stacks,
+    with_row_slots,
 )
-from duetto.serve.engine.lora.writer import with_room
+from duetto.serve.engine.lora.writer import add_lora_slots
 
 CONFIGS = {
     "latent": RANDOM["latent"],
@@ -53,25 +54,28 @@ def model_of(name: str) -> Model:
 def adapter_of(model: Model, name: str) -> Adapter:
     """A random adapter that changes every weight that one may change, drawn by its name."""
     rng, terms = np.random.default_rng(ord(name)), {}
-    for path, spec in adaptable(model.config, routed=model.name == "routed").items():
-        n, of = inputs_of(spec), int(is_stacked(spec))
+    for path, spec in adaptable_specs(model.config, routed=model.name == "routed").items():
+        n, of = num_input_axes(spec), int(is_stacked_spec(spec))
         shapes = (*spec.shape[:n], RANK), (*spec.shape[:of], RANK, *spec.shape[n:])
         terms[path] = tuple(0.2 * rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-    return Adapter(name, RANK, terms, digest(terms))
+    return Adapter(name, RANK, terms, digest_terms(terms))
 
 
 def with_terms(model: Model, adapter: Adapter) -> Model:
     """The model with one adapter beside its weights, for a batch of one row."""
-    room = with_room(model.params, model.config, AdapterSizes(1, RANK, model.name == "routed"))
+    room = add_lora_slots(model.params, model.config, AdapterSizes(1, RANK, model.name == "routed"))
     stacks: dict[str, Any] = {path: (a[..., None, :], b[None]) for path, (a, b) in adapter.terms.items()}
-    return replace(model, params=with_owners(adapted(room, jax.device_put(stacks)), np.zeros(1, np.int32)))
+    return replace(
+        model, params=with_row_slots(with_lora_stacks(room, jax.device_put(stacks)), np.zeros(1, np.int32))
+    )
 
 
+@full_if(lambda name: name != "latent")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_request_has_its_own_adapters_tokens(monkeypatch, name):
     """In chunks, in batches, with pages found: those of a pass without a cache, and alone the same bits."""
     model = model_of(name)
-    monkeypatch.setattr(Reader, "read", lambda _, folder, name: adapter_of(model, name))
+    monkeypatch.setattr(AdapterReader, "read", lambda _, folder, name: adapter_of(model, name))
     texts = [prompts(300)[i] for i in (1, 3, 5, 5)]
     whose = [LoRARequest("a", 1, "/a"), LoRARequest("b", 2, "/b"), None, LoRARequest("a", 1, "/a")]
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "decode_steps": 1}
@@ -79,9 +83,9 @@ def test_each_request_has_its_own_adapters_tokens(monkeypatch, name):
     with LLM.from_params(model.config, model.params, **BASE | lora) as llm:
         alone = []
         for text, own in zip(texts, whose, strict=True):
-            llm.engine.tables.forget()
+            llm.engine.tables.reset_prefix_cache()
             alone += [bits(o) for o in llm.generate(text, GREEDY, use_tqdm=False, lora_request=own)]
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         for hits in ([0, 0], [128, 128]):
             outputs = llm.generate(texts, GREEDY, use_tqdm=False, lora_request=whose)
             assert [bits(o) for o in outputs] == alone
@@ -108,7 +112,8 @@ def test_grouped_products_of_experts_have_each_rows_adapter():
     }
     x, chosen = drawn_as(6, D), jnp.array([[0, 1], [1, 2], [3, 1], [0, 3], [1, 0], [2, 0]], jnp.int32)
     f = FFN(**weights)
-    tiled, ragged = jax.jit(by_tiles, static_argnums=(1, 4)), jax.jit(by_ragged_products, static_argnums=1)
+    tiled = jax.jit(run_experts_tiled, static_argnums=(1, 4))
+    ragged = jax.jit(run_experts_ragged, static_argnums=1)
     tiles, grouped = tiled(f, c, x, chosen, 2), ragged(f, c, x, chosen)
     np.testing.assert_allclose(tiles, grouped, rtol=1e-4, atol=1e-3)
     for row, place in enumerate(owner.tolist()):
@@ -144,10 +149,12 @@ def test_terms_equal_weights_that_they_are_merged_into(name):
         return found
 
     if name == "latent":
-        equal_scores(MANY - 1)
-    found = equal_scores(MANY + 5)
+        equal_scores(MIN_EXPANDED_QUERIES - 1)
+    found = equal_scores(MIN_EXPANDED_QUERIES + 5)
     for path in adapter.terms:
-        a, b = stacks_of(whole)[path]
+        a, b = lora_stacks(whole)[path]
         none = jax.device_put(np.zeros(b.shape, b.dtype))
-        less = with_owners(adapted(whole, stacks_of(whole) | {path: (a, none)}), np.zeros(1, np.int32))
-        assert (scores(less, tokens, MANY + 5) != found).any(), path
+        less = with_row_slots(
+            with_lora_stacks(whole, lora_stacks(whole) | {path: (a, none)}), np.zeros(1, np.int32)
+        )
+        assert (scores(less, tokens, MIN_EXPANDED_QUERIES + 5) != found).any(), path

@@ -13,19 +13,20 @@ import pytest
 from cases.programs import StoredJit
 from cases.weights import drawn, logits
 from scipy.special import chdtrc, log_softmax
+from suite.marks import full
 
 from duetto import SamplingParams
-from duetto.kvcache.pages import BLOCK, Batch, KVCache, empty_cache
+from duetto.kvcache.pages import KEYS_PER_BLOCK, Batch, KVCache, empty_cache
 from duetto.model.config import ModelConfig
-from duetto.model.heads import head_spec
-from duetto.model.pair import Pair, PairConfig
+from duetto.model.draft_head import draft_head_spec
+from duetto.model.draft_pair import Pair, PairConfig
 from duetto.model.transformer import decoder_spec
-from duetto.sampling.params import knobs_row
+from duetto.sampling.params import request_knobs
 from duetto.sampling.token_tree import TokenTree
+from duetto.serve.engine.speculation.draft_proposers import DraftModelProposer, HeadProposer
 from duetto.serve.engine.speculation.draft_steps import DraftSpeculation
-from duetto.serve.engine.speculation.guessers import DraftModel, HeadProposer
-from duetto.serve.runtime.steps.scoring import NEVER
-from duetto.serve.runtime.steps.step import Seat, Slots, empty_slots, seat
+from duetto.serve.runtime.steps.scoring import NEVER_SCORED
+from duetto.serve.runtime.steps.step import SlotContents, Slots, assign_slot, empty_slots
 
 SMALL = ModelConfig.uniform(5, 16, 24, 1, 2, 1, 8, max_position=32)
 ROWS, ROUNDS, TOKENS, W = 5000, 6, 3, 8
@@ -50,9 +51,9 @@ def exact(params, first: int, temperature: float) -> np.ndarray:
 
 
 @partial(StoredJit, static_argnames=["guide"])
-def begin(guide: DraftSpeculation, slot: jax.Array, new: Seat) -> tuple[Slots, KVCache]:
+def begin(guide: DraftSpeculation, slot: jax.Array, new: SlotContents) -> tuple[Slots, KVCache]:
     hidden = jax.ShapeDtypeStruct((SMALL.hidden_size,), jnp.float32)
-    slots = seat(empty_slots(ROWS, SMALL.vocab_size, hidden), slot, new)
+    slots = assign_slot(empty_slots(ROWS, SMALL.vocab_size, hidden), slot, new)
     return slots, empty_cache(guide.config.layers, (ROWS,), W, jnp.float32)
 
 
@@ -73,15 +74,15 @@ class Device:
 
     def seats(self, first_seed: int, temperature: float) -> None:
         asked = SamplingParams(temperature=temperature, max_tokens=TOKENS)
-        row = knobs_row(asked, seed=0, stop_ids=(), prompt_len=1)
+        row = request_knobs(asked, seed=0, stop_ids=(), prompt_len=1)
         knobs = jax.tree.map(lambda x: jnp.asarray(np.broadcast_to(x, (ROWS, *np.shape(x)))), row)
         seeds = jnp.arange(ROWS, dtype=jnp.uint32) + jnp.uint32(first_seed)
         ones = jnp.ones(ROWS, jnp.int32)
-        new = Seat(ones, ones * (1 + TOKENS), ones * NEVER, replace(knobs, seed=seeds))
+        new = SlotContents(ones, ones * (1 + TOKENS), ones * NEVER_SCORED, replace(knobs, seed=seeds))
         self.slots, self.cache = begin(self.guide, jnp.arange(ROWS, dtype=jnp.int32), new)
 
     def batch(self, tokens: np.ndarray, start: np.ndarray, count: np.ndarray) -> Batch:
-        table = np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None], (ROWS, BLOCK // W))
+        table = np.broadcast_to(np.arange(ROWS, dtype=np.int32)[:, None], (ROWS, KEYS_PER_BLOCK // W))
         return Batch(tokens, start, count, (table,), np.arange(ROWS, dtype=np.int32))
 
     def run(self) -> np.ndarray:
@@ -106,22 +107,29 @@ class Device:
 
 def guide_of(name: str) -> tuple[DraftSpeculation, Pair]:
     target, draft = random_params(SMALL, 1), random_params(SMALL, 2)
-    tree = TokenTree.of_paths([(0,), (1,), (2,), (0, 0), (0, 1)])
+    tree = TokenTree.from_paths([(0,), (1,), (2,), (0, 0), (0, 1)])
     if "draft" in name:
         pair, params = PairConfig(SMALL, SMALL), Pair(target, draft)
-        guesser = DraftModel(SMALL, "rejection")
+        guesser = DraftModelProposer(SMALL, "rejection")
     else:
-        head = drawn(head_spec(SMALL.hidden_size, 8), seed=3)
+        head = drawn(draft_head_spec(SMALL.hidden_size, 8), seed=3)
         pair, params = PairConfig(SMALL), Pair(target, head)
         guesser = HeadProposer(SMALL)
     if "tree" not in name:
         return DraftSpeculation(pair, guesser, "rejection"), params
-    tree = TokenTree.of_widths((2, 2)) if "wide" in name else tree
+    tree = TokenTree.from_widths((2, 2)) if "wide" in name else tree
     return DraftSpeculation(pair, guesser, "rejection", tree), params
 
 
 @pytest.mark.parametrize(
-    "name", ["heads", "draft model", "tree of heads", "wide tree of heads", "tree of a draft model"]
+    "name",
+    [
+        full("heads"),
+        "draft model",
+        full("tree of heads"),
+        full("wide tree of heads"),
+        full("tree of a draft model"),
+    ],
 )
 def test_rejection_keeps_the_distribution(name):
     """Pearson's test of 30,000 continuations of three tokens against the target's own probabilities.

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from cases.weights import drawn
 from suite.fixtures import with_few_shapes
 
 from duetto import LLM, RequestOutput, SamplingParams
-from duetto.checkpoints.huggingface import CheckpointError, save
+from duetto.checkpoints.huggingface import CheckpointError, save_hf
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.serve.options.keywords import engine_options
+from duetto.serve.options.keywords import options_from_keywords
 
 pytestmark = pytest.mark.as_served
 
@@ -74,6 +75,7 @@ def expected(kv_cache_dtype: str) -> list[list[tuple[int, bytes]]]:
         ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name, kept",
     [
@@ -84,7 +86,7 @@ def expected(kv_cache_dtype: str) -> list[list[tuple[int, bytes]]]:
     ],
 )
 @pytest.mark.usefixtures("compiled")
-def test_guesses_of_the_device_change_no_bit(name, kept):
+def test_draft_tokens_of_the_device_change_no_bit(name, kept):
     """Tokens and log-probabilities, through preemption and prefix hits, in an engine that verifies at every
     step."""
     texts, params = zip(*itertools.product(TEXTS, PARAMS), strict=True)
@@ -100,6 +102,7 @@ def test_guesses_of_the_device_change_no_bit(name, kept):
     assert report["speculation"]["tokens_per_pass"] > 1.3
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("few_shapes")
 def test_a_model_that_drafts_for_itself_is_always_right():
     config = {"method": "draft_model", "model": str(SMALLEST), "num_speculative_tokens": 3, "adaptive": False}
@@ -126,14 +129,18 @@ def test_a_model_that_drafts_for_itself_is_always_right():
 )
 def test_what_is_refused_before_a_model_is_read(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        engine_options(options)
+        options_from_keywords(options)
 
 
-def test_a_guide_that_does_not_fit_is_refused(tmp_path):
+def test_a_speculator_that_does_not_fit_is_refused(tmp_path):
     other = ModelConfig.uniform(7, 16, 24, 1, 2, 1, 8, max_position=32)
-    save(tmp_path / "other", other, drawn(decoder_spec(other)))
+    save_hf(tmp_path / "other", other, drawn(decoder_spec(other)))
     with pytest.raises(ValueError, match="vocabulary of 7, the model that it drafts for one of 2048"):
         LLM(speculative_config={"method": "draft_model", "model": str(tmp_path / "other")})
+    headless = replace(other, vocab_size=2048, has_head=False)
+    save_hf(tmp_path / "headless", headless, drawn(decoder_spec(headless)))
+    with pytest.raises(ValueError, match="stores no lm_head: it cannot draft"):
+        LLM(speculative_config={"method": "draft_model", "model": str(tmp_path / "headless")})
     with pytest.raises(CheckpointError, match="nowhere"):
         LLM(speculative_config={"method": "heads", "model": str(tmp_path / "nowhere")})
     wide = {"method": "tree", "model": "demo-draft", "speculative_token_tree": [[0], [1], [1, 0]]}
@@ -141,6 +148,7 @@ def test_a_guide_that_does_not_fit_is_refused(tmp_path):
         LLM(speculative_config=wide)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("steady_steps")
 @pytest.mark.usefixtures("few_shapes")
 def test_the_controller_learns_step_times_and_what_is_accepted():
@@ -148,15 +156,15 @@ def test_the_controller_learns_step_times_and_what_is_accepted():
     with LLM(**SIZES, speculative_config=config) as llm:
         speculation = llm.engine.speculation
         controller = speculation.controller
-        assert set(controller.seconds) == {(8, 0), (8, 3)}
-        before = controller.acceptance.gains()
+        assert set(controller.call_seconds) == {(8, 0), (8, 3)}
+        before = controller.acceptance.expected_gains()
         results = [llm.generate(TEXTS[0] * 3, PARAMS[0], use_tqdm=False)[0] for _ in range(3)]
         report = llm.report()
-    assert any(time.measured > 1 for time in controller.asked.found.values())
-    assert any(time.measured > 1 for time in controller.plain.found.values())
+    assert any(time.measured > 1 for time in controller.speculative_times.measured.values())
+    assert any(time.measured > 1 for time in controller.plain_times.measured.values())
     assert report["compilations"] == 0 and 0 < report["speculation"]["acceptance"][0] <= 1
-    assert controller.acceptance.gains() != before
-    assert not speculation.following
+    assert controller.acceptance.expected_gains() != before
+    assert not speculation.draft_states
     place, completion = 0, results[-1].outputs[0]
     passes = completion.passes or []
     assert sum(p.tokens for p in passes) == len(completion.token_ids)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from cases.families.reading import config_of
 from cases.gpus import traced_for
 from cases.requests import SIZES
 from fakes.greedy import greedy_programs
@@ -18,20 +19,21 @@ from suite.fixtures import ROOT, Model
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
+from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.huggingface import read_config
 from duetto.model.config import ModelConfig
-from duetto.serve.cli.convert import convert
-from duetto.serve.engine.startup import dtype, trial
-from duetto.serve.engine.startup.dtype import compute_dtype
-from duetto.serve.engine.startup.folder import load_folder
+from duetto.serve.cli.convert import convert_model
+from duetto.serve.engine.startup import bfloat16_gain, dtype
+from duetto.serve.engine.startup.dtype import compute_dtype, may_overflow_float16
+from duetto.serve.engine.startup.model_folder import load_folder
 from duetto.serve.host import progress
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import plan_job
+from duetto.serve.planner.engine_plan import plan_engine
 from duetto.serve.planner.roofline.presets import PRESETS
-from duetto.serve.planner.roofline.targets import here
+from duetto.serve.planner.roofline.targets import local_target
 from duetto.serve.runtime.compiled import executable_cache
 
-WRITE = executable_cache.write
+WRITE = executable_cache.write_record
 CPU: Any = SimpleNamespace(platform="cpu")
 H200, T4 = (SimpleNamespace(platform="gpu", device_kind=kind) for kind in ("NVIDIA H200", "Tesla T4"))
 DRAFT = ROOT / "checkpoints" / "demo-draft"  # the smallest there is
@@ -46,17 +48,19 @@ def gain(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[trial.Layers]]:
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bfloat16_gain.TrialLayers]]:
     """A process that has measured nothing yet; gives what is measured."""
-    seen: list[trial.Layers] = []
-    monkeypatch.setattr(trial, "measured", lambda _, layers: seen.append(layers) or 1.0 + len(seen) / 8)
-    trial.known_gain.cache_clear()
+    seen: list[bfloat16_gain.TrialLayers] = []
+    monkeypatch.setattr(
+        bfloat16_gain, "measure_gain", lambda _, layers: seen.append(layers) or 1.0 + len(seen) / 8
+    )
+    bfloat16_gain.load_or_measure_gain.cache_clear()
     yield seen
-    trial.known_gain.cache_clear()
+    bfloat16_gain.load_or_measure_gain.cache_clear()
 
 
 def folder_in(tiny: Model, place: Path, dtype: str) -> Path:
-    huggingface.save(place, tiny.config, tiny.params, dtype)
+    huggingface.save_hf(place, tiny.config, tiny.params, dtype)
     return place
 
 
@@ -70,7 +74,7 @@ def folder_in(tiny: Model, place: Path, dtype: str) -> Path:
         (0.5, "bfloat16", "float32"),
     ],
 )
-def test_a_cpu_keeps_a_checkpoints_bfloat16_where_it_multiplies_that_faster(
+def test_a_cpu_keeps_bfloat16_where_it_multiplies_faster(
     tiny: Model, tmp_path: Path, gain, times: float, stored: str, expected: str
 ):
     gain(times)
@@ -102,15 +106,30 @@ def test_a_model_that_overflows_float16_is_told_to_take_float32():
     assert compute_dtype("auto", H200, gemma) == "auto"
 
 
-def test_a_cache_in_e4m3_is_refused_by_name_where_it_cannot_be_converted():
+def test_families_that_overflow_float16_are_served_in_bfloat16(tiny: Model, tmp_path: Path):
+    """The list of vLLM: Gemma 2 and 3, GLM-4-0414; and Gemma 4, whose layers are theirs."""
+    families = {name for name in FAMILIES if may_overflow_float16(config_of(name))}
+    assert families == {"gemma2", "gemma3_text", "gemma4_text", "glm4"}
+    config, folder = replace(tiny.config, post_norms=True), folder_in(tiny, tmp_path, "float16")
+    for name in ("float16", "half", jnp.float16):
+        with pytest.raises(ValueError, match='"float16" is not allowed: .* use "bfloat16" or "float32"'):
+            compute_dtype(name, CPU, config, folder)
+    assert compute_dtype("float16", H200, tiny.config, folder) == jnp.float16
+    assert compute_dtype("auto", H200, config, folder) == jnp.bfloat16
+    assert compute_dtype("auto", H200, config) == "auto"
+    with pytest.raises(ValueError, match='"auto" is not allowed on Tesla T4: .* use "float32"'):
+        compute_dtype("auto", T4, config, folder)
+
+
+def test_e4m3_caches_are_refused_on_gpus_without_conversion():
     a100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
     for kept in ("fp8", "fp8_e4m3"):
         with pytest.raises(ValueError, match=f'"{kept}" is not allowed: .* has 8.0; use "int8"'):
-            dtype.check_cache(EngineOptions(kv_cache_dtype=kept), a100)
-        dtype.check_cache(EngineOptions(kv_cache_dtype=kept), H200)
-        dtype.check_cache(EngineOptions(kv_cache_dtype=kept), CPU)
+            dtype.check_kv_cache_dtype(EngineOptions(kv_cache_dtype=kept), a100)
+        dtype.check_kv_cache_dtype(EngineOptions(kv_cache_dtype=kept), H200)
+        dtype.check_kv_cache_dtype(EngineOptions(kv_cache_dtype=kept), CPU)
     for kept in ("auto", "int8", "fp8_e5m2"):
-        dtype.check_cache(EngineOptions(kv_cache_dtype=kept), a100)
+        dtype.check_kv_cache_dtype(EngineOptions(kv_cache_dtype=kept), a100)
 
 
 def test_the_choices_of_a_t4_run(few_shapes):
@@ -144,18 +163,18 @@ def test_the_stored_weights_decide_where_the_configuration_does_not(tiny: Model,
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_a_converted_folder_has_the_dtype_that_it_was_converted_to(tmp_path: Path, gain, stored: str):
+def test_a_converted_folder_keeps_its_dtype(tmp_path: Path, gain, stored: str):
     gain(FAST)
-    convert(DRAFT, tmp_path / "there", dtype=stored)
+    convert_model(DRAFT, tmp_path / "there", dtype=stored)
     assert compute_dtype("auto", CPU, SMALL, tmp_path / "there") == stored
 
 
-def test_the_choice_is_told_and_only_where_it_is_one(gain, capfd, monkeypatch):
-    monkeypatch.setattr(progress, "PATIENCE", 600.0)
+def test_the_chosen_dtype_is_logged_only_if_not_given(gain, capfd, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 600.0)
     load_folder(DRAFT, "auto")
     gain(FAST)
     load_folder(DRAFT, "bfloat16")
-    with progress.telling(False):
+    with progress.progress_enabled(False):
         load_folder(DRAFT, "auto")
     assert capfd.readouterr().err == ""
     load_folder(DRAFT, "auto")
@@ -166,44 +185,46 @@ def test_the_choice_is_told_and_only_where_it_is_one(gain, capfd, monkeypatch):
 def test_a_plan_and_a_report_say_what_a_start_chooses(gain, few_shapes):
     gain(FAST)
     options = EngineOptions(max_num_seqs=2, max_model_len=64)
-    assert plan_job(None, "135m", "auto", options, here(), None).dtype == "bfloat16"
-    assert plan_job(str(DRAFT), None, "auto", options, here(), None).dtype == "bfloat16"
+    assert plan_engine(None, "135m", "auto", options, local_target(), None).dtype == "bfloat16"
+    assert plan_engine(str(DRAFT), None, "auto", options, local_target(), None).dtype == "bfloat16"
     with LLM(DRAFT, **SIZES) as llm:
         assert llm.report()["dtype"] == "bfloat16"
 
 
 def test_a_machine_is_measured_once(anew, monkeypatch, tmp_path):
     """Later starts find what the first one has kept; another machine, or another shape, is measured anew."""
-    monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(executable_cache, "program_folder", lambda: tmp_path)
     device = jax.local_devices()[0]
-    first = trial.bfloat16_gain(device, SMALL)
-    trial.known_gain.cache_clear()  # as in another process
-    assert trial.bfloat16_gain(device, SMALL) == first == 1.125 and len(anew) == 1
-    assert trial.bfloat16_gain(device, PRESETS["135m"]) == 1.25
-    trial.known_gain.cache_clear()
-    monkeypatch.setattr(executable_cache, "cores", lambda: 97)
-    assert trial.bfloat16_gain(device, SMALL) == 1.375
+    first = bfloat16_gain.bfloat16_gain(device, SMALL)
+    bfloat16_gain.load_or_measure_gain.cache_clear()  # as in another process
+    assert bfloat16_gain.bfloat16_gain(device, SMALL) == first == 1.125 and len(anew) == 1
+    assert bfloat16_gain.bfloat16_gain(device, PRESETS["135m"]) == 1.25
+    bfloat16_gain.load_or_measure_gain.cache_clear()
+    monkeypatch.setattr(executable_cache, "num_cores", lambda: 97)
+    assert bfloat16_gain.bfloat16_gain(device, SMALL) == 1.375
 
 
-def test_a_process_keeps_to_one_choice_where_nothing_can_be_stored(anew, monkeypatch):
-    monkeypatch.setattr(executable_cache, "folder", lambda: None)
+def test_a_process_chooses_once_where_nothing_can_be_stored(anew, monkeypatch):
+    monkeypatch.setattr(executable_cache, "program_folder", lambda: None)
     device = jax.local_devices()[0]
-    assert trial.bfloat16_gain(device, SMALL) == trial.bfloat16_gain(device, SMALL) == 1.125
+    assert bfloat16_gain.bfloat16_gain(device, SMALL) == bfloat16_gain.bfloat16_gain(device, SMALL) == 1.125
 
 
 def test_a_choice_that_another_process_has_kept_first_counts(anew, monkeypatch, tmp_path):
-    monkeypatch.setattr(executable_cache, "folder", lambda: tmp_path)
-    monkeypatch.setattr(executable_cache, "write", lambda key, _: WRITE(key, 3.5))
-    assert trial.bfloat16_gain(jax.local_devices()[0], SMALL) == 3.5
+    monkeypatch.setattr(executable_cache, "program_folder", lambda: tmp_path)
+    monkeypatch.setattr(executable_cache, "write_record", lambda key, _: WRITE(key, 3.5))
+    assert bfloat16_gain.bfloat16_gain(jax.local_devices()[0], SMALL) == 3.5
 
 
-def test_what_is_measured_has_a_models_width_and_fits_in_memory():
+def test_measured_layers_have_the_models_width_and_fit_memory():
     for config in PRESETS.values():
-        layers = trial.Layers.of(config)
+        layers = bfloat16_gain.TrialLayers.from_config(config)
         assert layers.width == config.hidden_size and 0 < layers.number <= len(config.layers)
-        assert 0 < 2 * layers.width * layers.inner * layers.number <= trial.MOST
+        assert 0 < 2 * layers.width * layers.inner * layers.number <= bfloat16_gain.MAX_WEIGHT_NUMBERS
 
 
 def test_products_are_timed(monkeypatch):
-    monkeypatch.setattr(trial, "LONGEST", trial.LEAST)
-    assert trial.measured(jax.local_devices()[0], trial.Layers.of(SMALL)) > 0
+    monkeypatch.setattr(bfloat16_gain, "MAX_TRIAL_SECONDS", bfloat16_gain.MIN_TRIAL_SECONDS)
+    assert (
+        bfloat16_gain.measure_gain(jax.local_devices()[0], bfloat16_gain.TrialLayers.from_config(SMALL)) > 0
+    )

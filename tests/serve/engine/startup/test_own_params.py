@@ -17,7 +17,7 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.nnx import params_from_state
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import paths
+from duetto.model.tree import leaves_by_path
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 CONFIG = ModelConfig.uniform(50, 32, 48, 2, 4, 2, 8, 64)
@@ -131,7 +131,7 @@ def test_an_nnx_models_arrays_are_the_parameters(theirs):
 def test_a_nested_mapping_with_our_own_names_needs_no_translation():
     params = drawn(decoder_spec(CONFIG))
     plain: dict = {}
-    for path, leaf in paths(params).items():
+    for path, leaf in leaves_by_path(params).items():
         node = plain
         for part in path.split(".")[:-1]:
             node = node.setdefault(part, {})
@@ -139,11 +139,14 @@ def test_a_nested_mapping_with_our_own_names_needs_no_translation():
     again = params_from_state(CONFIG, plain)
     assert jax.tree.structure(again) == jax.tree.structure(params)
     assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True))
-    assert paths(params_from_state(CONFIG, paths(params))).keys() == paths(params).keys()
+    assert (
+        leaves_by_path(params_from_state(CONFIG, leaves_by_path(params))).keys()
+        == leaves_by_path(params).keys()
+    )
 
 
 def changed(names: dict[str, str], **leaves):
-    given = {path: x for path, x in paths(drawn(decoder_spec(CONFIG))).items()}
+    given = {path: x for path, x in leaves_by_path(drawn(decoder_spec(CONFIG))).items()}
     return params_from_state(CONFIG, {**given, **leaves}, names)
 
 
@@ -180,7 +183,7 @@ def pointers(tree) -> list[int]:
 
 
 @greedy_programs()
-def test_parameters_are_served_where_they_lie(few_shapes, theirs):
+def test_parameters_are_served_in_place(few_shapes, theirs):
     """Not one is copied: not when the engine starts, not in generating, and not with new parameters."""
     params = params_from_state(CONFIG, state_of(theirs), NAMES)
     before = pointers(params)
@@ -211,6 +214,7 @@ def example_of(name: str) -> ModuleType:
     return example
 
 
+@pytest.mark.full
 def test_the_training_example_learns_while_it_samples():
     example = example_of("sample_while_training.py")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax needs both
@@ -218,6 +222,7 @@ def test_the_training_example_learns_while_it_samples():
     assert losses[-1] < 0.8 * losses[0] and len(texts) == 2
 
 
+@pytest.mark.full
 def test_the_example_of_reinforcement_learns_from_its_own_samples():
     example = example_of("reinforce.py")
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -13,8 +13,8 @@ from duetto import LLM
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import init
-from duetto.model.weights.grouped import GROUPED
+from duetto.model.tree import init_params
+from duetto.model.weights.grouped_matmul import GROUPED_KERNEL
 
 CHUNKS = {"max_prefill_tokens": 32, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
 TIGHT = {"max_batched_token_mem": 320, "page_size": 16, "max_prefill_tokens": 32}  # requests are preempted
@@ -43,13 +43,14 @@ def unexpected(*_: Any, **__: Any) -> Any:
     raise AssertionError("a kernel that did not pass its check is traced")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers, kernels, variants", WITH_KERNELS.values(), ids=WITH_KERNELS)
 @pytest.mark.usefixtures("few_shapes")
 def test_a_start_that_refuses_every_kernel_gives_the_same_bits(layers, kernels, variants, monkeypatch):
     """On an H200 none of whose kernels passes its check: alone, together, from pages of earlier requests,
     through preemption, in chunks, and with draft tokens."""
     config = ModelConfig(300, 64, layers, 512)
-    params = init(jax.random.key(0), decoder_spec(config), jnp.bfloat16)
+    params = init_params(jax.random.key(0), decoder_spec(config), jnp.bfloat16)
     texts = prompts(config.vocab_size)
 
     def found(llm: LLM) -> list[Any]:
@@ -67,6 +68,6 @@ def test_a_start_that_refuses_every_kernel_gives_the_same_bits(layers, kernels, 
             with LLM.from_params(config, params, **BASE | options) as llm:
                 report = llm.report()["kernels"]
                 assert found(llm) == expected
-            checks = [check for check in report.values() if check["kernel"] != GROUPED.name]
+            checks = [check for check in report.values() if check["kernel"] != GROUPED_KERNEL.name]
             assert {check["kernel"] for check in checks} == kernels
             assert all(check["reason"].startswith("AssertionError") for check in checks)

@@ -13,18 +13,18 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from duetto import LLM
 from duetto.cpu_kernels.library import KernelLibrary
-from duetto.model.weights import prepared
+from duetto.model.weights import device_forms
 from duetto.serve.cli import common as command
 from duetto.serve.cli import main as cli
 from duetto.serve.engine.startup import start as loading
-from duetto.serve.engine.startup.folder import DEMO, load_folder
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER, load_folder
 from duetto.serve.host import progress
-from duetto.serve.jobs.batch.fingerprint import fingerprint
+from duetto.serve.jobs.batch.fingerprint import job_fingerprint
 from duetto.serve.llm import llm
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled.compile import StepArguments
-from duetto.serve.runtime.compiled.shapes import Canonical, Shape, Sizes
+from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape, Sizes
 from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.equal_bits.probe import Runs
 from duetto.serve.runtime.steps.phases import TargetOnly
@@ -42,19 +42,19 @@ class Closed(io.StringIO):
 
 def tell(monkeypatch, stderr, total: int = 3, patience: float = 0.0) -> None:
     monkeypatch.setattr(sys, "stderr", stderr)
-    with progress.stage("compiling", total, patience) as done:
+    with progress.show_stage("compiling", total, patience) as done:
         for i in range(total):
             assert done(i) == i
 
 
 def test_plain_lines_are_few(monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 600.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 600.0)
     tell(monkeypatch, log := io.StringIO(), total=500)
     assert log.getvalue().splitlines() == ["duetto: compiling: 0/500", "duetto: compiling: 500/500"]
 
 
 def test_plain_lines_go_on_while_a_stage_does(monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     tell(monkeypatch, log := io.StringIO())
     assert [line[-3:] for line in log.getvalue().splitlines()] == ["0/3", "1/3", "2/3", "3/3"]
 
@@ -69,13 +69,13 @@ def test_a_terminal_or_notebook_has_one_line_that_is_rewritten(monkeypatch, kind
 
 
 @pytest.mark.parametrize("total, patience", [(0, 0.0), (3, 600.0)])
-def test_nothing_is_said_of_what_is_quick_or_nothing(monkeypatch, total, patience):
+def test_quick_or_empty_stages_print_nothing(monkeypatch, total, patience):
     tell(monkeypatch, log := io.StringIO(), total, patience)
     assert log.getvalue() == ""
 
 
-def test_nothing_is_said_where_a_caller_wants_silence(monkeypatch):
-    with progress.telling(False):
+def test_silenced_starts_print_nothing(monkeypatch):
+    with progress.progress_enabled(False):
         tell(monkeypatch, log := io.StringIO())
     assert log.getvalue() == ""
     tell(monkeypatch, log)
@@ -92,7 +92,7 @@ def test_a_closed_standard_error_is_no_error(monkeypatch, stderr):
 
 def test_a_stage_that_fails_ends_its_line(monkeypatch):
     monkeypatch.setattr(sys, "stderr", log := Terminal())
-    with pytest.raises(KeyboardInterrupt), progress.stage("compiling", 3) as done:
+    with pytest.raises(KeyboardInterrupt), progress.show_stage("compiling", 3) as done:
         done(0)
         raise KeyboardInterrupt
     assert log.getvalue().endswith("1/3\n")
@@ -100,7 +100,7 @@ def test_a_stage_that_fails_ends_its_line(monkeypatch):
 
 def test_threads_count_together(monkeypatch):
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
-    with progress.stage("compiling", 400) as done:
+    with progress.show_stage("compiling", 400) as done:
         threads = [threading.Thread(target=lambda: [done(0) for _ in range(50)]) for _ in range(8)]
         for thread in threads:
             thread.start()
@@ -125,17 +125,19 @@ def folder(tmp_path):
 SEATS = jax.jit(lambda: 0).lower()
 SIZES = Sizes(max_model_len=96, max_num_seqs=8, pages=(16,), page_size=64)
 SHAPES = Shape("prefill", 1, 64), Shape("decode", 8, 1), Shape("verify", 8, 4)
-CANONICAL = Canonical(*SHAPES[:2])
+CANONICAL = CanonicalShapes(*SHAPES[:2])
 
 
-def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkeypatch, capfd):
+def test_missing_programs_are_announced_and_stored_ones_are_not(tiny, folder, monkeypatch, capfd):
     there: set[str] = set()
-    monkeypatch.setattr(programs.executable_cache, "key", lambda phases, phase, *_: phase)
-    monkeypatch.setattr(programs.executable_cache, "load", lambda key, *_: key if key in there else None)
-    monkeypatch.setattr(programs.executable_cache, "compile", lambda key, *_: key)
-    monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
-    monkeypatch.setattr(progress, "PATIENCE", 600.0)
-    monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
+    monkeypatch.setattr(programs.executable_cache, "executable_key", lambda phases, phase, *_: phase)
+    monkeypatch.setattr(
+        programs.executable_cache, "load_program", lambda key, *_: key if key in there else None
+    )
+    monkeypatch.setattr(programs.executable_cache, "compile_and_store", lambda key, *_: key)
+    monkeypatch.setattr(programs, "lower_step", lambda *_: SEATS)
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(programs.Programs, "_lower_small", lambda _: [SEATS] * programs.NUM_SMALL_PROGRAMS)
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
     def start() -> list[str]:
@@ -149,34 +151,37 @@ def test_what_is_missing_is_told_and_what_is_kept_is_silent(tiny, folder, monkey
     assert start()[-1] == "duetto: compiling 1 program, kept for the next start: 1/1"
     there |= {"decode"}
     assert start() == []
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
     assert start()[-1] == "duetto: reading kept programs: 3/3"
 
 
-def test_kernels_of_a_cpu_that_multiply_nothing_are_told(tiny, monkeypatch, capfd):
+@pytest.mark.full
+def test_unused_cpu_kernels_are_reported(tiny, monkeypatch, capfd):
     def stop(options: EngineOptions, *_: Any) -> None:
         assert not options.cpu_kernels
         raise InterruptedError
 
-    monkeypatch.setattr(prepared, "library", lambda: KernelLibrary(("avx2",)))
-    monkeypatch.setattr(loading, "shapes_of", stop)
+    monkeypatch.setattr(device_forms, "load_library", lambda: KernelLibrary(("avx2",)))
+    monkeypatch.setattr(loading, "engine_shapes", stop)
     params = jax.tree.map(lambda x: x.astype("float16"), tiny.params)
     with pytest.raises(InterruptedError):
         loading.start_engine(tiny.config, params, EngineOptions(cpu_kernels=True))
     assert "duetto: cpu_kernels has no effect: " in capfd.readouterr().err
 
 
-def test_what_is_left_for_later_is_told(tiny, monkeypatch, capfd):
-    monkeypatch.setattr(programs.executable_cache, "compile", lambda key, *_: key or "compiled")
-    monkeypatch.setattr(programs, "lower", lambda *_: SEATS)
-    monkeypatch.setattr(programs.Programs, "_small", lambda _: [SEATS] * programs.SMALL)
+def test_deferred_compilations_are_reported(tiny, monkeypatch, capfd):
+    monkeypatch.setattr(programs.executable_cache, "compile_and_store", lambda key, *_: key or "compiled")
+    monkeypatch.setattr(programs, "lower_step", lambda *_: SEATS)
+    monkeypatch.setattr(programs.Programs, "_lower_small", lambda _: [SEATS] * programs.NUM_SMALL_PROGRAMS)
     made: Any = programs.Programs(TargetOnly(tiny.config), tiny.params, SIZES, SHAPES, SHAPES[:2])
     assert (
-        tuple(made.steps) == SHAPES[:2] and made.missing == [SHAPES[2]] and set(made.ready) == {*SHAPES[:2]}
+        tuple(made.steps) == SHAPES[:2]
+        and made.missing == [SHAPES[2]]
+        and set(made.ready_seconds) == {*SHAPES[:2]}
     )
     assert capfd.readouterr().err.splitlines()[-1].endswith("; 1 more while they serve: 2/2")
     made.add(SHAPES[2])
-    assert tuple(made.steps) == SHAPES and set(made.ready) == {*SHAPES}  # two threads compile
+    assert tuple(made.steps) == SHAPES and set(made.ready_seconds) == {*SHAPES}  # two threads compile
 
 
 def runs(found: Any) -> Runs[Any]:
@@ -189,13 +194,13 @@ class Silent(SimpleNamespace):
 
     def __init__(self, *_: Any):
         super().__init__(
-            needed=1,
+            needed_pages=1,
             capacity=2,
-            take=lambda params, cache: None,
-            give=lambda: None,
-            agrees=lambda shape: runs(True),
-            same_bits=lambda: runs(True),
-            seconds=lambda shape, tokens: runs(1.0),
+            take_cache=lambda params, cache: None,
+            return_cache=lambda: None,
+            matches_canonical=lambda shape: runs(True),
+            prefill_matches_decode=lambda: runs(True),
+            time_step=lambda shape, tokens: runs(1.0),
         )
 
 
@@ -203,37 +208,37 @@ FAKE = SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES))
 
 
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
-def test_probing_is_told(monkeypatch, capfd):
+def test_probing_is_reported(monkeypatch, capfd):
     monkeypatch.setattr(classes, "Probe", Silent)
-    found, _ = classes.find_classes(FAKE, StepArguments(None, None, None), CANONICAL)
-    assert found == classes.ShapeClasses.of(SHAPES, same_bits=True)
+    found, _ = classes.probe_classes(FAKE, StepArguments(None, None, None), CANONICAL)
+    assert found == classes.ShapeClasses.from_shapes(SHAPES, same_bits=True)
     line = "duetto: probing which programs give the same bits: "
     assert capfd.readouterr().err.splitlines() == [f"{line}0/3", f"{line}3/3"]
 
 
-def test_only_what_is_kept_is_said_to_be(folder):
+def test_only_stored_programs_are_reported_as_stored(folder):
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    assert programs.compiling(12) == "compiling 12 programs, kept for the next start"
+    assert programs.compiling_message(12) == "compiling 12 programs, kept for the next start"
     jax.config.update("jax_compilation_cache_dir", None)
-    assert programs.compiling(1) == "compiling 1 program"
+    assert programs.compiling_message(1) == "compiling 1 program"
 
 
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
-def test_measuring_steps_is_told(monkeypatch, capfd):
+def test_measuring_steps_is_reported(monkeypatch, capfd):
     monkeypatch.setattr(classes, "Probe", Silent)
     verify = Shape("verify", 8, 4, 8), Shape("verify", 8, 4, 16)
     found = classes.ShapeClasses((), (Shape("decode", 8, 1),), True, verify)
-    seconds, _ = classes.step_seconds(FAKE, StepArguments(None, None, None), CANONICAL, found, (1, 3))
+    seconds, _ = classes.measure_step_seconds(FAKE, StepArguments(None, None, None), CANONICAL, found, (1, 3))
     assert seconds == {(8, 0): 1.0} | {(tokens, k): 1.0 for tokens in (8, 16) for k in (1, 3)}
     assert "duetto: measuring steps: 5/5\n" in capfd.readouterr().err
 
 
-def test_reading_weights_is_told_where_it_takes_long(monkeypatch, capfd):
-    monkeypatch.setattr(progress, "PATIENCE", 600.0)
-    load_folder(DEMO, "float32")
+def test_slow_loading_of_weights_is_reported(monkeypatch, capfd):
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 600.0)
+    load_folder(DEMO_FOLDER, "float32")
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    load_folder(DEMO, "float32")
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
+    load_folder(DEMO_FOLDER, "float32")
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith("duetto: reading weights: 0/") and lines[-1].startswith(
         "duetto: reading weights: "
@@ -246,11 +251,11 @@ def test_use_tqdm_on_load_silences_a_start(tiny, monkeypatch, capfd, shown):
         pass
 
     def warm_engine(*_):
-        with progress.stage("compiling", 1):
+        with progress.show_stage("compiling", 1):
             raise Started
 
-    monkeypatch.setattr(loading, "warm_engine", warm_engine)
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(loading, "build_warm_engine", warm_engine)
+    monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
     for start in (LLM, lambda **options: LLM.from_params(tiny.config, tiny.params, **options)):
         with pytest.raises(Started):
             start(use_tqdm_on_load=shown)
@@ -263,12 +268,15 @@ def test_use_tqdm_on_load_silences_a_start(tiny, monkeypatch, capfd, shown):
 def test_the_flags_that_silence_a_command_silence_its_start(monkeypatch, flags, shown):
     given: dict[str, Any] = {}
     monkeypatch.setattr(llm, "LLM", lambda model, **options: given.update(options))
-    command.start(cli.parse(["batch", "in", "out", *flags]), EngineOptions())
+    command.start_llm(cli.parse_command_line(["batch", "in", "out", *flags]), EngineOptions())
     assert given["use_tqdm_on_load"] == shown
 
 
-def test_what_silences_a_start_makes_no_other_job():
-    jobs = [fingerprint(DEMO, None, "auto", EngineOptions(use_tqdm_on_load=told)) for told in (True, False)]
+def test_silencing_a_start_keeps_the_job_fingerprint():
+    jobs = [
+        job_fingerprint(DEMO_FOLDER, None, "auto", EngineOptions(use_tqdm_on_load=told))
+        for told in (True, False)
+    ]
     assert jobs[0] == jobs[1]
 
 

@@ -11,7 +11,7 @@ from duetto import LLM, SamplingParams
 from duetto.kvcache.kernels import tpu_attention
 from duetto.model import gpus
 from duetto.model.config import Dense, GroupedQuery, Latent, LayerKind, ModelConfig
-from duetto.model.weights import prepared
+from duetto.model.weights import device_forms
 from duetto.serve.runtime.compiled import executable_cache
 
 MIXERS = GroupedQuery(4, 2, 64, window=20, sinks=True), GroupedQuery(2, 1, 128), Latent(4, 128, 16, 8, 16)
@@ -27,20 +27,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 def attended(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """How many tokens of a row the kernel attends with, in programs that were traced."""
     found: set[int] = set()
-    attend, choose = tpu_attention.attend_pages, jax.lax.platform_dependent
+    attend, choose = tpu_attention.attend_tpu, jax.lax.platform_dependent
 
-    def interpreted(q: Any, pages: Any, reading: Any) -> Any:
+    def interpreted(q: Any, pages: Any, attention: Any) -> Any:
         found.add(q.shape[1])
-        return attend(q, pages, reading, interpret=True)
+        return attend(q, pages, attention, interpret=True)
 
     def for_tpu(*given: Any, default: Any, **kernels: Any) -> Any:
         return kernels["tpu"](*given) if "tpu" in kernels else choose(*given, default=default, **kernels)
 
-    monkeypatch.setattr(gpus, "on_tpu", lambda: True)
-    monkeypatch.setattr(prepared, "is_tpu", lambda _: True)
-    monkeypatch.setattr(tpu_attention, "attend_pages", interpreted)
+    monkeypatch.setattr(gpus, "is_tpu_target", lambda: True)
+    monkeypatch.setattr(device_forms, "is_tpu", lambda _: True)
+    monkeypatch.setattr(tpu_attention, "attend_tpu", interpreted)
     monkeypatch.setattr(jax.lax, "platform_dependent", for_tpu)
-    monkeypatch.setattr(executable_cache, "folder", lambda: None)  # interpreters cannot be stored
+    monkeypatch.setattr(executable_cache, "program_folder", lambda: None)  # interpreters cannot be stored
     return found
 
 

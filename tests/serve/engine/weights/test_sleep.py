@@ -137,14 +137,14 @@ def test_new_parameters_may_come_while_it_sleeps(llm):
     llm.wake_up(["kv_cache"])
 
 
-def test_weights_that_come_after_the_start_lie_in_huge_pages_too(llm, monkeypatch: pytest.MonkeyPatch):
+def test_later_weights_use_huge_pages_too(llm, monkeypatch: pytest.MonkeyPatch):
     old, moved = jax.tree.map(np.array, llm.params), list[object]()
     for module in (engine, sleep):
         monkeypatch.setattr(module, "use_huge_pages", moved.append)
     llm.update_params(jax.device_put(old))
     llm.sleep(level=1)
     llm.wake_up()
-    assert [bytes_of(tree) for tree in moved] == 2 * [bytes_of(llm.engine.everything)]
+    assert [bytes_of(tree) for tree in moved] == 2 * [bytes_of(llm.engine.all_params)]
 
 
 def test_level_0_only_pauses(llm, expected):
@@ -192,7 +192,7 @@ def test_no_programs_are_compared_while_there_are_no_parameters(tiny, monkeypatc
         llm.wake_up()
         assert llm.engine.warmup is not None
         with monkeypatch.context() as patch:
-            patch.setattr(type(llm.engine.warmup), "busy", True)
-            assert not llm.engine.warm()
+            patch.setattr(type(llm.engine.warmup), "has_work", True)
+            assert not llm.engine.advance_warmup_if_idle()
         llm.update_params(jax.device_put(own))
         assert llm.generate(PROMPTS, PARAMS, use_tqdm=False)

@@ -10,16 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import pytest
 
-from duetto.serve.host.sockets.link import Link
+from duetto.serve.host.sockets.message_link import Link
 from duetto.serve.host.sockets.secret import (
     DECODER,
     Challenge,
     ChallengeResponse,
     Denied,
+    HandshakeError,
     Proof,
-    Refusal,
     Secret,
-    key_in,
+    read_key,
 )
 
 KEY = Secret("pages", b"k" * 32)
@@ -43,7 +43,7 @@ def outcomes(*works: Callable[[], None]) -> list[str]:
     def one(work: Callable[[], None]) -> str:
         try:
             work()
-        except (Refusal, EOFError, ValueError, OSError) as error:
+        except (HandshakeError, EOFError, ValueError, OSError) as error:
             return type(error).__name__
         return ""
 
@@ -52,45 +52,52 @@ def outcomes(*works: Callable[[], None]) -> list[str]:
 
 
 @pytest.mark.parametrize("key", [b"", b"k" * 32])
-def test_ends_with_one_key_meet(pair, key):
+def test_peers_with_the_same_key_connect(pair, key):
     secret = Secret("pages", key)
-    assert outcomes(lambda: secret.prove(pair[0]), lambda: secret.check(pair[1])) == ["", ""]
+    assert outcomes(
+        lambda: secret.authenticate_to_listener(pair[0]), lambda: secret.authenticate_caller(pair[1])
+    ) == ["", ""]
 
 
 @pytest.mark.parametrize(
     "other", [Secret("pages", b"j" * 32), Secret("pages"), Secret("group", b"k" * 32)], ids=str
 )
-def test_ends_with_two_keys_refuse_each_other(pair, other):
-    assert outcomes(lambda: other.prove(pair[0]), lambda: KEY.check(pair[1])) == ["Refusal", "Refusal"]
+def test_peers_with_different_keys_refuse_each_other(pair, other):
+    assert outcomes(
+        lambda: other.authenticate_to_listener(pair[0]), lambda: KEY.authenticate_caller(pair[1])
+    ) == [
+        "HandshakeError",
+        "HandshakeError",
+    ]
     assert "kkkk" not in repr(KEY)
 
 
-def test_ends_refuse_each_other_the_other_way_round(pair):
-    found = outcomes(lambda: KEY.prove(pair[0]), lambda: Secret("pages").check(pair[1]))
-    assert found == ["Refusal", "Refusal"]
+def test_peers_with_swapped_keys_refuse_each_other(pair):
+    found = outcomes(
+        lambda: KEY.authenticate_to_listener(pair[0]), lambda: Secret("pages").authenticate_caller(pair[1])
+    )
+    assert found == ["HandshakeError", "HandshakeError"]
 
 
-def test_a_proof_that_was_recorded_opens_nothing(pair):
+def test_a_replayed_proof_is_refused(pair):
     caller, listener = (Link(end, LONG, DECODER) for end in pair)
     recorded = []
 
     def call() -> None:
         challenge = caller.receive()
-        own = (
-            recorded[0]
-            if recorded
-            else ChallengeResponse(b"n" * 32, KEY._proof("caller", challenge.nonce, b"n" * 32))
-        )
-        recorded.append(own)
-        caller.send(own)
+        assert isinstance(challenge, Challenge)
+        proof = KEY._proof("caller", challenge.nonce, b"n" * 32)
+        answer = recorded[0] if recorded else ChallengeResponse(b"n" * 32, proof)
+        recorded.append(answer)
+        caller.send(answer)
         assert isinstance(caller.receive(), Denied if len(recorded) > 1 else Proof)
 
-    assert outcomes(call, lambda: KEY.check(pair[1])) == ["", ""]
-    assert outcomes(call, lambda: KEY.check(pair[1])) == ["", "Refusal"]
+    assert outcomes(call, lambda: KEY.authenticate_caller(pair[1])) == ["", ""]
+    assert outcomes(call, lambda: KEY.authenticate_caller(pair[1])) == ["", "HandshakeError"]
     assert listener.is_closed is False
 
 
-def test_a_proof_that_is_sent_back_proves_nothing(pair):
+def test_a_reflected_proof_is_refused(pair):
     """A listener without the key, which takes both its number and its proof from the caller."""
     link = Link(pair[1], LONG, DECODER)
 
@@ -100,7 +107,10 @@ def test_a_proof_that_is_sent_back_proves_nothing(pair):
         assert isinstance(answer, ChallengeResponse)
         link.send(Proof(answer.proof))
 
-    assert outcomes(lambda: KEY.prove(pair[0]), lambda: listen(b"n" * 32)) == ["Refusal", ""]
+    assert outcomes(lambda: KEY.authenticate_to_listener(pair[0]), lambda: listen(b"n" * 32)) == [
+        "HandshakeError",
+        "",
+    ]
 
 
 ANSWERS = ChallengeResponse(b"", b""), ChallengeResponse(b"n" * 32, b"")
@@ -109,18 +119,18 @@ ANSWERS = ChallengeResponse(b"", b""), ChallengeResponse(b"n" * 32, b"")
 @pytest.mark.parametrize(
     "word", [Denied(), Proof(b""), Proof(b"x" * 32), Challenge(b"n" * 32), *ANSWERS], ids=repr
 )
-def test_no_other_word_opens_a_port(pair, word):
+def test_no_other_message_authenticates_a_caller(pair, word):
     link = Link(pair[0], LONG, DECODER)
 
     def call() -> None:
         link.receive()
         link.send(word)
 
-    assert outcomes(call, lambda: KEY.check(pair[1]))[1] in ("Refusal", "ValueError")
+    assert outcomes(call, lambda: KEY.authenticate_caller(pair[1]))[1] in ("HandshakeError", "ValueError")
 
 
 @pytest.mark.parametrize("word", [Denied(), Proof(b""), Proof(b"x" * 32), Challenge(b"n" * 32)])
-def test_no_other_word_convinces_a_caller(pair, word):
+def test_no_other_message_authenticates_a_listener(pair, word):
     link = Link(pair[1], LONG, DECODER)
 
     def listen() -> None:
@@ -128,15 +138,15 @@ def test_no_other_word_convinces_a_caller(pair, word):
         link.receive()
         link.send(word)
 
-    assert outcomes(lambda: KEY.prove(pair[0]), listen)[0] == "Refusal"
+    assert outcomes(lambda: KEY.authenticate_to_listener(pair[0]), listen)[0] == "HandshakeError"
 
 
-def test_words_are_short(pair):
+def test_long_handshake_messages_are_refused(pair):
     pair[0].sendall(msgspec.msgpack.encode("x" * 5000))
-    assert outcomes(lambda: KEY.check(pair[1])) == ["ValueError"]
+    assert outcomes(lambda: KEY.authenticate_caller(pair[1])) == ["ValueError"]
 
 
-def test_a_message_has_a_time_as_a_whole(pair):
+def test_a_message_has_one_timeout(pair):
     """Bytes that come one by one do not make it longer."""
     sent, ended = [], threading.Event()
 
@@ -155,13 +165,13 @@ def test_a_message_has_a_time_as_a_whole(pair):
     assert 0 < len(sent) < 200
 
 
-def test_an_idle_end_is_waited_for_but_not_within_a_message(pair):
+def test_idle_connections_wait_but_begun_messages_time_out(pair):
     link = Link(pair[1], 0.05, DECODER)
     threading.Timer(0.5, lambda: Link(pair[0], LONG, DECODER).send(Denied())).start()
-    assert link.receive(idle=True) == Denied()
+    assert link.receive(may_idle=True) == Denied()
     pair[0].sendall(b"\0")
     with pytest.raises(TimeoutError):
-        link.receive(idle=True)
+        link.receive(may_idle=True)
 
 
 # ---------------------------------------------------------------- the file
@@ -182,21 +192,21 @@ def test_a_file_that_keeps_no_secret_is_refused(tmp_path, content, mode, why):
     file.write_bytes(content)
     file.chmod(mode)
     with pytest.raises(ValueError, match=f"cluster_key_file '.*key' is not allowed: {why}"):
-        key_in(str(file))
+        read_key(str(file))
 
 
 def test_what_is_no_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match="No such file"):
-        key_in(str(tmp_path / "key"))
+        read_key(str(tmp_path / "key"))
     with pytest.raises(ValueError, match="directory"):
-        key_in(str(tmp_path))
+        read_key(str(tmp_path))
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(ValueError, match="it is no file"):
-        key_in(str(tmp_path / "pipe"))
+        read_key(str(tmp_path / "pipe"))
 
 
-def test_a_key_is_its_file_without_the_end_of_the_line(tmp_path):
+def test_a_key_is_its_file_without_the_newline(tmp_path):
     file = tmp_path / "key"
     file.write_bytes(b"0123456789abcdef\n")
     file.chmod(0o600)
-    assert key_in(str(file)) == b"0123456789abcdef" and key_in(None) == b""
+    assert read_key(str(file)) == b"0123456789abcdef" and read_key(None) == b""

@@ -30,8 +30,8 @@ def test_a_message_has_the_same_bytes(message, content):
 @pytest.mark.parametrize(
     ("union", "tags"),
     [
-        (prefill.Message, "Hello Welcome Refused Compute Computed Leave Fetch Page"),
-        (group.Message, "Hello Welcome Refused Beat Order End"),
+        (prefill.PrefillMessage, "Hello Welcome Refused Compute Computed Leave Fetch Page"),
+        (group.GroupMessage, "Hello Welcome Refused Beat Order End"),
     ],
 )
 def test_a_record_has_the_same_tag(union, tags):

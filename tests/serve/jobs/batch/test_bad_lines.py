@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from fakes.batch import (
@@ -10,11 +11,13 @@ from fakes.batch import (
     characters,
     chat,
     completion,
+    report_of,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duetto.serve.jobs.batch.lines import LineReader
+from duetto.serve.text.outputs import CompletionOutput
 
 PLAIN_ERRORS = [
     (b"{", "invalid_json", "not JSON"),
@@ -74,7 +77,7 @@ BODY_ERRORS = [
 
 
 @pytest.mark.parametrize(("line", "code", "message"), PLAIN_ERRORS)
-def test_a_bad_plain_line_is_answered_and_the_job_goes_on(run, line, code, message):
+def test_a_bad_plain_line_gets_an_error_answer(run, line, code, message):
     result = run(b'{"prompt": "a"}\n' + line + b'\n{"prompt": "b"}\n')
     before, wrong, after = result.answers
     assert "text" in before and "text" in after and result.code == 0
@@ -90,7 +93,7 @@ def test_a_bad_openai_line_is_answered_in_its_format(run, line, message):
     assert fine["response"]["status_code"] == 200
 
 
-def test_a_line_that_cannot_be_read_is_answered_in_the_format_of_the_one_before(run):
+def test_unreadable_lines_are_answered_in_the_previous_format(run):
     answers = run(b"{\n" + json.dumps(chat()).encode() + b"\n{\n" + b'{"prompt": "a"}\n{').answers
     assert ["custom_id" in a for a in answers] == [False, True, True, False, False]
     assert answers[2]["custom_id"] is None and answers[2]["error"]["line"] == 3
@@ -122,7 +125,29 @@ def test_chat_needs_a_template_that_accepts_the_messages(run):
     assert "text" in none[1] and "text" in refusing[1]
 
 
-def test_a_line_of_ten_megabytes_is_answered_without_reading_it_whole(run):
+class SurrogateEngine(FakeEngine):
+    """Answers one prompt with half of a surrogate pair."""
+
+    def completion(self, index, prompt, params):
+        answer = super().completion(index, prompt, params)
+        return answer if len(prompt) < 9 else CompletionOutput(index, "\ud83d", [1], finish_reason="stop")
+
+
+@pytest.mark.parametrize("line", [{"prompt": "a long one", "id": 7}, completion(prompt="a long one", id="7")])
+def test_a_line_whose_answer_cannot_be_written_has_an_error(run, line):
+    lines = [{"prompt": "a"}, line, {"prompt": "b"}]
+    result, again = run(lines, SurrogateEngine()), run(lines, SurrogateEngine(), "again.jsonl")
+    before, wrong, after = result.answers
+    assert result.code == 0 and "text" in before and "text" in after
+    assert wrong["error"]["code"] == "internal_error" and "surrogates" in wrong["error"]["message"]
+    assert wrong.get("response", {}).get("status_code", 500) == 500
+    assert wrong["id"] == 7 or wrong["custom_id"] == "7"
+    assert result.out.read_bytes() == again.out.read_bytes()
+    about = report_of(result.out)["requests"][1]
+    assert about["line"] == 2 and "UnicodeEncodeError" in about["trace"][-1]
+
+
+def test_a_line_of_ten_megabytes_gets_an_error_answer(run):
     huge = b'{"prompt": "' + b"a" * (10 << 20) + b'"}'
     wrong, fine = run(huge + b'\n{"prompt": "a"}').answers
     assert wrong["error"]["code"] == "line_too_long" and "text" in fine
@@ -143,3 +168,31 @@ def test_reading_lines_equals_splitting(content, limit):
     kept = [(n, x) for n, x in enumerate(texts, 1) if x is None or x.strip()]
     assert found == [(n, i, x) for i, (n, x) in enumerate(kept)]
     assert reader.sha256.hexdigest() == hashlib.sha256(content).hexdigest()
+
+
+class NanEngine(FakeEngine):
+    """An engine whose model computes NaN for requests of one token."""
+
+    def completion(self, index, prompt, params):
+        found = super().completion(index, prompt, params)
+        return found if len(prompt) > 1 else replace(found, finish_reason="error", stop_reason="NaN, it says")
+
+
+def test_a_line_with_nan_gets_an_error_alone(run):
+    lines = [
+        {"prompt": "ab"},
+        {"prompt": "a", "id": "x"},
+        completion(prompt="a", id="y"),
+        completion(prompt="ab"),
+    ]
+    found = run(lines, engine=NanEngine())
+    assert (
+        found.code == 0 and "text" in found.answers[0] and found.answers[3]["response"]["status_code"] == 200
+    )
+    assert found.answers[1] == {
+        "id": "x",
+        "line": 2,
+        "error": {"code": "nan_logits", "message": "NaN, it says"},
+    }
+    assert found.answers[2]["custom_id"] == "y" and found.answers[2]["response"]["status_code"] == 500
+    assert found.answers[2]["error"] == {"code": "nan_logits", "message": "NaN, it says", "line": 3}

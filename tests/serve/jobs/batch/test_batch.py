@@ -64,7 +64,7 @@ def test_openai_completions(run):
     scores = reply["choices"][0]["logprobs"]
     assert "".join(scores["tokens"]) == reply["choices"][0]["text"] and scores["text_offset"] == [0, 1, 2]
     assert scores["token_logprobs"] == [-9999.0] * 3
-    assert [sorted(t.values()) for t in scores["top_logprobs"]] == [[-2.0, -1.0]] * 3
+    assert [sorted(t.values()) for t in scores["top_logprobs"]] == [[-9999.0, -2.0, -1.0]] * 3
 
 
 def test_openai_chat(run):
@@ -136,7 +136,7 @@ def test_bom_crlf_and_blank_lines_are_no_errors(run):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n \r\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
-def test_an_input_without_lines_makes_an_empty_output_and_no_engine(run, content):
+def test_an_empty_input_makes_an_empty_output_without_engine(run, content):
     result = run(content)
     assert result.code == 0 and result.out.read_bytes() == b"" and not result.engine.closed
 
@@ -194,7 +194,7 @@ def test_a_lines_model_may_be_an_adapter(run):
     assert done.answers[4]["response"]["body"]["model"] == "sql"
 
 
-def test_the_engine_hears_how_many_lines_are_to_come(run):
+def test_the_engine_knows_how_many_lines_remain(run):
     """All at its start; then those behind what it has: five of twelve lines, of which two end in each step;
     the last is wrong."""
     lines = [{"prompt": f"p{i}"} for i in range(11)] + [{"wrong": 1}]

@@ -89,7 +89,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
-def test_a_report_that_is_not_ours_is_refused_before_anything_runs(run, tmp_path, capsys, content):
+def test_a_foreign_report_is_refused_before_anything_runs(run, tmp_path, capsys, content):
     report = tmp_path / "out.jsonl.report.json"
     report.write_text(content)
     result = run(LINES)
@@ -100,7 +100,7 @@ def test_a_report_that_is_not_ours_is_refused_before_anything_runs(run, tmp_path
     assert run(LINES).code == 0
 
 
-def test_a_report_that_appears_while_the_job_runs_is_not_replaced(run, tmp_path, capsys):
+def test_a_report_that_appears_during_the_job_stays(run, tmp_path, capsys):
     report = tmp_path / "out.jsonl.report.json"
     result = run(LINES, FakeEngine(on_step=lambda engine: report.write_text("precious")))
     assert result.code == 1 and report.read_text() == "precious"
@@ -118,7 +118,7 @@ def test_a_link_at_the_reports_name_is_refused(run, tmp_path, capsys):
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-def test_what_took_the_journals_name_meanwhile_stays(run, tmp_path):
+def test_a_file_that_replaced_the_journal_stays(run, tmp_path):
     """The job goes on with the file that it has open, and finishes from it."""
     journal = journal_of(tmp_path / "out.jsonl")
 
@@ -137,7 +137,7 @@ def test_what_took_the_journals_name_meanwhile_stays(run, tmp_path):
 
 @pytest.mark.parametrize("name", ["out", "out.journal", "out.report.json"])
 @pytest.mark.parametrize("how", ["name", "hard link", "link"])
-def test_the_input_is_no_file_of_the_job_by_any_name(tmp_path, capsys, name, how):
+def test_the_input_may_be_no_file_of_the_job(tmp_path, capsys, name, how):
     source, target = tmp_path / "in", tmp_path / name
     source.write_text(json.dumps({"prompt": "a"}) + "\n")
     if how == "name":
@@ -165,12 +165,12 @@ def test_an_empty_input_is_not_its_own_output(tmp_path, capsys):
 )
 def test_the_closing_report_is_a_file_of_its_own(tmp_path, capsys, name, what):
     (tmp_path / "in").write_text(json.dumps({"prompt": "a"}) + "\n")
-    code = batch(tmp_path / "in", tmp_path / "out", summary_file=str(tmp_path / name))
+    code = batch(tmp_path / "in", tmp_path / "out", report_file=str(tmp_path / name))
     assert code == 1 and what in capsys.readouterr().err and names(tmp_path) == {"in"}
 
 
 @pytest.mark.parametrize("name", ["in/out", "x" * 250, "x" * 245])
-def test_a_place_that_cannot_be_is_one_sentence(tmp_path, capsys, name):
+def test_an_invalid_path_is_one_sentence(tmp_path, capsys, name):
     """Also where only the longer names beside it are too long: at once, not after the work."""
     (tmp_path / "in").write_text(json.dumps({"prompt": "a"}) + "\n")
     assert batch(tmp_path / "in", tmp_path / name) == 1
@@ -180,7 +180,7 @@ def test_a_place_that_cannot_be_is_one_sentence(tmp_path, capsys, name):
 # ---------------------------------------------------------------- leftovers, and who may read
 
 
-def test_what_a_kill_left_of_a_finished_file_is_cleared_away(run, tmp_path, monkeypatch):
+def test_temporary_files_of_a_killed_job_are_removed(run, tmp_path, monkeypatch):
     """A kill between writing and renaming: the name is the job's own, so the next run knows whose it is."""
 
     def killed(*_: object) -> None:
@@ -210,7 +210,7 @@ def test_an_output_keeps_its_mode_and_the_journal_shares_it(run, tmp_path):
     assert set(seen) == {0o600}
 
 
-def test_a_new_output_has_the_mode_that_the_user_chose_for_files(run):
+def test_a_new_output_has_the_mode_of_the_umask(run):
     before = os.umask(0o027)
     try:
         out = run(LINES).out

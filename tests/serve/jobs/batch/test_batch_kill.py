@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from cases.requests import FLAGS
 from fakes.processes import Forked, command, script
+from suite.marks import full
 from suite.strict import STRICT
 
-from duetto.serve.jobs.batch.journal import about_and_answer
+from duetto.serve.jobs.batch.journal import decode_journal_record
 
 LINES = 160
 
@@ -52,12 +53,12 @@ def answered(journal: Path) -> list[int]:
     """The indices of the lines that a journal has answers of."""
     if not journal.exists():
         return []
-    records = [about_and_answer(line) for line in journal.read_bytes().splitlines(keepends=True)[1:]]
+    records = [decode_journal_record(line) for line in journal.read_bytes().splitlines(keepends=True)[1:]]
     return [record[0]["index"] for record in records if record is not None]
 
 
-@pytest.mark.parametrize(("times", "lines"), [(3, 60), (20, LINES)], ids=["3", "20"])
-def test_a_job_killed_again_and_again_ends_with_the_same_bytes(tmp_path, times, lines):
+@pytest.mark.parametrize(("times", "lines"), [(3, 60), full(20, LINES)], ids=["3", "20"])
+def test_a_repeatedly_killed_job_ends_with_the_same_bytes(tmp_path, times, lines):
     source = source_in(tmp_path, lines)
     whole, out = source.with_name("whole.jsonl"), source.with_name("out.jsonl")
     journal, report = (out.with_name(out.name + end) for end in (".journal", ".report.json"))
@@ -106,7 +107,7 @@ raise SystemExit(main())
 """
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), full(signal.SIGTERM, 143)])
 def test_an_interrupted_command_says_so_by_its_exit_code(tmp_path, signum, code):
     source = source_in(tmp_path)
     out = source.with_name("out.jsonl")

@@ -24,7 +24,7 @@ def test_standard_input_and_output(run, capfd, monkeypatch, tmp_path):
     capfd.readouterr()
     seen = []
     code = run_batch(
-        FakeEngine, "-", "-", BatchOptions(progress=False, in_flight=3), MODEL, summary=seen.append
+        FakeEngine, "-", "-", BatchOptions(progress=False, in_flight=3), MODEL, on_report=seen.append
     )
     assert code == 0 and capfd.readouterr().out.encode() == whole and seen[0]["steps"] > 0
 
@@ -53,7 +53,7 @@ def test_early_answers_wait_for_their_turn(tmp_path):
     assert (tmp_path / "out").read_bytes() == b"0\n1\n2\n"
 
 
-def test_a_closed_pipe_as_output_is_for_the_command_to_tell():
+def test_a_closed_output_pipe_raises_for_the_command():
     read, write = os.pipe()
     os.close(read)
     stream = OrderedStream(write)

@@ -56,7 +56,7 @@ def test_another_jobs_output_is_refused_and_left_alone(run, capsys):
     assert run(LINES, model={**MODEL, "model": "real"}).code == 0
 
 
-def test_a_file_that_is_not_ours_is_refused_but_an_empty_one_taken(run, capsys, tmp_path):
+def test_foreign_files_are_refused_and_empty_ones_are_used(run, capsys, tmp_path):
     (tmp_path / "out.jsonl").write_text("precious")
     assert "exists and is not a result of this command" in refused(run(LINES), capsys)
     assert (tmp_path / "out.jsonl").read_text() == "precious"

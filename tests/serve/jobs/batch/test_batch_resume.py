@@ -12,13 +12,13 @@ from fakes.batch import (
     report_of,
 )
 
-from duetto.serve.host.files import write_whole
+from duetto.serve.host.files import write_atomically
 from duetto.serve.jobs.batch import run as batch_module
 from duetto.serve.jobs.batch.journal import Header, Journal
 
 
 @pytest.mark.parametrize("steps", range(6))
-def test_a_job_that_died_goes_on_and_ends_with_the_same_bytes(run, capsys, steps):
+def test_a_resumed_job_ends_with_the_same_bytes(run, capsys, steps):
     whole = run(LINES, name="whole").out.read_bytes()
     with pytest.raises(RuntimeError, match="the device is gone"):
         run(LINES, FakeEngine(die_after=steps), in_flight=4)
@@ -46,7 +46,7 @@ def test_a_journal_cut_anywhere_loses_only_what_was_torn(run):
 
 
 @pytest.mark.parametrize("change", ["flip a bit", "zeros at the end", "garbage at the end"])
-def test_a_damaged_journal_is_believed_but_for_the_damage(run, change):
+def test_undamaged_records_of_a_journal_are_used(run, change):
     whole = run(LINES, name="whole").out.read_bytes()
     with pytest.raises(RuntimeError):
         run(LINES, FakeEngine(die_after=4), in_flight=4)
@@ -70,8 +70,12 @@ def test_what_was_torn_is_cut_off(tmp_path):
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"\0" * 50)
     with Journal(path, Header({"model": "fake"}, "2027-02-02T00:00:00")) as journal:
-        assert journal.count == 2 and journal.header == header
-        assert (journal.has(1, 11), journal.has(1, 10), journal.has(2, 12)) == (True, False, False)
+        assert journal.num_answered == 2 and journal.header == header
+        assert (journal.has_answer(1, 11), journal.has_answer(1, 10), journal.has_answer(2, 12)) == (
+            True,
+            False,
+            False,
+        )
         assert path.read_bytes() == b"".join(content.splitlines(keepends=True)[:3])
         journal.append(2, 12, b"answer", {})
         journal.sync()
@@ -86,7 +90,7 @@ def test_a_finished_job_is_not_run_again(run, capsys):
     assert again.out.stat().st_mtime_ns == before
 
 
-def test_the_time_of_a_chat_template_is_that_of_the_first_start(run, monkeypatch):
+def test_a_chat_templates_time_is_the_jobs_first_start(run, monkeypatch):
     """It is kept in whole seconds, so the template finds no microseconds."""
     engine, seen = FakeEngine(), []
     monkeypatch.setattr(
@@ -103,11 +107,11 @@ def test_a_kill_while_finishing_is_repaired(run, monkeypatch, point):
     def dying(path, *rest, **named):
         if path.name.endswith("report.json") == (point == "report"):
             raise KeyboardInterrupt
-        write_whole(path, *rest, **named)
+        write_atomically(path, *rest, **named)
 
     with monkeypatch.context() as patch:
         if point == "report":
-            patch.setattr(batch_module, "write_whole", dying)
+            patch.setattr(batch_module, "write_atomically", dying)
         else:
             patch.setattr(Journal, "remove", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -123,7 +127,7 @@ def test_a_kill_while_finishing_is_repaired(run, monkeypatch, point):
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_job_keeps_the_step_and_says_how_to_go_on(run, capsys, signum, code):
+def test_an_interrupted_job_keeps_its_answers_and_explains_resuming(run, capsys, signum, code):
     def interrupt(engine):
         if engine.steps == 3:
             os.kill(os.getpid(), signum)

@@ -7,18 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from cases import processors
 from fakes.batch import MODEL, report_of
 
 from duetto.cpu_kernels.library import KernelLibrary
-from duetto.serve.cli.batch import own_choices
+from duetto.serve.cli.batch import decide_dtype
 from duetto.serve.cli.main import main
 from duetto.serve.engine.startup import cpu_kernels, dtype
-from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 from duetto.serve.jobs.batch import fingerprint as module
-from duetto.serve.jobs.batch.fingerprint import ELSEWHERE, contents, fingerprint
+from duetto.serve.jobs.batch.fingerprint import IGNORED_OPTIONS, hash_folder, job_fingerprint
 from duetto.serve.jobs.batch.job import BatchOptions
-from duetto.serve.jobs.batch.lines import asks_for_grammar
-from duetto.serve.jobs.batch.run import own_fingerprint
+from duetto.serve.jobs.batch.lines import has_grammar_field
+from duetto.serve.jobs.batch.run import options_fingerprint
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime import provenance
 
@@ -27,7 +28,7 @@ from duetto.serve.runtime import provenance
 def model(tmp_path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_bytes((DEMO_FOLDER / "config.json").read_bytes())
     (folder / "model.safetensors").write_bytes(b"\0" * 100)
     return folder
 
@@ -35,16 +36,16 @@ def model(tmp_path) -> Path:
 def changed(model: Path, monkeypatch, change, **options) -> set[str]:
     """The fields that differ after a change."""
     options = EngineOptions(**options)
-    before = fingerprint(model, None, "auto", options)
+    before = job_fingerprint(model, None, "auto", options)
     change()
-    after = fingerprint(model, None, "auto", options)
+    after = job_fingerprint(model, None, "auto", options)
     return {name for name in {**before, **after} if before.get(name) != after.get(name)}
 
 
 def test_the_same_job_has_the_same_fingerprint(model):
     options = EngineOptions(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    found = fingerprint(model, None, "auto", options)
-    assert found == fingerprint(model, None, "auto", options)
+    found = job_fingerprint(model, None, "auto", options)
+    assert found == job_fingerprint(model, None, "auto", options)
     assert all(type(x) is str for x in [*found, *found.values()])
     assert {"model", "device", "runtime", "cores", "processor", "jax", "jaxlib", "tokenizers"} <= found.keys()
     assert "seed" not in found and "--seed" not in found
@@ -52,7 +53,7 @@ def test_the_same_job_has_the_same_fingerprint(model):
 
 def test_the_machine_counts(model, monkeypatch):
     assert changed(
-        model, monkeypatch, lambda: monkeypatch.setattr(provenance.executable_cache, "cores", lambda: 97)
+        model, monkeypatch, lambda: monkeypatch.setattr(provenance.executable_cache, "num_cores", lambda: 97)
     ) == {"cores"}
     other = SimpleNamespace(
         device_kind="NVIDIA H100", platform="gpu", client=SimpleNamespace(platform_version="cuda 1")
@@ -65,7 +66,7 @@ def test_the_machine_counts(model, monkeypatch):
 
 def test_the_processor_counts_by_its_name_and_its_instructions(monkeypatch):
     before = provenance.processor_name()
-    monkeypatch.setattr(provenance, "processor", lambda: "flags: avx99")
+    monkeypatch.setattr(provenance, "processor_flags", lambda: "flags: avx99")
     assert provenance.processor_name.__wrapped__() != before
 
 
@@ -90,12 +91,12 @@ def test_the_draft_models_content_counts_and_not_its_name(model, monkeypatch, tm
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     change = lambda: (draft / "model.safetensors").write_bytes(b"2")
     assert changed(model, monkeypatch, change, speculative_config=config) == {"draft"}
-    before = fingerprint(model, None, "auto", EngineOptions(speculative_config=config))
+    before = job_fingerprint(model, None, "auto", EngineOptions(speculative_config=config))
     draft.rename(moved)
     config = {**config, "model": str(moved)}
-    assert fingerprint(model, None, "auto", EngineOptions(speculative_config=config)) == before
+    assert job_fingerprint(model, None, "auto", EngineOptions(speculative_config=config)) == before
     config = {**config, "num_speculative_tokens": 2}
-    after = fingerprint(model, None, "auto", EngineOptions(speculative_config=config))
+    after = job_fingerprint(model, None, "auto", EngineOptions(speculative_config=config))
     assert json.loads(after["--speculative-config"])["num_speculative_tokens"] == 2
 
 
@@ -105,9 +106,9 @@ def test_an_orbax_folder_counts_with_all_its_files(model, monkeypatch, name):
     for file in ("params/d/data", "params/_METADATA", "duetto.json"):
         (model / file).write_text("1")
     assert changed(model, monkeypatch, lambda: (model / name).write_text("2")) == {"model"}
-    before = contents(model)
+    before = hash_folder(model)
     (model / name).rename((model / name).with_name("renamed.json"))
-    assert contents(model) != before
+    assert hash_folder(model) != before
 
 
 def test_files_that_make_no_model_do_not_count(model, monkeypatch):
@@ -134,26 +135,36 @@ def test_the_dtype_that_auto_chooses_on_this_machine_counts(monkeypatch):
     chosen = []
     for gain in (1.0, 2.0):
         monkeypatch.setattr(dtype, "bfloat16_gain", lambda *_, gain=gain: gain)
-        chosen.append(own_choices(args, DEMO, options)[0])
+        chosen.append(decide_dtype(args, DEMO_FOLDER, options)[0])
     assert chosen == ["float32", "bfloat16"]
-    assert own_choices(SimpleNamespace(**vars(args) | {"ray": 2}), DEMO, options) == ("auto", options)
-    assert own_choices(SimpleNamespace(**vars(args) | {"dtype": "half"}), DEMO, options)[0] == "float16"
+    assert decide_dtype(SimpleNamespace(**vars(args) | {"ray": 2}), DEMO_FOLDER, options) == ("auto", options)
+    assert (
+        decide_dtype(SimpleNamespace(**vars(args) | {"dtype": "half"}), DEMO_FOLDER, options)[0] == "float16"
+    )
 
 
 def test_the_kernels_that_this_machine_uses_count(model, monkeypatch):
     for module_of_kernels in (module, cpu_kernels):
-        monkeypatch.setattr(module_of_kernels, "library", lambda: KernelLibrary(("avx2",)))
-    monkeypatch.setattr(cpu_kernels, "build_missing", lambda: None)
-    _, plain = own_choices(ARGS, DEMO, EngineOptions(cpu_kernels=False))
-    monkeypatch.setattr(cpu_kernels, "compiles_quickly", lambda: False)
-    monkeypatch.setattr(cpu_kernels, "left_out", lambda *_: "")
-    _, own = own_choices(ARGS, DEMO, EngineOptions(cpu_kernels=None))
-    before, after = (fingerprint(model, None, "float32", options) for options in (plain, own))
+        monkeypatch.setattr(module_of_kernels, "load_library", lambda: KernelLibrary(("avx2",)))
+    monkeypatch.setattr(cpu_kernels, "build_missing_library", lambda: None)
+    _, plain = decide_dtype(ARGS, DEMO_FOLDER, EngineOptions(cpu_kernels=False))
+    monkeypatch.setattr(cpu_kernels, "is_optimisation_off", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "explain_default_without_kernels", lambda *_: "")
+    _, own = decide_dtype(ARGS, DEMO_FOLDER, EngineOptions(cpu_kernels=None))
+    before, after = (job_fingerprint(model, None, "float32", options) for options in (plain, own))
     differing = {name for name in {**before, **after} if before.get(name) != after.get(name)}
     assert differing == {"--cpu-kernels", "CPU kernels"} and "avx2" in after["CPU kernels"]
 
 
 ARGS = SimpleNamespace(ray=None, dtype="auto", compilation_cache="none", quiet=True)
+
+
+def test_what_a_logits_processor_computes_counts(model, monkeypatch):
+    """A number of another module, which the function's own file does not show."""
+    asked = {"logits_processors": ["cases.processors:ban_at_first"]}
+    assert changed(model, monkeypatch, lambda: None, **asked) == set()
+    other = lambda: monkeypatch.setattr(processors.example.jnp, "inf", 7.0)
+    assert changed(model, monkeypatch, other, **asked) == {"logits_processors"}
 
 
 def documented() -> tuple[set[str], set[str]]:
@@ -168,7 +179,7 @@ def documented() -> tuple[set[str], set[str]]:
 
 
 def test_the_page_lists_every_field(model, monkeypatch, tmp_path):
-    for name in provenance.executable_cache.FLAGS:
+    for name in provenance.executable_cache.FLAG_VARIABLES:
         monkeypatch.setenv(name, "--x=1")
     monkeypatch.setattr(provenance, "version", lambda package: "1.0")
     (tmp_path / "draft").mkdir()
@@ -179,11 +190,11 @@ def test_the_page_lists_every_field(model, monkeypatch, tmp_path):
         enable_lora=True,
         logits_processors=["cases.processors:ban_at_first"],
     )
-    found = {"input", *own_fingerprint(BatchOptions()), *fingerprint(model, model, "auto", options)}
+    found = {"input", *options_fingerprint(BatchOptions()), *job_fingerprint(model, model, "auto", options)}
     fields, left_out = documented()
     flags = {name for name in found if name.startswith("--")}
     assert fields == {"--dtype", "--speculative-config", "--NAME"} | (found - flags)
-    hidden = {f"--{name.replace('_', '-')}" for name in ELSEWHERE}
+    hidden = {f"--{name.replace('_', '-')}" for name in IGNORED_OPTIONS}
     known = {"--seed", "--lora-modules", "--speculative-config", "--logits-processors"}  # under other names
     assert left_out == hidden - known and not left_out & flags
 
@@ -204,7 +215,7 @@ def test_the_page_lists_every_field(model, monkeypatch, tmp_path):
     ],
 )
 def test_lines_that_constrain_their_output(line, constrains):
-    assert asks_for_grammar(line.encode()) is constrains
+    assert has_grammar_field(line.encode()) is constrains
 
 
 @pytest.mark.parametrize("constrained", [False, True])

@@ -50,12 +50,12 @@ def test_only_damaged_records_are_lost(run, begun, capsys, damaged, lost):
     assert f"{lost} damaged record" in capsys.readouterr().err
 
 
-def test_a_lost_line_end_costs_the_two_lines_that_it_joins(run, begun):
+def test_a_lost_newline_costs_the_two_joined_lines(run, begun):
     flip(begun, 5, offset=-1)
     assert len(run(LINES).engine.ran) == 2 + 2
 
 
-def test_a_torn_end_is_not_worth_a_word(run, begun, capsys):
+def test_a_torn_last_record_is_not_reported(run, begun, capsys):
     begun.write_bytes(begun.read_bytes()[:-7])
     result = run(LINES)
     assert result.code == 0 and len(result.engine.ran) == 3
@@ -96,7 +96,7 @@ def test_a_header_of_wrong_types_is_refused_in_a_sentence(run, begun, capsys, ab
     assert "is damaged" in said and "28 whole" in said
 
 
-def test_a_header_whose_word_is_no_word_is_refused(run, begun, capsys, tmp_path):
+def test_a_header_with_an_invalid_token_is_refused(run, begun, capsys, tmp_path):
     """It becomes part of a file's name."""
     first, _, rest = begun.read_bytes().partition(b"\n")
     about = msgspec.json.decode(first.split(b" ", 2)[2].partition(b"\t")[0])
@@ -124,7 +124,7 @@ def test_records_of_wrong_types_are_skipped(run, begun, capsys):
     assert f"{len(WRONG)} damaged records" in capsys.readouterr().err
 
 
-def test_a_journal_that_is_damaged_while_the_job_runs_is_one_sentence(run, tmp_path, capsys):
+def test_journal_damage_during_the_job_is_reported_in_one_sentence(run, tmp_path, capsys):
     path = journal_of(tmp_path / "out.jsonl")
 
     def damage(engine):

@@ -20,7 +20,7 @@ from duetto import LLM
 from duetto.ray import Predictor, ProcessorConfig, RayBackend, build_processor
 from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
-from duetto.serve.jobs.workers.remote import WorkerPool
+from duetto.serve.jobs.workers.worker_pool import WorkerPool
 from duetto.serve.options.engine import EngineOptions
 
 pytestmark = [pytest.mark.extras, pytest.mark.minutes, pytest.mark.filterwarnings("default")]
@@ -84,14 +84,14 @@ def test_a_dataset_is_answered_by_actors(ray):
         "sampling_params": [{"seed": i} for i in range(20)],
     }
     expected = predictor(batch)["generated_text"]
-    predictor._llm.close()  # its programs are stored for the actors
+    predictor.llm.close()  # its programs are stored for the actors
     dataset = import_module("ray.data").from_items(rows, override_num_blocks=4)
     found = {row["seed"]: row for row in processor(dataset).take_all()}
     assert "the prompt is empty" in found[3]["__inference_error__"]
     assert all(found[i]["answer"] == expected[i] for i in range(20) if i != 3)
 
 
-def test_a_job_over_actors_that_are_killed_has_the_same_bytes(ray, source):
+def test_a_job_over_killed_actors_has_the_same_bytes(ray, source):
     with LLM(**OWN) as llm:
         tokenizer = llm.tokenizer
         expected = job(source, "one.jsonl", lambda: llm, 16)
@@ -108,17 +108,17 @@ def test_a_job_over_actors_that_are_killed_has_the_same_bytes(ray, source):
         draw = random.Random(0)
         while len(killed) < KILLS and not ended.is_set():
             handle = draw.choice(made[0]._handles)
-            number = backend.facts(
+            number = backend.describe(
                 handle.worker
-            ).process  # waits until it has started, or told what has ended
+            ).process_id  # waits until it has started, or told what has ended
             os.kill(number, signal.SIGKILL)
             killed.append(number)
             time.sleep(draw.random())
 
     found = job(source, "several.jsonl", begin, 32)
     ended.set()
-    assert found == expected and made[0].lost >= 1
-    print(f"{len(killed)} kills, {made[0].lost} actors lost")
+    assert found == expected and made[0].num_lost >= 1
+    print(f"{len(killed)} kills, {made[0].num_lost} actors lost")
 
 
 @pytest.mark.usefixtures("ray")

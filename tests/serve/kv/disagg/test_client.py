@@ -13,17 +13,17 @@ from fakes.engine import ask, expected, prompt_of
 from fakes.handover import REALM, WAYS, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
 
 from duetto.serve.host.sockets.handshake import HandshakeRejected
-from duetto.serve.host.sockets.link import Link
-from duetto.serve.host.sockets.port import Port
+from duetto.serve.host.sockets.listener import AuthenticatedListener
+from duetto.serve.host.sockets.message_link import Link
 from duetto.serve.host.sockets.secret import Secret
 from duetto.serve.kv.disagg import client as client_module
 from duetto.serve.kv.disagg import server as server_module
 from duetto.serve.kv.disagg import shared_memory
-from duetto.serve.kv.disagg.messages import DECODER
+from duetto.serve.kv.disagg.messages import PREFILL_DECODER
 from duetto.serve.kv.disagg.server import PrefillServer
-from duetto.serve.kv.disagg.shared_memory import PROOF, SharedMemoryReader, SharedMemoryWriter
+from duetto.serve.kv.disagg.shared_memory import PROOF_BYTES, SharedMemoryReader, SharedMemoryWriter
 from duetto.serve.kv.disagg.tcp import TcpTransport
-from duetto.serve.kv.disagg.transport import transports
+from duetto.serve.kv.disagg.transport import make_transports
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
 KEY, PAGE = b"n" * 16 + b"\0", os.urandom(64)
@@ -31,8 +31,8 @@ KEY, PAGE = b"n" * 16 + b"\0", os.urandom(64)
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr(client_module, "PAUSE", 0.01)
-    monkeypatch.setattr(client_module, "LONGER", 0.01)
+    monkeypatch.setattr(client_module, "CONNECT_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(client_module, "REFUSED_RETRY_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def reached():
         meets=True,
     ):
         door = PrefillServer(("127.0.0.1", 0), ways[0], keys[0])
-        door.renew(REALM, [len(PAGE)])
+        door.set_realm(REALM, [len(PAGE)])
         door.serve(source)
         far = far_at(door.address[1], seconds, ways[1], keys[1])
         ends.extend((far, door))
-        far.renew(realm, [len(PAGE)])
+        far.expect_realm(realm, [len(PAGE)])
         if meets and realm == REALM and keys[0] == keys[1]:
-            soon(lambda: far.is_here)
+            soon(lambda: far.is_connected)
         return far, door
 
     yield reach
@@ -76,8 +76,8 @@ def test_pages_and_answers_arrive_as_they_were_sent(reached, monkeypatch, shared
     far, _ = reached(source)
     first, *_ = WAYS  # where a transport is added here, it is the first
     wanted = "tcp" if first == "shared_memory" and not shared else first
-    assert far.transport == wanted and far.room == source.room
-    far.begin([1, 2, 3], told.append)
+    assert far.transport == wanted and far.room_bytes == source.room_bytes
+    far.begin_prefill([1, 2, 3], told.append)
     soon(lambda: bool(source.asked))
     source.asked[0][1]([KEY])
     soon(lambda: bool(told))
@@ -91,10 +91,10 @@ class Unusable:
     class PackageError(Exception):
         """No OSError and no ValueError."""
 
-    def writer(self, size: int) -> Any:
+    def open_writer(self, size: int) -> Any:
         raise self.PackageError("no device")
 
-    reader = writer
+    open_reader = open_writer
 
 
 class Closing(TcpTransport):
@@ -102,7 +102,7 @@ class Closing(TcpTransport):
 
     open = 0
 
-    def writer(self, size: int) -> "Closing":
+    def open_writer(self, size: int) -> "Closing":
         self.open += 1
         return self
 
@@ -110,7 +110,7 @@ class Closing(TcpTransport):
         self.open -= 1
 
 
-def test_a_transport_that_fails_with_its_packages_error_leaves_the_next_one(reached, caplog):
+def test_a_failing_transport_falls_back_to_the_next(reached, caplog):
     source, tcp = FakeSource(), Closing()
     source.pages[KEY] = PAGE
     far, door = reached(
@@ -118,7 +118,7 @@ def test_a_transport_that_fails_with_its_packages_error_leaves_the_next_one(reac
     )
     assert far.transport == "tcp" and far.fetch(KEY) == PAGE and tcp.open == 1
     assert "pages are not offered through own: PackageError: no device" in caplog.text
-    door.renew(None, ())
+    door.set_realm(None, ())
     soon(lambda: not tcp.open)
 
 
@@ -130,9 +130,9 @@ def test_writers_are_closed_where_no_connection_is_made(reached, monkeypatch):
     made = []
 
     class Noted(Closing):
-        def writer(self, size: int) -> Closing:
+        def open_writer(self, size: int) -> Closing:
             made.append(size)
-            return super().writer(size)
+            return super().open_writer(size)
 
     tcp = Noted()
     reached(FakeSource(), ways=({"tcp": tcp}, WAYS), meets=False)
@@ -147,21 +147,21 @@ def test_the_reader_chooses_the_transport(reached, ours, theirs):
         pytest.skip("this system has no memory without a file")
     source = FakeSource()
     source.pages[KEY] = PAGE
-    far, _ = reached(source, ways=(transports(theirs), transports(ours)))
+    far, _ = reached(source, ways=(make_transports(theirs), make_transports(ours)))
     assert far.transport == ours and far.fetch(KEY) == PAGE
 
 
-def test_engines_without_a_common_transport_do_not_meet(reached, caplog):
+def test_engines_without_a_common_transport_do_not_connect(reached, caplog):
     far, _ = reached(FakeSource(), ways=({}, WAYS), meets=False)
     soon(lambda: f"it offers pages through no transport of {', '.join(WAYS)}" in caplog.text)
-    assert not far.is_here and far.transport is None
+    assert not far.is_connected and far.transport is None
 
 
 def test_an_engine_of_another_protocol_is_refused_by_name(reached):
     _, door = reached(FakeSource())
     with socket.create_connection(door.address) as older:
-        Secret("pages").prove(older)
-        link = Link(older, 60.0, DECODER)
+        Secret("pages").authenticate_to_listener(older)
+        link = Link(older, 60.0, PREFILL_DECODER)
         link.send({"type": "Hello", "realm": REALM, "page_bytes": [len(PAGE)]})
         answer = link.receive()
     assert isinstance(answer, HandshakeRejected) and "protocol 1 of pages" in answer.why
@@ -169,10 +169,10 @@ def test_an_engine_of_another_protocol_is_refused_by_name(reached):
 
 def test_a_prefill_engine_of_another_protocol_is_named(caplog):
     """It closes the connection: the first message is none that it knows."""
-    older = Port(("127.0.0.1", 0), Secret("pages"), "older")
-    older.begin(lambda connection: None, lambda guest: None)
+    older = AuthenticatedListener(("127.0.0.1", 0), Secret("pages"), "older")
+    older.start(lambda connection: None, lambda guest: None)
     far = far_at(older.address[1])
-    far.renew(REALM, [len(PAGE)])
+    far.expect_realm(REALM, [len(PAGE)])
     soon(lambda: "closed the connection unanswered, as another version may" in caplog.text)
     far.close()
     older.close()
@@ -182,42 +182,42 @@ def test_a_damaged_page_is_not_taken(reached, monkeypatch):
     source = FakeSource()
     source.pages[KEY] = PAGE
     far, _ = reached(source)
-    monkeypatch.setattr("duetto.serve.kv.disagg.server.sum_of", lambda *_: 0)
+    monkeypatch.setattr("duetto.serve.kv.disagg.server.page_checksum", lambda *_: 0)
     assert far.fetch(KEY) is None and far.damaged == 1
 
 
-def test_a_source_that_is_too_slow_for_a_page_is_lost_and_found_again(reached):
+def test_a_slow_source_is_disconnected_and_reconnected(reached):
     source, may = FakeSource(), threading.Event()
     source.pages[KEY], source.before = PAGE, lambda: may.wait(60)
     far, _ = reached(source, seconds=0.1)
     assert far.fetch(KEY) is None
     may.set()
-    soon(lambda: far.is_here and far.fetch(KEY) == PAGE)
+    soon(lambda: far.is_connected and far.fetch(KEY) == PAGE)
 
 
-def test_who_wants_other_pages_is_refused_and_asks_for_nothing(reached, caplog):
+def test_clients_with_other_page_sizes_are_refused(reached, caplog):
     far, door = reached(FakeSource(), realm=b"others")
     soon(lambda: "computes no prompts for this engine" in caplog.text)
     told = []
-    far.begin([1], told.append)
-    assert not far.is_here and told == [[]] and far.fetch(KEY) is None
-    door.renew(b"others", [len(PAGE)])
-    soon(lambda: far.is_here)
+    far.begin_prefill([1], told.append)
+    assert not far.is_connected and told == [[]] and far.fetch(KEY) is None
+    door.set_realm(b"others", [len(PAGE)])
+    soon(lambda: far.is_connected)
 
 
-def test_other_parameters_send_everybody_away(reached):
+def test_other_parameters_disconnect_all_clients(reached):
     source, told = FakeSource(), []
     source.pages[KEY] = PAGE
     far, door = reached(source)
-    far.begin([1], told.append)
+    far.begin_prefill([1], told.append)
     soon(lambda: bool(source.asked))
-    door.renew(b"others", [len(PAGE)])
+    door.set_realm(b"others", [len(PAGE)])
     soon(lambda: bool(told))
     assert told == [[]] and far.fetch(KEY) is None
     soon(lambda: source.left == [0])
 
 
-def test_who_is_no_engine_does_no_harm(reached):
+def test_connections_of_other_programs_do_no_harm(reached):
     source = FakeSource()
     source.pages[KEY] = PAGE
     far, door = reached(source)
@@ -228,7 +228,7 @@ def test_who_is_no_engine_does_no_harm(reached):
 
 
 @pytest.mark.parametrize("keys", [("a", "a"), ("a", "b"), ("a", None), (None, "a")])
-def test_only_engines_with_one_key_meet(reached, tmp_path, caplog, keys):
+def test_only_engines_with_the_same_key_connect(reached, tmp_path, caplog, keys):
     files = {None: None}
     for name in "ab":
         files[name] = str(tmp_path / name)
@@ -239,7 +239,7 @@ def test_only_engines_with_one_key_meet(reached, tmp_path, caplog, keys):
     far, _ = reached(source, keys=tuple(files[name] for name in keys))
     if keys[0] != keys[1]:
         soon(lambda: "cluster_key_file: the other end has another key, or one end has none" in caplog.text)
-        assert not far.is_here
+        assert not far.is_connected
     assert far.fetch(KEY) == (PAGE if keys[0] == keys[1] else None)
 
 
@@ -258,14 +258,14 @@ def test_a_port_outlives_a_process_without_descriptors(reached, monkeypatch):
     assert far.fetch(KEY) == PAGE and not fails
 
 
-def test_memory_of_another_host_is_not_taken_for_ours():
+def test_shared_memory_of_another_host_is_refused():
     if not hasattr(os, "memfd_create"):
         pytest.skip("this system has no memory without a file")
     own = SharedMemoryWriter(64)
     own.write(PAGE)
     seen = SharedMemoryReader(own.offer)
     assert seen.read(64, b"", 0.0) == PAGE
-    another = bytes(PROOF) + own.offer[PROOF:]
+    another = bytes(PROOF_BYTES) + own.offer[PROOF_BYTES:]
     for offer in (another, b"root:x:0:0:root:/etc/passwd", b""):
         with pytest.raises(ValueError):
             SharedMemoryReader(offer)
@@ -281,7 +281,7 @@ def finished(engine, *requests, sight=None) -> None:
     while engine.has_work:
         engine.step()
         assert time.monotonic() < until
-    assert [r.outputs for r in requests] == [expected(r, sight=sight)[0] for r in requests]
+    assert [r.output_tokens for r in requests] == [expected(r, sight=sight)[0] for r in requests]
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (6,)])
@@ -289,26 +289,26 @@ def test_pages_are_computed_in_one_engine_and_found_in_another(windows):
     side = PrefillSide(windows=windows)
     far = far_at(side.port)
     engine = decode_side(far, windows=windows)
-    soon(lambda: far.is_here)
+    soon(lambda: far.is_connected)
     requests = [ask(prompt_of(i // 2, 13 + 4 * i, own=4 * (i % 2)), 6, i) for i in range(5)]
     for request in requests:
         engine.submit(request)
     finished(engine, *requests, sight=windows[0])
-    assert all(r.cached == (len(r.prompt) - 1) // 4 * 4 for r in requests)
+    assert all(r.num_cached_tokens == (len(r.prompt) - 1) // 4 * 4 for r in requests)
     assert peer_of(engine).answered == 5
     far.close()
     side.end()
 
 
-def test_prompts_that_the_prefill_engine_does_not_allow_are_computed_here():
+def test_prompts_refused_by_the_prefill_engine_are_computed_locally():
     side = PrefillSide(max_model_len=12)
     far = far_at(side.port)
     engine = decode_side(far)
-    soon(lambda: far.is_here)
+    soon(lambda: far.is_connected)
     long = ask(prompt_of(0, 30), 4)
     engine.submit(long)
     finished(engine, long)
-    assert long.cached == 0 and peer_of(engine).late == 0
+    assert long.num_cached_tokens == 0 and peer_of(engine).late == 0
     far.close()
     side.end()
 
@@ -325,7 +325,7 @@ class Sides:
         self.engine = decode_side(self.far)
 
     def join(self) -> None:
-        soon(lambda: self.far.is_here)
+        soon(lambda: self.far.is_connected)
 
     def end_prefill(self) -> None:
         self.prefill.end()
@@ -338,7 +338,7 @@ class Sides:
         soon(lambda: not self.prefill.prefills._prompts and not self.prefill.prefills._offers)
 
 
-def test_either_side_may_end_at_any_moment():
+def test_either_engine_may_stop_at_any_time():
     """The one that prefills: requests go on. The one that decodes: its requests end with it, and nothing of
     them stays with the other, which serves the next."""
     chance, count, sides = random.Random(0), len(threading.enumerate()), Sides()
@@ -361,7 +361,7 @@ def test_either_side_may_end_at_any_moment():
     last = ask(prompt_of(7, 21), 5, 1000)
     sides.engine.submit(last)
     finished(sides.engine, last)
-    assert last.cached == 20
+    assert last.num_cached_tokens == 20
     sides.far.close()
     sides.engine.close()
     sides.prefill.end()

@@ -11,7 +11,7 @@ from fakes.engine import ask, expected, prompt_of, run
 from fakes.handover import REALM, WAYS, FakeSource, PrefillSide, decode_side, far_at, peer_of, soon
 
 from duetto.serve.kv.disagg import client as client_module
-from duetto.serve.kv.disagg.nixl import NixlAgent, nixl
+from duetto.serve.kv.disagg.nixl import NixlAgent, import_nixl
 from duetto.serve.kv.disagg.server import PrefillServer
 from duetto.serve.kv.disagg.transport import PageTransport
 from duetto.serve.runtime.multihost.supervisor import free_port
@@ -25,12 +25,12 @@ from duetto.serve.kv.disagg.server import PrefillServer
 from duetto.serve.kv.disagg.nixl import NixlAgent
 
 class Pages:
-    room, is_here = 1000, True
+    room_bytes, is_connected = 1000, True
     def fetch(self, key):
         return random.Random(key[0]).randbytes(int(sys.argv[2]) >> key[0])
 
 door = PrefillServer(("127.0.0.1", int(sys.argv[1])), {"nixl": NixlAgent()})
-door.renew(b"fake", [int(sys.argv[2])])
+door.set_realm(b"fake", [int(sys.argv[2])])
 door.serve(Pages())
 sys.stdin.read()
 """
@@ -39,7 +39,7 @@ sys.stdin.read()
 def test_without_its_package_it_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(ValueError, match=r"kv_transport nixl is not allowed: .*duetto\[nixl\]"):
-        nixl()
+        import_nixl()
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +51,18 @@ def agents():
 @pytest.fixture
 def reached(agents, monkeypatch):
     """Makes sources that are reached through a door, by an agent of NIXL on either side."""
-    monkeypatch.setattr(client_module, "PAUSE", 0.01)
+    monkeypatch.setattr(client_module, "CONNECT_RETRY_SECONDS", 0.01)
     ends = []
 
     def reach(theirs: Mapping[str, PageTransport] = agents[0], seconds: float = 60.0):
         door, source = PrefillServer(("127.0.0.1", 0), theirs), FakeSource()
         source.pages = PAGES
-        door.renew(REALM, [MOST])
+        door.set_realm(REALM, [MOST])
         door.serve(source)
         far = far_at(door.address[1], seconds, agents[1])
         ends.extend((far, door))
-        far.renew(REALM, [MOST])
-        soon(lambda: far.is_here)
+        far.expect_realm(REALM, [MOST])
+        soon(lambda: far.is_connected)
         return far, door
 
     yield reach
@@ -71,55 +71,55 @@ def reached(agents, monkeypatch):
 
 
 @pytest.mark.extras
-def test_pages_arrive_as_they_were_sent_also_by_the_next_connection(reached):
+def test_pages_arrive_intact_also_after_a_reconnection(reached):
     far, door = reached()
     for _ in range(3):
-        soon(lambda: far.is_here)
+        soon(lambda: far.is_connected)
         assert far.transport == "nixl"
         assert all(far.fetch(key) == PAGES[key] for key in KEYS) and far.fetch(b"m" * 17) is None
         first = far._link
-        door.renew(REALM, [MOST])  # sends everybody away
+        door.set_realm(REALM, [MOST])  # sends everybody away
         soon(lambda link=first: far._link is not link)
 
 
 @pytest.mark.extras
 def test_a_damaged_page_is_not_taken(reached, monkeypatch):
     far, _ = reached()
-    monkeypatch.setattr("duetto.serve.kv.disagg.server.sum_of", lambda *_: 0)
-    assert far.fetch(KEYS[0]) is None and far.damaged == 1 and far.is_here
+    monkeypatch.setattr("duetto.serve.kv.disagg.server.page_checksum", lambda *_: 0)
+    assert far.fetch(KEYS[0]) is None and far.damaged == 1 and far.is_connected
 
 
 @pytest.mark.extras
-def test_where_the_other_side_has_none_pages_come_another_way(reached, caplog):
+def test_peers_without_nixl_use_another_transport(reached, caplog):
     far, _ = reached(WAYS)
     assert "do not come through nixl: it has none" in caplog.text
     assert far.transport != "nixl" and far.fetch(KEYS[0]) == PAGES[KEYS[0]]
 
 
 @pytest.mark.extras
-def test_where_reads_do_not_come_in_time_pages_come_another_way(reached, monkeypatch, caplog):
-    monkeypatch.setattr(NixlAgent, "has_come", lambda *_: False)  # the owner moves nothing on
+def test_late_reads_fall_back_to_another_transport(reached, monkeypatch, caplog):
+    monkeypatch.setattr(NixlAgent, "has_notification", lambda *_: False)  # the owner moves nothing on
     far, _ = reached(seconds=0.3)
     assert far.fetch(KEYS[0]) is None
-    soon(lambda: far.is_here and far.fetch(KEYS[0]) == PAGES[KEYS[0]])
+    soon(lambda: far.is_connected and far.fetch(KEYS[0]) == PAGES[KEYS[0]])
     assert "nothing was read" in caplog.text and far.transport != "nixl"
 
 
 @pytest.mark.extras
-def test_a_process_that_is_killed_costs_pages_and_its_successor_is_read(agents, monkeypatch):
-    monkeypatch.setattr(client_module, "PAUSE", 0.01)
+def test_pages_are_read_again_after_a_process_is_killed(agents, monkeypatch):
+    monkeypatch.setattr(client_module, "CONNECT_RETRY_SECONDS", 0.01)
     far = far_at(port := free_port(), ways=agents[1])
-    far.renew(REALM, [MOST])
+    far.expect_realm(REALM, [MOST])
     other_process = [sys.executable, "-c", OTHER_PROCESS, str(port), str(MOST)]
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(2):
         with subprocess.Popen(other_process, stdin=subprocess.PIPE, env=os.environ | path) as other:
-            soon(lambda: far.is_here)
+            soon(lambda: far.is_connected)
             assert far.transport == "nixl"
             assert all(far.fetch(key) == PAGES[key] for key in KEYS)
             other.kill()
             assert far.fetch(KEYS[0]) is None
-        soon(lambda: not far.is_here)
+        soon(lambda: not far.is_connected)
     far.close()
 
 
@@ -129,14 +129,14 @@ def test_pages_are_computed_in_one_engine_and_found_in_another(agents):
     side = PrefillSide(ways=agents[0])
     far = far_at(side.port, ways=agents[1])
     engine = decode_side(far)
-    soon(lambda: far.is_here)
+    soon(lambda: far.is_connected)
     assert far.transport == "nixl"
     requests = [ask(prompt_of(i // 2, 13 + 4 * i, own=4 * (i % 2)), 6, i) for i in range(5)]
     for request in requests:
         engine.submit(request)
     run(engine, 100_000)
-    assert [r.outputs for r in requests] == [expected(r)[0] for r in requests]
-    assert all(r.cached == (len(r.prompt) - 1) // 4 * 4 for r in requests)
+    assert [r.output_tokens for r in requests] == [expected(r)[0] for r in requests]
+    assert all(r.num_cached_tokens == (len(r.prompt) - 1) // 4 * 4 for r in requests)
     assert peer_of(engine).answered == 5
     far.close()
     side.end()

@@ -10,7 +10,7 @@ from cases.requests import SIZES
 from duetto import LLM, SamplingParams
 from duetto.serve.options.checks import KV_TRANSPORTS
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.roofline.report import render
+from duetto.serve.planner.roofline.report import render_engine_report
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SEVERAL = SamplingParams(n=3, temperature=0.9, seed=7, max_tokens=8, ignore_eos=True)
@@ -36,7 +36,7 @@ def tokens(llm: LLM, *asked) -> list[list[int]]:
     return [list(c.token_ids) for o in llm.generate(*asked, use_tqdm=False) for c in o.outputs]
 
 
-def test_several_completions_streams_and_scores_are_one_engines(one, pair):
+def test_completions_streams_and_scores_equal_those_of_one_engine(one, pair):
     assert tokens(pair, prompt(0), SEVERAL) == tokens(one, prompt(0), SEVERAL)
     streamed = [token for piece in pair.stream(prompt(1), GREEDY) for token in piece.token_ids]
     assert [streamed] == tokens(one, prompt(1), GREEDY)
@@ -45,7 +45,7 @@ def test_several_completions_streams_and_scores_are_one_engines(one, pair):
     assert found[0] == found[1]
     report = pair.report()["tiers"]["peer"]
     assert report["asked"] > 0 and report["hits"] > 0
-    assert f"peer {report['pages']} (0 MiB, {report['hits']} hits)" in render(pair.report())
+    assert f"peer {report['pages']} (0 MiB, {report['hits']} hits)" in render_engine_report(pair.report())
 
 
 def replace_params(**fields) -> SamplingParams:
@@ -55,11 +55,11 @@ def replace_params(**fields) -> SamplingParams:
     return params
 
 
-def test_a_stream_that_is_left_leaves_nothing_at_the_other_engine(pair):
+def test_a_closed_stream_frees_its_pages_at_the_peer(pair):
     stream = pair.stream(prompt(3), GREEDY)
     next(stream)
     stream.close()
-    peer = pair.engine.tiers.mover.peer
+    peer = pair.engine.page_finder.mover.remote_kv
     assert peer.nbytes == 0 and not pair.engine.scheduler.has_work
 
 
@@ -76,13 +76,13 @@ def test_other_parameters_are_never_served_from_pages_of_these(one, pair, tiny):
     assert pair.report()["tiers"]["peer"]["asked"] == asked + 1
 
 
-def test_nobody_waits_for_an_engine_that_sleeps(one, pair):
-    session = pair.engine.tiers.mover.peer.source.session
+def test_requests_do_not_wait_for_a_sleeping_engine(one, pair):
+    session = pair.engine.page_finder.mover.remote_kv.service.session
     for level in (0, 1):
-        with session.turn():
+        with session.hold_engine():
             session.engine.sleep(level)
         assert tokens(pair, prompt(7 + level), GREEDY) == tokens(one, prompt(7 + level), GREEDY)
-        with session.turn():
+        with session.hold_engine():
             session.engine.wake_up(("weights", "kv_cache", "scheduling"))
     hits = pair.report()["tiers"]["peer"]["hits"]
     assert tokens(pair, prompt(9), GREEDY) == tokens(one, prompt(9), GREEDY)
@@ -90,7 +90,7 @@ def test_nobody_waits_for_an_engine_that_sleeps(one, pair):
 
 
 def test_the_other_engine_may_fail(one, pair, monkeypatch, caplog):
-    prefills = pair.engine.tiers.mover.peer.source
+    prefills = pair.engine.page_finder.mover.remote_kv.service
 
     def fails() -> None:
         raise ZeroDivisionError("as a test wants it")
@@ -99,7 +99,7 @@ def test_the_other_engine_may_fail(one, pair, monkeypatch, caplog):
     for i in (5, 6):
         assert tokens(pair, prompt(i), GREEDY) == tokens(one, prompt(i), GREEDY)
     assert "no prompts are computed for others any more: ZeroDivisionError" in caplog.text
-    assert not prefills.is_here
+    assert not prefills.is_connected
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from duetto.serve.host.blob_store import ABANDONED, FileEntry
-from duetto.serve.kv.offload.disk import FOLDERS, PAGES, DiskTier, place_at
+from duetto.serve.host.blob_store import ABANDONED_SECONDS, FileEntry
+from duetto.serve.kv.offload.disk import FOLDER_DIGITS, PAGE_FORMAT, DiskTier, create_page_folder
 from duetto.serve.kv.offload.host import HostTier
-from duetto.serve.kv.offload.tier import TierChain, key_of
+from duetto.serve.kv.offload.tier import TierChain, page_key
 
 REALM, OTHER = b"r" * 32, b"s" * 32
 PAGE = 100  # bytes
 
 
 def key(i: int) -> bytes:
-    return key_of(i.to_bytes(16, "big"), 0)
+    return page_key(i.to_bytes(16, "big"), 0)
 
 
 def content(i: int) -> bytes:
@@ -27,7 +27,7 @@ def content(i: int) -> bytes:
 
 
 def on_disk(folder: Path, pages: int = 100, realm: bytes = REALM) -> DiskTier:
-    return DiskTier(folder, realm, pages * (PAGES.head + PAGE))
+    return DiskTier(folder, realm, pages * (PAGE_FORMAT.header_bytes + PAGE))
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -36,7 +36,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> HostTier | DiskTier:
     return HostTier(3 * PAGE) if request.param == "host" else on_disk(tmp_path / "pages", 3)
 
 
-def test_what_was_used_least_recently_goes_first(tier):
+def test_least_recently_used_pages_are_evicted_first(tier):
     for i in range(3):
         tier.offer(key(i), content(i))
     assert tier.fetch(key(0)) == content(0)
@@ -46,7 +46,7 @@ def test_what_was_used_least_recently_goes_first(tier):
     assert tier.report()["pages"] == 3 and tier.report()["hits"] == 2
 
 
-def test_a_page_that_is_larger_than_the_tier_is_left_out(tier):
+def test_pages_larger_than_the_tier_are_not_kept(tier):
     tier.offer(key(0), content(0))
     tier.offer(key(1), bytes(10 * PAGE))
     assert tier.has(key(0)) and not tier.has(key(1))
@@ -55,7 +55,7 @@ def test_a_page_that_is_larger_than_the_tier_is_left_out(tier):
 def test_a_page_that_is_offered_again_takes_no_more_room(tier):
     for _ in range(5):
         tier.offer(key(0), content(0))
-    assert tier.report()["pages"] == 1 and tier.report()["bytes"] in (PAGE, PAGES.head + PAGE)
+    assert tier.report()["pages"] == 1 and tier.report()["bytes"] in (PAGE, PAGE_FORMAT.header_bytes + PAGE)
 
 
 def test_a_quicker_tier_gets_what_a_slower_one_has(tmp_path):
@@ -66,8 +66,8 @@ def test_a_quicker_tier_gets_what_a_slower_one_has(tmp_path):
     assert both.fetch(key(0)) == content(0) and quick.has(key(0))
     both.offer(key(1), content(1))
     assert quick.has(key(1)) and slow.has(key(1))
-    assert set(both.report()) == {"host", "disk"} and both.keeps
-    assert not TierChain([DiskTier(tmp_path, REALM, 0)]).keeps
+    assert set(both.report()) == {"host", "disk"} and both.is_writable
+    assert not TierChain([DiskTier(tmp_path, REALM, 0)]).is_writable
 
 
 # ---------------------------------------------------------------- files
@@ -86,8 +86,8 @@ def test_processes_find_each_others_pages_of_the_same_realm(tmp_path):
 def test_what_is_written_during_a_refresh_is_there_after_it(tmp_path, monkeypatch):
     tier = on_disk(tmp_path)
     tier.offer(key(0), content(0))
-    folder = tier.file(key(0))[:FOLDERS]
-    second = next(i for i in range(1, 10_000) if tier.file(key(i)).startswith(folder))
+    folder = tier.file_name(key(0))[:FOLDER_DIGITS]
+    second = next(i for i in range(1, 10_000) if tier.file_name(key(i)).startswith(folder))
     files = tier.blobs._scan
 
     def meanwhile(place: str) -> list[FileEntry]:
@@ -99,7 +99,7 @@ def test_what_is_written_during_a_refresh_is_there_after_it(tmp_path, monkeypatc
     tier.blobs._changed.clear()
     tier.refresh()
     assert tier.has(key(second)) and tier.fetch(key(second)) == content(second)
-    assert tier.blobs.nbytes == 2 * (PAGES.head + PAGE)
+    assert tier.blobs.nbytes == 2 * (PAGE_FORMAT.header_bytes + PAGE)
 
 
 def test_files_of_other_realms_take_room_too(tmp_path):
@@ -136,7 +136,7 @@ def test_a_damaged_file_is_no_page(tmp_path, how):
     assert tier.fetch(key(0)) == content(0)
 
 
-def test_a_file_under_another_pages_name_is_no_page(tmp_path):
+def test_a_file_with_another_pages_name_is_refused(tmp_path):
     tier = on_disk(tmp_path)
     tier.offer(key(0), content(0))
     (zero,) = tmp_path.rglob("*.page")
@@ -153,7 +153,7 @@ def test_a_file_that_is_gone_is_no_page(tmp_path):
     assert tier.has(key(0)) and tier.fetch(key(0)) is None and not tier.has(key(0))
 
 
-def test_a_file_that_was_cut_off_is_written_again_by_who_saves_it(tmp_path):
+def test_saving_a_page_rewrites_its_cut_off_file(tmp_path):
     on_disk(tmp_path).write(key(0), content(0))
     (file,) = tmp_path.rglob("*.page")
     whole = file.read_bytes()
@@ -180,11 +180,11 @@ def test_files_of_others_in_the_folder_stay_there(tmp_path):
 
 def refused(path: Path | str) -> str:
     with pytest.raises(ValueError) as found:
-        place_at(path, "kv_disk_path")
+        create_page_folder(path, "kv_disk_path")
     return str(found.value)
 
 
-def test_what_is_no_folder_for_pages_is_named_with_the_argument(tmp_path, monkeypatch):
+def test_unusable_page_folders_are_named_with_the_argument(tmp_path, monkeypatch):
     file, link = tmp_path / "file", tmp_path / "link"
     file.touch()
     link.symlink_to("nowhere")
@@ -197,10 +197,14 @@ def test_what_is_no_folder_for_pages_is_named_with_the_argument(tmp_path, monkey
 
 def test_a_path_may_begin_with_the_users_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert place_at("~/pages", "kv_disk_path") == tmp_path / "pages" == place_at(tmp_path / "pages", "")
+    assert (
+        create_page_folder("~/pages", "kv_disk_path")
+        == tmp_path / "pages"
+        == create_page_folder(tmp_path / "pages", "")
+    )
 
 
-def test_a_full_disk_keeps_nothing_and_hurts_nobody(tmp_path, monkeypatch):
+def test_a_full_disk_stores_nothing_and_raises_nothing(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -213,14 +217,14 @@ def test_a_full_disk_keeps_nothing_and_hurts_nobody(tmp_path, monkeypatch):
     assert tier.fetch(key(0)) == content(0)
 
 
-def test_what_was_left_behind_is_deleted_once_nobody_writes_it(tmp_path):
+def test_leftover_files_are_deleted_once_nothing_writes_them(tmp_path):
     tier = on_disk(tmp_path)
     tier.offer(key(0), content(0))
     folder = next(tmp_path.rglob("*.page")).parent
-    old, new = folder / f"{PAGES.partial}old", folder / f"{PAGES.partial}new"
+    old, new = folder / f"{PAGE_FORMAT.partial_prefix}old", folder / f"{PAGE_FORMAT.partial_prefix}new"
     old.touch()
     new.touch()
-    os.utime(old, (0, old.stat().st_mtime - 2 * ABANDONED))
+    os.utime(old, (0, old.stat().st_mtime - 2 * ABANDONED_SECONDS))
     on_disk(tmp_path)
     assert not old.exists() and new.exists()
 
@@ -243,20 +247,21 @@ def test_files_and_folders_are_the_users_only(tmp_path):
 KILLED = """
 import os, random, signal, sys, time
 from pathlib import Path
-from duetto.serve.kv.offload.disk import DiskTier, PAGES
-from duetto.serve.kv.offload.tier import key_of
+from duetto.serve.kv.offload.disk import DiskTier, PAGE_FORMAT
+from duetto.serve.kv.offload.tier import page_key
 size, folder = 20_000, Path(sys.argv[1])
 for turn in range(50):
-    tier = DiskTier(folder, b"r" * 32, 40 * (PAGES.head + size))  # room for fewer than are written
+    # room for fewer than are written
+    tier = DiskTier(folder, b"r" * 32, 40 * (PAGE_FORMAT.header_bytes + size))
     child = os.fork()
     if not child:
         for i in range(turn, 10_000):
-            tier.offer(key_of((i % 97).to_bytes(16, "big"), 0), bytes([i % 97]) * size)
+            tier.offer(page_key((i % 97).to_bytes(16, "big"), 0), bytes([i % 97]) * size)
     time.sleep(random.Random(turn).uniform(0, 0.01))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-tier = DiskTier(folder, b"r" * 32, 40 * (PAGES.head + size))
-found = [i for i in range(97) if (page := tier.fetch(key_of(i.to_bytes(16, "big"), 0))) is not None
+tier = DiskTier(folder, b"r" * 32, 40 * (PAGE_FORMAT.header_bytes + size))
+found = [i for i in range(97) if (page := tier.fetch(page_key(i.to_bytes(16, "big"), 0))) is not None
          and (page == bytes([i]) * size or sys.exit(f"page {i} is wrong"))]
 assert tier.counts.damaged == 0, "a file was not whole"
 print(len(found))
@@ -272,7 +277,7 @@ def test_fifty_kills_leave_whole_pages_or_none(tmp_path):
     assert int(found.stdout) > 0
 
 
-def test_a_page_that_cannot_be_read_for_now_is_counted_again(tmp_path, monkeypatch, caplog):
+def test_temporarily_unreadable_pages_are_counted_again(tmp_path, monkeypatch, caplog):
     """Or the files of a folder would outgrow its limit."""
     tier = on_disk(tmp_path)
     tier.offer(key(1), content(1))

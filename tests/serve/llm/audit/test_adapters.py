@@ -12,8 +12,8 @@ from cases.requests import GREEDY, PROMPTS, SEEDED
 from duetto import LLM
 from duetto.lora.request import LoRARequest
 from duetto.serve.jobs.verify.claims import Claims
-from duetto.serve.jobs.verify.replay import Prover
-from duetto.serve.options.lora import modules_of
+from duetto.serve.jobs.verify.replay import LogVerifier
+from duetto.serve.options.lora import parse_lora_modules
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
@@ -30,7 +30,7 @@ def made(tiny, tmp_path_factory) -> tuple[Path, Callable[..., LLM]]:
         return LLM.from_params(tiny.config, tiny.params, **BASE, **LORA, lora_modules=own, **more)
 
     with engine("a", "b", audit_log=str(folder / "log")) as llm:
-        asked: list[LoRARequest | None] = [*modules_of([f"{n}={folder / n}" for n in "ab"]), None]
+        asked: list[LoRARequest | None] = [*parse_lora_modules([f"{n}={folder / n}" for n in "ab"]), None]
         params = [GREEDY, SEEDED, SEEDED]
         llm.generate(list(PROMPTS[:3]), params, use_tqdm=False, lora_request=asked)
     return folder / "log", engine
@@ -39,7 +39,7 @@ def made(tiny, tmp_path_factory) -> tuple[Path, Callable[..., LLM]]:
 def test_what_adapters_made_is_proved(made):
     log, engine = made
     with engine("other-b", "x-c") as llm:  # b under another name, a not at all
-        verdicts = {v.line: v for v in Prover(llm).prove(Claims.of(log)).verdicts}
+        verdicts = {v.line: v for v in LogVerifier(llm).verify_claims(Claims.from_log(log)).verdicts}
     said = [v.reasons for _, v in sorted(verdicts.items())]
     assert not any(v.differences for v in verdicts.values())
     (lacking,) = [reasons for reasons in said if reasons]
@@ -51,11 +51,11 @@ def test_another_adapter_in_the_log_is_found(made, tmp_path):
     text = log.read_text()
     names = {
         claim.entry.adapter.name: claim.entry.adapter.digest
-        for claim in Claims.of(log).requests
+        for claim in Claims.from_log(log).requests
         if claim.entry.adapter
     }
     forged = tmp_path / "log"
     forged.write_text(text.replace(names["a"], names["b"]))
     with engine("a", "b") as llm:
-        proof = Prover(llm).prove(Claims.of(forged))
+        proof = LogVerifier(llm).verify_claims(Claims.from_log(forged))
     assert [v.differences for v in proof.verdicts].count([]) == 2 and proof.claims.broken

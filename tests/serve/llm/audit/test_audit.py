@@ -18,11 +18,11 @@ from suite.fixtures import with_few_shapes
 from duetto import LLM, SamplingParams
 from duetto.serve.host.append_log import AppendLog
 from duetto.serve.jobs.verify.claims import Claims
-from duetto.serve.jobs.verify.replay import Prover
+from duetto.serve.jobs.verify.replay import LogVerifier
 from duetto.serve.jobs.verify.verdict import VerificationReport
 from duetto.serve.llm.audit import chain
-from duetto.serve.llm.audit.chain import ChainWriter, hash_of
-from duetto.serve.llm.audit.facts import outside_contract, weights_hash
+from duetto.serve.llm.audit.chain import ChainWriter, hash_line
+from duetto.serve.llm.audit.facts import contract_exceptions, hash_weights
 from duetto.serve.llm.audit.log import AuditLog
 from duetto.serve.options.engine import EngineOptions
 
@@ -70,8 +70,8 @@ def llm(tiny) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def prove(llm) -> Callable[..., VerificationReport]:
-    prover = Prover(llm)
-    return lambda log, **how: prover.prove(Claims.of(log), **how)
+    prover = LogVerifier(llm)
+    return lambda log, **how: prover.verify_claims(Claims.from_log(log), **how)
 
 
 def records(log: Path) -> list[dict[str, Any]]:
@@ -83,7 +83,7 @@ def rewritten(log: Path, found: list[dict[str, Any]]) -> Path:
     log.unlink(missing_ok=True)
     writer, names = ChainWriter(log), {}
     for old in found:
-        names[hash_of(json.dumps(old, separators=(",", ":"), ensure_ascii=False).encode())] = writer.hash
+        names[hash_line(json.dumps(old, separators=(",", ":"), ensure_ascii=False).encode())] = writer.hash
         record = {k: v for k, v in old.items() if k != "prev"}
         if "start" in record:
             record["start"] = names["start"]
@@ -105,18 +105,20 @@ def test_a_served_load_is_proved(served, llm, prove, tiny):
     claims = proof.claims
     assert len(claims.requests) == len(MANY) + 1 + 2 + 4 and not claims.broken and not claims.cut_off
     later = {str(o.request_id) for o in told["last"]}
-    swapped = {v.id for v in proof.unproved}
-    assert swapped == later | {told["kept"].request_id} and not proof.altered and proof.code == 2
-    assert len(proof.proved) == len(MANY) + 1 + 1
+    swapped = {v.id for v in proof.unproved_verdicts}
+    assert (
+        swapped == later | {told["kept"].request_id} and not proof.altered_verdicts and proof.exit_code == 2
+    )
+    assert len(proof.proved_verdicts) == len(MANY) + 1 + 1
     (kept,) = (claim for claim in claims.requests if claim.entry.id == told["kept"].request_id)
     assert [span.version for span in kept.spans] == [0, 1] and kept.spans[1].first > 0
     llm.update_params(told["doubled"])
     try:
-        proof = Prover(llm).prove(Claims.of(log))
+        proof = LogVerifier(llm).verify_claims(Claims.from_log(log))
     finally:
         llm.update_params(tiny.params)
-    assert {v.id for v in proof.proved} == later and not proof.altered
-    assert {v.reasons[0] for v in proof.unproved if v.id == kept.entry.id} == {
+    assert {v.id for v in proof.proved_verdicts} == later and not proof.altered_verdicts
+    assert {v.reasons[0] for v in proof.unproved_verdicts if v.id == kept.entry.id} == {
         f"{kept.spans[0].end} of 24 tokens were made by other weights"
     }
 
@@ -171,20 +173,20 @@ def test_a_line_that_no_engine_can_have_written(served, prove, tmp_path):
     seeded = line_of(found, seed=7)
     long = seeded | {"end": 10**6}
     proof = prove(rewritten(tmp_path / "log", [found[0], *(seeded | x for x in IMPOSSIBLE.values()), long]))
-    told = [verdict.differences[0] for verdict in proof.altered]
+    told = [verdict.differences[0] for verdict in proof.altered_verdicts]
     assert len(told) == len(IMPOSSIBLE) and all(map(str.startswith, told, IMPOSSIBLE))
-    (unproved,) = proof.unproved
+    (unproved,) = proof.unproved_verdicts
     assert "max_model_len" in unproved.reasons[0]
 
 
-def test_tokens_that_came_with_a_request_are_told(served, prove, tmp_path):
+def test_given_tokens_of_a_request_are_reported(served, prove, tmp_path):
     """A forger may say so of what was made here; then nobody has proved them."""
     found = records(served[0])[:5]
     seeded = line_of(found, seed=7)
     seeded |= {"known": 3, "weights": [[3, 0]]}
     proof = prove(rewritten(tmp_path / "log", found))
-    assert proof.code == 0 and proof.record()["given"] == 3
-    assert "of 1 of these 3 tokens came with the request, and are not proved" in [*proof.lines()]
+    assert proof.exit_code == 0 and proof.to_record()["given"] == 3
+    assert "of 1 of these 3 tokens came with the request, and are not proved" in [*proof.format_lines()]
 
 
 @pytest.mark.parametrize("what", FORGED)
@@ -194,17 +196,17 @@ def test_a_forged_line_is_found_by_its_bits(served, prove, tmp_path, what):
     seeded = line_of(found, seed=7)
     forge(seeded)
     proof = prove(rewritten(tmp_path / "log", found))
-    (verdict,) = proof.altered
-    assert verdict.id == seeded["id"] and verdict.differences[0].startswith(where) and proof.code == 1
-    assert not proof.claims.broken and f"request {seeded['id']}" in "\n".join(proof.lines())
+    (verdict,) = proof.altered_verdicts
+    assert verdict.id == seeded["id"] and verdict.differences[0].startswith(where) and proof.exit_code == 1
+    assert not proof.claims.broken and f"request {seeded['id']}" in "\n".join(proof.format_lines())
 
 
-def test_a_line_that_was_changed_moved_or_taken_out_breaks_the_chain(served, tmp_path):
+def test_changed_moved_or_removed_lines_break_the_chain(served, tmp_path):
     lines, log = served[0].read_bytes().splitlines(keepends=True), tmp_path / "log"
 
     def broken(lines: list[bytes]) -> list[int]:
         log.write_bytes(b"".join(lines))
-        return list(Claims.of(log).broken)
+        return list(Claims.from_log(log).broken)
 
     assert broken(lines) == []
     assert broken(lines[:3] + lines[4:]) == [4]
@@ -219,33 +221,37 @@ def test_weights_or_versions_of_another_log_cannot_be_proved_here(served, prove,
     found = records(served[0])[:4]
     other = [found[0] | {"weights": "0" * 64}, *found[1:]]
     proof = prove(rewritten(tmp_path / "log", other))
-    assert proof.code == 2 and "tokens were made by other weights" in proof.unproved[0].reasons[0]
+    assert (
+        proof.exit_code == 2 and "tokens were made by other weights" in proof.unproved_verdicts[0].reasons[0]
+    )
     facts = found[0]["facts"] | {"jax": "9.9", "device": "TPU v9"}
     newer = rewritten(tmp_path / "log", [found[0] | {"facts": facts}, *found[1:]])
     proof = prove(newer)
-    assert proof.code == 2 and {v.reasons[0] for v in proof.unproved} == {"made with other device, jax"}
+    assert proof.exit_code == 2 and {v.reasons[0] for v in proof.unproved_verdicts} == {
+        "made with other device, jax"
+    }
     proof = prove(newer, anyway=True)
-    assert proof.code == 0 and len(proof.proved) == 3, "equal bits are equal"
+    assert proof.exit_code == 0 and len(proof.proved_verdicts) == 3, "equal bits are equal"
     outside = [found[0] | {"outside_contract": ["reproducible is False"]}, *found[1:]]
     proof = prove(rewritten(tmp_path / "log", outside))
-    assert proof.code == 2 and proof.unproved[0].reasons == ["reproducible is False"]
+    assert proof.exit_code == 2 and proof.unproved_verdicts[0].reasons == ["reproducible is False"]
     assert len(prove(served[0], sample=2).verdicts) == 2
 
 
-def test_what_a_kill_has_cut_off_is_told_and_the_log_goes_on(served, prove, tiny, tmp_path):
+def test_a_line_cut_off_by_a_kill_is_reported(served, prove, tiny, tmp_path):
     log = tmp_path / "log"
     whole = served[0].read_bytes().splitlines(keepends=True)[:4]
     log.write_bytes(b"".join(whole)[:-25])
     proof = prove(log)
-    assert proof.claims.cut_off == [4] and len(proof.proved) == 2 and proof.code == 0
-    assert "line 4 was cut off" in "\n".join(proof.lines())
+    assert proof.claims.cut_off == [4] and len(proof.proved_verdicts) == 2 and proof.exit_code == 0
+    assert "line 4 was cut off" in "\n".join(proof.format_lines())
     with LLM.from_params(tiny.config, tiny.params, audit_log=str(log), **SIZES) as llm:
         with pytest.raises(ValueError, match="another process"):
             ChainWriter(log)
         llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
     proof = prove(log)
     assert proof.claims.cut_off == [4] and not proof.claims.broken
-    assert len(proof.claims.starts) == 2 and len(proof.proved) == 3 and proof.code == 0
+    assert len(proof.claims.starts) == 2 and len(proof.proved_verdicts) == 3 and proof.exit_code == 0
     text = tmp_path / "notes"
     shutil.copy(__file__, text)
     with pytest.raises(ValueError, match="is a file of something else"):
@@ -253,17 +259,17 @@ def test_what_a_kill_has_cut_off_is_told_and_the_log_goes_on(served, prove, tiny
     assert text.read_bytes() == Path(__file__).read_bytes()
 
 
-def test_what_stands_outside_the_contract(llm, tiny):
+def test_exceptions_of_the_contract_are_listed(llm, tiny):
     guesses = {"method": "ngram", "num_speculative_tokens": 3}
     reasons = [
-        outside_contract(llm.engine, EngineOptions(**options))
+        contract_exceptions(llm.engine, EngineOptions(**options))
         for options in ({}, {"reproducible": False}, {"speculative_config": guesses})
     ]
     assert reasons == [[], ["reproducible is False"], []]
     rejection = EngineOptions(speculative_config=guesses | {"acceptance": "rejection"})
-    assert "by rejection" in outside_contract(llm.engine, rejection)[0]
+    assert "by rejection" in contract_exceptions(llm.engine, rejection)[0]
     changed = replace(tiny.params, embed=tiny.params.embed.at[1, 1].add(1))
-    assert weights_hash(tiny.params) == weights_hash(llm.engine.params) != weights_hash(changed)
+    assert hash_weights(tiny.params) == hash_weights(llm.engine.params) != hash_weights(changed)
 
 
 def test_a_log_is_its_users_alone(tmp_path, caplog):
@@ -278,7 +284,7 @@ def test_a_log_is_its_users_alone(tmp_path, caplog):
     assert "others may read it (mode 0644), and prompts are in it: chmod 600" in caplog.text
 
 
-def test_a_log_that_is_renamed_while_it_is_opened_is_checked_all_the_same(tmp_path, caplog, monkeypatch):
+def test_a_log_renamed_while_it_opens_is_checked(tmp_path, caplog, monkeypatch):
     class Renamed(AppendLog):
         def __init__(self, path: Path):
             super().__init__(path)
@@ -298,6 +304,6 @@ def test_a_log_that_has_ended_keeps_nothing_in_memory(tmp_path, caplog):
 
     log = AuditLog(Full(tmp_path / "log"))
     for _ in range(100):
-        log.started(dict)
+        log.on_start(dict)
     log.close()
-    assert log._made.empty() and "No space left on device" in caplog.text
+    assert log._record_makers.empty() and "No space left on device" in caplog.text

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from cases.requests import IDS, PROMPTS
 
-from duetto import PoolingParams
-from duetto.checkpoints.generation import generation_defaults
+from duetto import PoolingParams, SamplingParams
+from duetto.checkpoints.generation import read_generation_config
+from duetto.serve.llm.input_processor import InputProcessor
+from duetto.serve.options.engine import EngineOptions
 
 LAST, MEAN = PoolingParams(pooling="last"), PoolingParams(pooling="mean")
 
@@ -76,8 +78,8 @@ def test_a_model_says_how_it_is_pooled(llm, monkeypatch, tmp_path, stated, pooli
     if stated is not None:
         (tmp_path / "1_Pooling").mkdir()
         (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(stated))
-    assert generation_defaults(tmp_path).pooling == pooling
-    monkeypatch.setattr(llm.input_processor, "pooling", pooling)
+    assert read_generation_config(tmp_path).pooling == pooling
+    monkeypatch.setattr(llm.input_processor, "default_pooling", pooling)
     if pooling not in ("last", "mean", None):
         with pytest.raises(ValueError, match=f"{re.escape(repr(pooling))} is not supported"):
             llm.embed(IDS, use_tqdm=False)
@@ -88,8 +90,15 @@ def test_a_model_says_how_it_is_pooled(llm, monkeypatch, tmp_path, stated, pooli
         )
 
 
-def test_a_layer_behind_the_pooling_is_not_left_out_without_a_word(tmp_path):
+def test_a_model_without_a_head_makes_embeddings_and_no_text():
+    intake = InputProcessor(8, 64, EngineOptions(), None, (), has_head=False)
+    assert intake.make_group("0", [1, 2], PoolingParams()).requests[0].pooler is not None
+    with pytest.raises(ValueError, match="the checkpoint stores no lm_head: it makes embeddings"):
+        intake.make_group("1", [1, 2], SamplingParams())
+
+
+def test_a_dense_layer_behind_the_pooling_is_noticed(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     modules = [{"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    assert generation_defaults(tmp_path).pooling == "dense"
+    assert read_generation_config(tmp_path).pooling == "dense"

@@ -10,14 +10,14 @@ import pytest
 from cases.targets import LAYERS, compile_for, found_target, job_for
 from fakes.greedy import greedy_programs
 
-from duetto.kvcache.placement import parts
+from duetto.kvcache.shardings import min_pool_parts
 from duetto.model.config import Experts
+from duetto.model.draft_pair import target_params
 from duetto.model.experts import MoE
-from duetto.model.pair import target_of
 from duetto.model.sharding import device_bytes
-from duetto.model.tree import nbytes
+from duetto.model.tree import tree_bytes
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments
+from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.runtime.compiled.shapes import Shape
 
@@ -66,7 +66,7 @@ def between(text: str) -> Counter[tuple[str, str]]:
     ],
     ids=str,
 )
-def test_a_step_adds_up_twice_a_layer_and_moves_no_weight(target: str, model: str, options: dict[str, Any]):
+def test_a_step_reduces_twice_per_layer_and_moves_no_weight(target: str, model: str, options: dict[str, Any]):
     """In the model's dtype, and once for the embedding. Draws gather logits once, scores too: of one program
     of each target."""
     plan = plan_for(target, model, **options)
@@ -130,16 +130,16 @@ def test_devices_of_a_group_share_key_heads():
     """Four on eight devices: each keeps one, of which another keeps a copy."""
     plan = plan_for("8xh200", "30b-a3b")
     arguments = abstract_arguments(plan)
-    mesh: Any = target_of(arguments.params).embed.sharding
+    mesh: Any = target_params(arguments.params).embed.sharding
     assert dict(mesh.mesh.shape) == {"kv": 4, "group": 2}
-    assert device_bytes(arguments.cache) * 4 == nbytes(arguments.cache)
-    assert parts(plan.config.layers, arguments.params) == 4
+    assert device_bytes(arguments.cache) * 4 == tree_bytes(arguments.cache)
+    assert min_pool_parts(plan.config.layers, arguments.params) == 4
 
 
 @pytest.mark.parametrize("model, experts", [("30b-a3b", 128), ("deepseek-v3", 256)])
 def test_every_device_has_an_eighth_of_the_experts(model: str, experts: int):
     plan = plan_for("8xh200", model, enable_expert_parallel=True)
-    layer = target_of(abstract_arguments(plan).params).layers[-1].ffn
+    layer = target_params(abstract_arguments(plan).params).layers[-1].ffn
     assert isinstance(layer, MoE)
     up = layer.experts.up
     assert up.sharding.shard_shape(up.shape)[0] * 8 == experts == up.shape[0]

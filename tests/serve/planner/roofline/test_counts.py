@@ -9,10 +9,10 @@ from cases.targets import compile_for, job_for
 from fakes.greedy import greedy_programs
 
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import abstract, nbytes
-from duetto.serve.planner.planning import abstract_arguments
-from duetto.serve.planner.roofline.floor import demand
-from duetto.serve.planner.roofline.targets import here
+from duetto.model.tree import shapes_from_specs, tree_bytes
+from duetto.serve.planner.engine_plan import abstract_arguments
+from duetto.serve.planner.roofline.floor import program_demand
+from duetto.serve.planner.roofline.targets import local_target
 from duetto.serve.runtime.compiled.shapes import Shape
 
 pytestmark = pytest.mark.as_served
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.as_served
 @cache
 def analysed(shape: Shape) -> dict[str, float]:
     """XLA's counts of a program of test_targets.py, which is compiled once."""
-    plan = job_for(here(), dtype="float32")
+    plan = job_for(local_target(), dtype="float32")
     with greedy_programs() if shape.phase == "prefill" else nullcontext():
         found = compile_for(plan, shape, abstract_arguments(plan)).cost_analysis()
     assert found is not None
@@ -34,11 +34,13 @@ def analysed(shape: Shape) -> dict[str, float]:
     "shape, context", [(Shape("decode", 8, 1), 127), (Shape("prefill", 16, 32), 0)], ids=str
 )
 def test_operations_agree_with_xla(shape: Shape, context: int):
-    config = job_for(here()).config
-    assert demand(shape, config, "float32", context).flops == pytest.approx(analysed(shape)["flops"], rel=0.1)
+    config = job_for(local_target()).config
+    assert program_demand(shape, config, "float32", context).flops == pytest.approx(
+        analysed(shape)["flops"], rel=0.1
+    )
 
 
-def test_the_bytes_of_a_step_are_a_floor_of_those_xla_counts():
-    shape, config = Shape("decode", 8, 1), job_for(here()).config
-    weights = nbytes(abstract(decoder_spec(config), jnp.dtype("float32")))
-    assert weights < demand(shape, config, "float32", 127).bytes < analysed(shape)["bytes accessed"]
+def test_a_steps_bytes_are_a_floor_of_xlas_count():
+    shape, config = Shape("decode", 8, 1), job_for(local_target()).config
+    weights = tree_bytes(shapes_from_specs(decoder_spec(config), jnp.dtype("float32")))
+    assert weights < program_demand(shape, config, "float32", 127).bytes < analysed(shape)["bytes accessed"]

@@ -8,12 +8,19 @@ import pytest
 from cases.targets import LAYERS, compile_for, found_target, job_for
 
 from duetto.model.config import Experts
-from duetto.model.gpus import without
-from duetto.model.weights import grouped
-from duetto.model.weights.expert_tiles import EXPERTS
+from duetto.model.gpus import disable_kernels
+from duetto.model.weights import grouped_matmul
+from duetto.model.weights.expert_tiles import EXPERT_TILES_KERNEL
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
-from duetto.serve.planner.roofline.hlo import FREE, Computation, Instruction, Module, buffers, sizes_of
+from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments, analyze_shape_cost
+from duetto.serve.planner.roofline.hlo import (
+    FREE_OPERATIONS,
+    Computation,
+    Instruction,
+    Module,
+    buffer_types,
+    type_shape,
+)
 from duetto.serve.runtime.compiled.shapes import Shape
 
 pytestmark = [pytest.mark.as_served, pytest.mark.usefixtures("greedy_only")]
@@ -49,7 +56,7 @@ KERNELS = {"30b-a3b": 29, "gpt-oss-20b": 31}
 def compiled(plan: EnginePlan, shape: Shape) -> Module:
     text = compile_for(plan, shape, abstract_arguments(plan)).as_text()
     assert text is not None
-    return Module.read(text)
+    return Module.parse(text)
 
 
 def layers(module: Module) -> Computation:
@@ -59,12 +66,12 @@ def layers(module: Module) -> Computation:
 
 def is_product(x: Instruction) -> bool:
     """Whether an instruction is the kernel of experts' products."""
-    return "multiply_experts" in x.rest
+    return "multiply_experts" in x.attribute_text
 
 
 def is_jaxs(x: Instruction) -> bool:
     """Whether it is the one that jax ships."""
-    return "mosaic_gpu" in x.rest
+    return "mosaic_gpu" in x.attribute_text
 
 
 def copied(module: Module, plan: EnginePlan) -> list[str]:
@@ -72,15 +79,26 @@ def copied(module: Module, plan: EnginePlan) -> list[str]:
     kind, D = plan.config.layers[0].ffn, plan.config.hidden_size
     assert isinstance(kind, Experts)
     matrices = [D, kind.size], [kind.size, D]
-    written = (x for x in module.written() if x.operation not in (*FREE, "while", "conditional"))
-    return [x.name for x in written if any(sizes_of(kind)[-2:] in matrices for kind in buffers(x.kind))]
+    written = (
+        x
+        for x in module.buffer_instructions()
+        if x.operation not in (*FREE_OPERATIONS, "while", "conditional")
+    )
+    return [
+        x.name
+        for x in written
+        if any(type_shape(kind)[-2:] in matrices for kind in buffer_types(x.type_text))
+    ]
 
 
 @pytest.mark.parametrize("target, model, shape", MOST, ids=str)
 @pytest.mark.extras
 def test_a_step_reads_each_expert_little_more_than_once(target: str, model: str, shape: Shape):
     plan = job_for(found_target(target), model)
-    row, (ratio, temporaries) = make_row(plan, abstract_arguments(plan), shape), MOST[target, model, shape]
+    row, (ratio, temporaries) = (
+        analyze_shape_cost(plan, abstract_arguments(plan), shape),
+        MOST[target, model, shape],
+    )
     assert row.facts is not None and row.excess is not None
     assert row.excess <= ratio
     assert row.facts.temporaries <= temporaries * 2**20
@@ -88,10 +106,10 @@ def test_a_step_reads_each_expert_little_more_than_once(target: str, model: str,
 
 @pytest.mark.parametrize("model", KERNELS)
 @pytest.mark.extras
-def test_a_layer_of_experts_copies_none_and_asks_the_host_nothing(model: str):
+def test_expert_layers_copy_no_weights_and_have_no_control_flow(model: str):
     plan = job_for(found_target("h200"), model)
     module = compiled(plan, WIDE)
-    run = [x for x in layers(module).values() if x.operation not in FREE]
+    run = [x for x in layers(module).values() if x.operation not in FREE_OPERATIONS]
     places = [i for i, x in enumerate(run) if is_product(x)]
     assert len(places) == PRODUCTS * LAYERS
     assert not copied(module, plan)
@@ -102,32 +120,32 @@ def test_a_layer_of_experts_copies_none_and_asks_the_host_nothing(model: str):
 
 @pytest.mark.parametrize("target, model, form", MOST_OF_CODES, ids=str)
 @pytest.mark.extras
-def test_codes_of_experts_are_read_where_they_lie(target: str, model: str, form: Any):
+def test_codes_of_experts_are_read_in_place(target: str, model: str, form: Any):
     plan = replace(job_for(found_target(target), model), options=EngineOptions(quantization=form))
-    row = make_row(plan, abstract_arguments(plan), WIDE)
+    row = analyze_shape_cost(plan, abstract_arguments(plan), WIDE)
     assert row.excess is not None and row.excess <= MOST_OF_CODES[target, model, form]
 
 
 @pytest.mark.extras
-def test_jaxs_kernel_stands_in_on_a_hopper_where_ours_is_refused():
+def test_jaxs_kernel_replaces_a_refused_one_on_hopper():
     """It reads all experts."""
     plan = job_for(found_target("h200"), "30b-a3b")
-    with without([EXPERTS.name]):
+    with disable_kernels([EXPERT_TILES_KERNEL.name]):
         module = compiled(plan, WIDE)
     assert sum(map(is_jaxs, layers(module).values())) == PRODUCTS * LAYERS
-    assert not copied(module, plan) and not any(map(is_product, module.written()))
+    assert not copied(module, plan) and not any(map(is_product, module.buffer_instructions()))
 
 
 @pytest.mark.extras
 def test_without_a_kernel_tiles_are_copied_in_a_loop(monkeypatch: pytest.MonkeyPatch):
     """A control of the test above."""
-    monkeypatch.setattr(grouped, "kernel", lambda: None)
+    monkeypatch.setattr(grouped_matmul, "ragged_dot_module", lambda: None)
     plan = job_for(found_target("h200"), "30b-a3b")
-    with without([EXPERTS.name]):
+    with disable_kernels([EXPERT_TILES_KERNEL.name]):
         module = compiled(plan, Shape("decode", 16, 1))
     loops = [x for x in layers(module).values() if x.operation == "while"]
     assert len(loops) >= LAYERS and copied(module, plan)
-    assert not any(map(is_product, module.written()))
+    assert not any(map(is_product, module.buffer_instructions()))
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_expert_parallel": True}], ids=str)

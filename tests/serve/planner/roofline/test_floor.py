@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from duetto.kvcache.pages import row_bytes
+from duetto.kvcache.pages import layer_token_bytes
 from duetto.model.config import Dense, Latent, LayerKind, ModelConfig
+from duetto.model.draft_pair import PairConfig
 from duetto.model.kinds import Indexer
-from duetto.model.pair import PairConfig
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.roofline.floor import Demand, demand, weight_bytes
+from duetto.serve.planner.roofline.floor import Demand, program_demand, weight_read_bytes
 from duetto.serve.runtime.compiled.shapes import Shape
-from duetto.serve.runtime.compiled.sizing import scratch_bytes
+from duetto.serve.runtime.compiled.sizing import max_scratch_bytes
 
 PLAIN = Latent(4, rank=32, nope_size=12, rope_size=8, value_size=10, query_rank=24)
 KEYS, ROWS = 100, 8
@@ -28,7 +28,7 @@ CHOOSES, ALL, NONE = model(Indexer(3, 16, KEYS)), model(Indexer(3, 16, None)), m
 
 
 def decode(config: ModelConfig, context: int) -> Demand:
-    return demand(Shape("decode", ROWS, 1), config, "float32", context)
+    return program_demand(Shape("decode", ROWS, 1), config, "float32", context)
 
 
 def test_beyond_the_chosen_keys_a_context_costs_their_scores_only():
@@ -42,27 +42,27 @@ def test_beyond_the_chosen_keys_a_context_costs_their_scores_only():
 
 def test_an_indexer_without_a_choice_costs_nothing_but_room():
     assert decode(ALL, 200) == decode(NONE, 200)
-    assert CHOOSES.within(KEYS).layers == ALL.layers
+    assert CHOOSES.drop_unreached_limits(KEYS).layers == ALL.layers
 
 
 def test_a_chunk_reads_what_its_queries_may_choose():
     """Many queries may choose all keys between them."""
-    one, many = (demand(Shape("prefill", 1, T), CHOOSES, "float32", 4000).bytes for T in (1, 64))
+    one, many = (program_demand(Shape("prefill", 1, T), CHOOSES, "float32", 4000).bytes for T in (1, 64))
     assert many - one > (4000 - KEYS) * 40 * 4
 
 
 @pytest.mark.parametrize("kept, size", [("bfloat16", 2), ("float32", 4)])
-def test_a_token_leaves_a_row_and_a_key_to_be_chosen_by(kept, size):
-    assert row_bytes(CHOOSES.layers[0], kept) == (40 + 16) * size
-    assert row_bytes(ALL.layers[0], kept) == 40 * size
+def test_an_indexers_keys_count_in_the_bytes_per_token(kept, size):
+    assert layer_token_bytes(CHOOSES.layers[0], kept) == (40 + 16) * size
+    assert layer_token_bytes(ALL.layers[0], kept) == 40 * size
 
 
 def test_scores_have_room_among_the_temporaries():
     options = EngineOptions(max_model_len=2048, max_prefill_tokens=128)
-    whole, plain = (scratch_bytes(PairConfig(config), options, "float32") for config in (CHOOSES, ALL))
+    whole, plain = (max_scratch_bytes(PairConfig(config), options, "float32") for config in (CHOOSES, ALL))
     assert whole - plain >= 4 * 128 * 2048
 
 
 def test_weights_in_12_bits_are_read_as_such():
     plain, narrow = (jax.ShapeDtypeStruct((8, 32), dtype) for dtype in (jnp.bfloat16, jnp.uint16))
-    assert weight_bytes([plain, narrow]) == 8 * 32 * (2 + 1.5)
+    assert weight_read_bytes([plain, narrow]) == 8 * 32 * (2 + 1.5)

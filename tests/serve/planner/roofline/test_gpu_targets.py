@@ -12,13 +12,13 @@ from cases.targets import SIZES, WORDS, found_target
 from fakes.greedy import greedy_programs
 
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
-from duetto.model.gpus import gpu_of
+from duetto.model.gpus import gpu_from_device
 from duetto.model.recurrent.kinds import DeltaNet
 from duetto.model.sharding import device_bytes
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments, compile_and_read, plan_job
-from duetto.serve.planner.roofline.facts import facts
-from duetto.serve.planner.roofline.targets import CHIPS, GPUS, KINDS, find_target, known_target
+from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments, compile_stages, plan_engine
+from duetto.serve.planner.roofline.program_facts import read_program_facts
+from duetto.serve.planner.roofline.targets import CHIPS, GPUS, TARGET_KINDS, find_target, target_facts
 from duetto.serve.runtime.compiled.shapes import Shape
 
 SLICES = {"v5e:1x1": 1, "v6e:1x1": 1, "v6e:2x2": 4}  # TPUs that split every layer
@@ -117,7 +117,7 @@ def plan_of(name: str, cell: Cell) -> EnginePlan:
 
 def compiled(plan: EnginePlan, cell: Cell) -> jax.stages.Compiled:
     with nullcontext() if cell.draws else greedy_programs():
-        return compile_and_read(plan, cell.shape, abstract_arguments(plan))[0][0]
+        return compile_stages(plan, cell.shape, abstract_arguments(plan))[0][0]
 
 
 def compiled_text(plan: EnginePlan, cell: Cell) -> str:
@@ -145,7 +145,7 @@ def test_a_tpu_copies_no_pool(name: str, cell: Cell):
     plan = plan_of(name, cell)
     plan = replace(plan, sizes=replace(plan.sizes, pages=(8192,) * len(plan.sizes.pages)))
     cache, program = abstract_arguments(plan).cache, compiled(plan, cell)
-    found, text = facts(program), program.as_text() or ""
+    found, text = read_program_facts(program), program.as_text() or ""
     assert len(re.findall(r'"tpu_custom_call".*/attend_chunk/', text)) == sum(cell.layers.values())
     least = min(device_bytes(pool) for pool in jax.tree.leaves((cache.k, cache.v)) if pool.ndim == 4)
     assert found.aliased >= device_bytes(cache)
@@ -169,7 +169,7 @@ def test_devices_of_a_mesh_are_the_gpu_that_is_described(name: str):
     """Each has the kernels of its own GPU."""
     cell = Cell(NARROW, {LayerKind(heads(64), MIXTURE): 5})
     plan = plan_of(name, cell)
-    assert {gpu_of(device) for device in plan.target.devices} == {CHIPS[name[2:]].gpu}
+    assert {gpu_from_device(device) for device in plan.target.devices} == {CHIPS[name[2:]].gpu}
     text = compiled_text(plan, cell)
     assert text.count(TRITON) == 5 and MOSAIC not in text
 
@@ -178,20 +178,20 @@ def test_devices_of_a_mesh_are_the_gpu_that_is_described(name: str):
 @pytest.mark.parametrize("name", CHIPS)
 def test_a_plan_computes_in_what_the_gpu_multiplies(name: str):
     found_target(name)
-    plan = plan_job(None, "135m", "auto", EngineOptions(max_num_seqs=8), find_target(name), None)
+    plan = plan_engine(None, "135m", "auto", EngineOptions(max_num_seqs=8), find_target(name), None)
     assert plan.dtype == ("float16" if name == "t4" else "bfloat16")
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize("name", ["t4", "a100"])
-def test_a_cache_that_a_gpu_cannot_convert_is_refused_before_compiling(name: str):
+def test_fp8_caches_are_refused_before_compiling_where_unsupported(name: str):
     target = found_target(name)
     with pytest.raises(ValueError, match='"fp8" is not allowed: .* use "int8"'):
-        plan_job(None, "135m", "auto", EngineOptions(kv_cache_dtype="fp8"), target, None)
+        plan_engine(None, "135m", "auto", EngineOptions(kv_cache_dtype="fp8"), target, None)
 
 
-def test_every_gpu_of_the_table_is_described_and_known_by_its_name():
-    assert set(CHIPS) == set(GPUS) and set(GPUS) < set(KINDS.values())
+def test_every_gpu_of_the_table_is_known_by_name():
+    assert set(CHIPS) == set(GPUS) and set(GPUS) < set(TARGET_KINDS.values())
     for name, chip in CHIPS.items():
-        assert known_target(name).peaks == GPUS[name] == known_target(f"8x{name}").peaks
+        assert target_facts(name).peaks == GPUS[name] == target_facts(f"8x{name}").peaks
         assert chip.gpu.shared_memory <= 232_448

@@ -5,7 +5,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from duetto.serve.planner.roofline.hlo import Module, PoolBuffer, Walk, held, nbytes
+from duetto.serve.planner.roofline.hlo import (
+    Module,
+    ModuleExecution,
+    PoolBuffer,
+    main_memory_bytes,
+    type_bytes,
+)
 
 pytestmark = pytest.mark.as_served
 
@@ -18,7 +24,7 @@ def compiled(function, *arguments, **options) -> jax.stages.Compiled:
 
 
 def counted(text: str, **options) -> int:
-    return Walk(Module.read(text), **options).bytes
+    return ModuleExecution(Module.parse(text), **options).bytes_accessed
 
 
 @pytest.mark.parametrize(
@@ -63,23 +69,28 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert 2.8 < many / few < 3.0
 
 
-def test_a_loop_of_unknown_length_takes_what_it_is_told():
+def test_loops_of_unknown_length_take_the_given_count():
     def over(pool, n):
         return jax.lax.fori_loop(0, n, lambda i, x: x + pool[i].sum(), jnp.float32(0))
 
     text = compiled(over, TABLE, 5).as_text() or ""
     blocks = PoolBuffer(TABLE.nbytes, TABLE.nbytes, 9)
-    one, three = counted(text), counted(text, steps=3)
-    assert three - one == 2 * (counted(text, steps=2) - one) > 0
-    assert counted(text, pools=(blocks,)) == counted(text, steps=9)
+    one, three = counted(text), counted(text, default_trips=3)
+    assert three - one == 2 * (counted(text, default_trips=2) - one) > 0
+    assert counted(text, pool_buffers=(blocks,)) == counted(text, default_trips=9)
 
 
 def test_of_branches_the_cheapest_or_the_dearest_counts():
     def either(x, w, wanted):
         return jax.lax.cond(wanted, lambda: jnp.tanh(x @ w).sum(), lambda: x[0, 0])
 
-    module = Module.read(compiled(either, X, W, True).as_text() or "")
-    assert Walk(module).bytes < 4096 < W.nbytes < Walk(module, dearest=True).bytes
+    module = Module.parse(compiled(either, X, W, True).as_text() or "")
+    assert (
+        ModuleExecution(module).bytes_accessed
+        < 4096
+        < W.nbytes
+        < ModuleExecution(module, takes_costliest_branches=True).bytes_accessed
+    )
 
 
 KERNEL = """HloModule jit_step, num_partitions=2
@@ -106,14 +117,14 @@ POOL, ONE = 8 * 64 * 64 * 128 * 2, 4 * 128 * 2
     ],
     ids=["aliased", "live", "estimated", "copied"],
 )
-def test_a_kernel_touches_its_live_pages_or_what_it_says(
-    rest: str, pools: tuple[PoolBuffer, ...], bytes: int
-):
-    module = Module.read(KERNEL.replace("ALIAS", rest))
+def test_a_kernel_touches_its_live_or_declared_bytes(rest: str, pools: tuple[PoolBuffer, ...], bytes: int):
+    module = Module.parse(KERNEL.replace("ALIAS", rest))
     assert module.devices == 2
-    assert Walk(module, pools).bytes == bytes + ONE  # and the copy into fast memory reads its operand
+    assert (
+        ModuleExecution(module, pools).bytes_accessed == bytes + ONE
+    )  # and the copy into fast memory reads its operand
 
 
 def test_types_are_read_with_their_memory():
-    assert nbytes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/f32[5]{0}, pred[])") == 12 + 20 + 1
-    assert held("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[5]{0}, u32[]{:S(2)})") == 20
+    assert type_bytes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/f32[5]{0}, pred[])") == 12 + 20 + 1
+    assert main_memory_bytes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[5]{0}, u32[]{:S(2)})") == 20

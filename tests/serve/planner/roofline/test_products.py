@@ -7,9 +7,9 @@ import pytest
 from cases.targets import LAYERS, found_target, job_for
 
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import abstract_arguments, make_row
+from duetto.serve.planner.engine_plan import abstract_arguments, analyze_shape_cost
 from duetto.serve.planner.roofline.hlo import Module
-from duetto.serve.planner.roofline.products import Product, alike, products
+from duetto.serve.planner.roofline.products import Product, find_products, group_by_products
 from duetto.serve.runtime.compiled.shapes import Shape
 
 FUSION = (
@@ -30,7 +30,7 @@ OTHER = '%add = f32[8,64]{1,0} fusion(%x), kind=kLoop, calls=%inside, backend_co
 
 def module(*lines: str) -> Module:
     text = "\n".join(f"  {line}" for line in lines)
-    return Module.read(f"HloModule test\n\nENTRY %main (x: f32[8,64]) -> f32[8,64] {{\n{text}\n}}\n")
+    return Module.parse(f"HloModule test\n\nENTRY %main (x: f32[8,64]) -> f32[8,64] {{\n{text}\n}}\n")
 
 
 def fusion(kind: str, warps: int = 2) -> str:
@@ -38,7 +38,7 @@ def fusion(kind: str, warps: int = 2) -> str:
 
 
 def test_products_are_read_with_their_parts():
-    found = products(module(OTHER, fusion("f32[4,8,256]{2,1,0}"), LIBRARY, KERNEL))
+    found = find_products(module(OTHER, fusion("f32[4,8,256]{2,1,0}"), LIBRARY, KERNEL))
     assert [(p.columns, p.parts, p.kind) for p in found] == [
         (256, 4, "__triton_nested_gemm_fusion"),
         (512, 1, "__cublas$lt$matmul"),
@@ -51,23 +51,23 @@ def test_products_are_read_with_their_parts():
 def test_shapes_are_alike_where_every_product_of_a_layer_is():
     def program(parts: int, warps: int, logits: int) -> tuple[Product, ...]:
         lines = fusion(f"f32[{parts},8,256]{{2,1,0}}", warps), fusion("f32[8,999]{1,0}", logits)
-        return sum((products(module(line)) for line in lines), ())
+        return sum((find_products(module(line)) for line in lines), ())
 
     programs = {
         "a": program(4, 2, 1), "b": program(4, 2, 8), "split": program(2, 2, 1), "warps": program(4, 4, 1),
     }  # fmt: skip
-    assert alike(programs, vocabulary=999) == [["a", "b"], ["split"], ["warps"]]
+    assert group_by_products(programs, vocabulary=999) == [["a", "b"], ["split"], ["warps"]]
 
 
 @pytest.mark.extras
 @pytest.mark.usefixtures("greedy_only")
-def test_wide_prefills_for_an_h200_are_alike_and_narrow_decodes_are_not():
+def test_h200_products_are_alike_in_all_but_narrow_decodes():
     plan = job_for(found_target("h200"), "8b")
     shapes = Shape("prefill", 1, 512), Shape("prefill", 16, 32), Shape("decode", 8, 1), Shape("decode", 64, 1)
-    rows = [make_row(plan, abstract_arguments(plan), shape) for shape in shapes]
+    rows = [analyze_shape_cost(plan, abstract_arguments(plan), shape) for shape in shapes]
     found = {str(row.shape): row.facts.products for row in rows if row.facts}
     assert all(len(p) >= 5 * len(plan.config.layers) for p in found.values())
-    groups = alike(found, plan.config.vocab_size)
+    groups = group_by_products(found, plan.config.vocab_size)
     assert groups == [["prefill[1,512]", "prefill[16,32]", "decode[64,1]"], ["decode[8,1]"]]
 
 
@@ -77,9 +77,9 @@ def test_fixed_products_are_alike_at_every_number_of_rows():
     plan = job_for(found_target("h200"), "8b")
     plan = dataclasses.replace(plan, options=EngineOptions(batch_invariant_matmul=True))
     shapes = Shape("decode", 64, 1), Shape("decode", 128, 1), Shape("prefill", 1, 512)
-    rows = [make_row(plan, abstract_arguments(plan), shape) for shape in shapes]
+    rows = [analyze_shape_cost(plan, abstract_arguments(plan), shape) for shape in shapes]
     found = {str(row.shape): row.facts.products for row in rows if row.facts}
-    assert alike(found, plan.config.vocab_size) == [[str(shape) for shape in shapes]]
+    assert group_by_products(found, plan.config.vocab_size) == [[str(shape) for shape in shapes]]
     narrow, wide = "tiles_64x32x32x16", "tiles_64x64x64x8"
     expected = {(1024, narrow): 2, (4096, narrow): 3, (14336, wide): 2}
     for own in found.values():

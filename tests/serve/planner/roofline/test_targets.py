@@ -12,29 +12,30 @@ import jax.numpy as jnp
 import pytest
 from cases.targets import LAYERS, compile_for, found_target, job_for
 from fakes.greedy import greedy_programs
+from suite.marks import full
 
-from duetto.model.gpus import CAPTURED
-from duetto.model.pair import target_of
+from duetto.model.draft_pair import target_params
+from duetto.model.gpus import COMMAND_BUFFER_OPS
 from duetto.model.sharding import device_bytes
-from duetto.model.tree import nbytes
+from duetto.model.tree import tree_bytes
 from duetto.serve.host import devices
 from duetto.serve.host.devices import MEMORY_SETTINGS
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import EnginePlan, abstract_arguments, make_row
+from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments, analyze_shape_cost
 from duetto.serve.planner.roofline import targets
-from duetto.serve.planner.roofline.facts import ProgramFacts, facts
-from duetto.serve.planner.roofline.floor import pools
+from duetto.serve.planner.roofline.floor import describe_pool_buffers
 from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.program_facts import ProgramFacts, read_program_facts
 from duetto.serve.planner.roofline.targets import (
     MissingCompiler,
     TargetError,
-    described,
+    compiler_options,
     find_target,
-    here,
-    options_of,
+    local_target,
+    target_lowering,
 )
-from duetto.serve.planner.roofline.thunks import compile_thunks
-from duetto.serve.runtime.compiled.compile import StepArguments, lower, lower_deferred
+from duetto.serve.planner.roofline.thunks import compile_with_thunks
+from duetto.serve.runtime.compiled.compile import StepArguments, lower_deferred_step, lower_step
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.steps.phases import TargetOnly
 
@@ -55,7 +56,7 @@ MOST = {
     ("v6e:2x4", "0.6b", Shape("prefill", 1, 512)): (0.55, 4),
     ("v6e:2x4", "0.6b", Shape("prefill", 16, 32)): (0.79, 1),
     ("v6e:2x4", "0.6b", Shape("decode", 8, 4)): (1.02, 4),
-    ("v6e:2x4", "0.6b", Shape("decode", 64, 1)): (1.12, 7),
+    ("v6e:2x4", "0.6b", Shape("decode", 64, 1)): (1.12, 7.2),
     ("v6e:2x4", "8b", Shape("prefill", 1, 128)): (0.96, 1),
     ("v6e:2x4", "8b", Shape("decode", 64, 1)): (1.03, 1),
 }
@@ -83,13 +84,13 @@ STATES = {
     "80b in shards": ("8xh200", "qwen3-next-80b", SHARDS, 1.22, 60),
 }
 # What users may add between several devices.
-COLLECTIVES = {"xla_gpu_enable_command_buffer": f"{CAPTURED},COLLECTIVES"}
+COLLECTIVES = {"xla_gpu_enable_command_buffer": f"{COMMAND_BUFFER_OPS},COLLECTIVES"}
 
 
 def check_in_place(found: ProgramFacts, plan: EnginePlan, arguments: StepArguments) -> None:
     """All of the cache and the slots is updated in place; no pool is moved, and on accelerators no weight of
     a layer."""
-    donated, layer = (arguments.cache, arguments.slots), target_of(arguments.params).layers[0]
+    donated, layer = (arguments.cache, arguments.slots), target_params(arguments.params).layers[0]
     pool = max(map(device_bytes, jax.tree.leaves(arguments.cache)))
     assert found.aliased_leaves == len(jax.tree.leaves(donated))
     assert found.aliased >= device_bytes(donated)
@@ -107,7 +108,7 @@ def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape
     plan = job_for(found_target(target), model)
     arguments, (ratio, temporaries) = abstract_arguments(plan), MOST[target, model, shape]
     with nullcontext() if (target, model, shape) in DRAWN else greedy_programs():
-        row = make_row(plan, arguments, shape)
+        row = analyze_shape_cost(plan, arguments, shape)
     assert row.facts is not None and row.excess is not None
     check_in_place(row.facts, plan, arguments)
     assert row.excess <= ratio
@@ -119,7 +120,7 @@ def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape
 @pytest.mark.parametrize("target, model, options, ratio, temporaries", STATES.values(), ids=STATES)
 @pytest.mark.extras
 @pytest.mark.usefixtures("greedy_only")
-def test_memories_stay_where_they_lie(
+def test_recurrent_states_are_updated_in_place(
     target: str, model: str, options: EngineOptions, ratio: float, temporaries: int
 ):
     """A kernel reads and writes them once; the step is one launch."""
@@ -128,20 +129,22 @@ def test_memories_stay_where_they_lie(
     sizes = dataclasses.replace(plan.sizes, pages=(8193, 8193), shards=shards)
     plan = dataclasses.replace(plan, options=options, sizes=sizes)
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
-    with described(plan.target):
-        lowered = lower(TargetOnly(plan.config), shape, arguments, plan.sizes)
-        program, thunks = compile_thunks(lowered, options_of(plan.target) | COLLECTIVES)
+    with target_lowering(plan.target):
+        lowered = lower_step(TargetOnly(plan.config), shape, arguments, plan.sizes)
+        program, thunks = compile_with_thunks(lowered, compiler_options(plan.target) | COLLECTIVES)
     assert thunks is not None and (thunks.buffers, thunks.read_backs) == (1, 0)
-    found = facts(program, pools(shape, plan.config.layers, arguments.cache, plan.context))
+    found = read_program_facts(
+        program, describe_pool_buffers(shape, plan.config.layers, arguments.cache, plan.context)
+    )
     check_in_place(found, plan, arguments)
     print(
         "MEASURED",
         target,
         model,
-        found.bytes / make_row(plan, arguments, shape, compiled=False).work.bytes,
+        found.bytes / analyze_shape_cost(plan, arguments, shape, compiles=False).work.bytes,
         found.temporaries / 2**20,
     )
-    assert found.bytes <= ratio * make_row(plan, arguments, shape, compiled=False).work.bytes
+    assert found.bytes <= ratio * analyze_shape_cost(plan, arguments, shape, compiles=False).work.bytes
     assert found.temporaries <= temporaries * 2**20
     (memory,) = {x.shape for x in jax.tree.leaves(arguments.cache) if x.shape[-2:] == (128, 128)}
     steps = re.findall(r"= \(f32\[(\d+),(\d+),128,128\].* custom-call\(", program.as_text() or "")
@@ -153,18 +156,18 @@ def test_memories_stay_where_they_lie(
 @pytest.mark.parametrize(
     "shape, dtype, draws",
     [
-        (Shape("prefill", 1, 512), "bfloat16", True),
+        full(Shape("prefill", 1, 512), "bfloat16", True),
         (Shape("prefill", 16, 32), "float32", False),
         (Shape("decode", 8, 1), "float32", True),
-        (Shape("decode", 64, 4), "bfloat16", True),
+        full(Shape("decode", 64, 4), "bfloat16", True),
     ],
     ids=str,
 )
 def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str, draws: bool):
-    plan = job_for(here(), dtype=dtype)
+    plan = job_for(local_target(), dtype=dtype)
     arguments = abstract_arguments(plan)
     with nullcontext() if draws else greedy_programs():
-        found = facts(compile_for(plan, shape, arguments))
+        found = read_program_facts(compile_for(plan, shape, arguments))
     check_in_place(found, plan, arguments)
 
 
@@ -173,11 +176,11 @@ def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str, 
 def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
     """Writes of keys and of the slots' state have indices that are unique: nothing is sorted for them."""
     plan, draws = job_for(found_target("h200")), shape.phase == "decode"
-    with described(plan.target), nullcontext() if draws else greedy_programs():
-        lowered = lower(TargetOnly(plan.config), shape, abstract_arguments(plan), plan.sizes)
+    with target_lowering(plan.target), nullcontext() if draws else greedy_programs():
+        lowered = lower_step(TargetOnly(plan.config), shape, abstract_arguments(plan), plan.sizes)
         usual, strict = (
             lowered.compile(
-                {**options_of(plan.target), "xla_gpu_exclude_nondeterministic_ops": strict}
+                {**compiler_options(plan.target), "xla_gpu_exclude_nondeterministic_ops": strict}
             ).as_text()
             for strict in (False, True)
         )
@@ -186,15 +189,15 @@ def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
 
 
 @pytest.mark.extras
-def test_a_draw_apart_moves_what_a_whole_step_does():
+def test_deferred_sampling_moves_the_bytes_of_a_whole_step():
     """A decode in two programs: they hand over the hidden states of its rows."""
     plan = job_for(found_target("h200"))
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
     given = TargetOnly(plan.config), shape, arguments, plan.sizes
-    with described(plan.target):
-        parts = lower(*given), *lower_deferred(*given).parts
-        compiled = [part.compile(compiler_options=options_of(plan.target)) for part in parts]
-    whole, forward, draw = map(facts, compiled)
+    with target_lowering(plan.target):
+        parts = lower_step(*given), *lower_deferred_step(*given).parts
+        compiled = [part.compile(compiler_options=compiler_options(plan.target)) for part in parts]
+    whole, forward, draw = map(read_program_facts, compiled)
     assert forward.aliased_leaves == len(jax.tree.leaves(arguments.cache))
     assert draw.aliased_leaves == len(jax.tree.leaves(arguments.slots))
     assert forward.bytes + draw.bytes < 1.001 * whole.bytes
@@ -205,8 +208,8 @@ def test_a_draw_apart_moves_what_a_whole_step_does():
 def test_eight_gpus_share_the_heads():
     plan = job_for(found_target("8xh200"))
     arguments = abstract_arguments(plan)
-    assert device_bytes(arguments.cache) * 8 == nbytes(arguments.cache)
-    found = facts(compile_for(plan, Shape("decode", 8, 1), arguments))
+    assert device_bytes(arguments.cache) * 8 == tree_bytes(arguments.cache)
+    found = read_program_facts(compile_for(plan, Shape("decode", 8, 1), arguments))
     check_in_place(found, plan, arguments)
     hidden = 8 * plan.config.hidden_size * 2
     reduced = found.collectives["all-reduce"]
@@ -224,10 +227,10 @@ def test_heads_that_do_not_divide_are_refused():
 def test_facts_see_what_is_copied():
     """A control: a program that must copy what it is given, and may not write over it."""
     x = jnp.zeros((1024, 2048))
-    found = facts(jax.jit(lambda x: (x.T.reshape(-1), x + 1)).lower(x).compile())
+    found = read_program_facts(jax.jit(lambda x: (x.T.reshape(-1), x + 1)).lower(x).compile())
     assert found.aliased == found.aliased_leaves == 0
     assert [m.bytes for m in found.moved] == [x.nbytes]
-    kept = facts(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile())
+    kept = read_program_facts(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile())
     assert (kept.aliased, kept.aliased_leaves, kept.moved) == (x.nbytes, 1, ())
 
 
@@ -238,7 +241,9 @@ def test_an_unknown_target_is_refused(name: str):
 
 
 @pytest.mark.parametrize("name, package", [("h200", "jax-cuda13-plugin"), ("v6e:2x2", "libtpu")])
-def test_an_absent_compiler_is_said_with_the_remedy(name: str, package: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_absent_compiler_is_reported_with_the_remedy(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch
+):
     def version(wanted: str) -> str:
         if wanted == "jax":
             return "0.0"
@@ -249,8 +254,8 @@ def test_an_absent_compiler_is_said_with_the_remedy(name: str, package: str, mon
         find_target(name)
 
 
-def test_a_gpus_memory_is_taken_as_the_user_says_or_nearly_all_of_it(monkeypatch):
-    monkeypatch.setattr(devices, "is_started", lambda: False)
+def test_gpu_memory_is_the_users_fraction_or_most_of_it(monkeypatch):
+    monkeypatch.setattr(devices, "is_jax_initialized", lambda: False)
     for said in MEMORY_SETTINGS:
         for name in MEMORY_SETTINGS:
             monkeypatch.delenv(name, raising=False)
@@ -262,9 +267,9 @@ def test_a_gpus_memory_is_taken_as_the_user_says_or_nearly_all_of_it(monkeypatch
     assert os.environ[MEMORY_SETTINGS[0]] == "0.95" and MEMORY_SETTINGS[1] not in os.environ
 
 
-def test_nothing_is_said_to_a_jax_that_has_looked_for_devices(monkeypatch):
+def test_a_jax_that_knows_its_devices_gets_no_settings(monkeypatch):
     for name in MEMORY_SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(devices, "exists", lambda files: True)
+    monkeypatch.setattr(devices, "exists_in_dev", lambda files: True)
     devices.default_device()
     assert not {*MEMORY_SETTINGS} & set(os.environ)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from duetto.serve.planner.roofline.targets import MissingCompiler, find_target
-from duetto.serve.planner.roofline.thunks import Thunks, count
+from duetto.serve.planner.roofline.thunks import ThunkCounts, count_thunks
 
 # A process of its own, without the settings of tests.
 PROGRAMS = """
@@ -22,20 +22,20 @@ import jax.numpy as jnp
 from fakes.greedy import greedy_programs
 
 from duetto.model.config import Dense, Experts, Latent, LayerKind
-from duetto.model.heads import head_spec
-from duetto.model.pair import Pair, PairConfig
+from duetto.model.draft_head import draft_head_spec
+from duetto.model.draft_pair import Pair, PairConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import abstract
+from duetto.model.tree import shapes_from_specs
 from duetto.serve.cli.main import main
-from duetto.serve.planner.planning import abstract_params
-from duetto.serve.runtime.compiled.compile import arguments_like, lower
+from duetto.serve.planner.engine_plan import abstract_params
+from duetto.serve.runtime.compiled.compile import make_abstract_arguments, lower_step
 from duetto.serve.runtime.steps.phases import TargetOnly
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.planner.roofline.presets import PRESETS
-from duetto.serve.planner.roofline.targets import described, find_target, options_of
-from duetto.serve.planner.roofline.thunks import compile_thunks
+from duetto.serve.planner.roofline.targets import target_lowering, find_target, compiler_options
+from duetto.serve.planner.roofline.thunks import compile_with_thunks
 from duetto.serve.engine.speculation.draft_steps import DraftSpeculation
-from duetto.serve.engine.speculation.guessers import DraftModel, HeadProposer
+from duetto.serve.engine.speculation.draft_proposers import DraftModelProposer, HeadProposer
 
 main(["plan", "--shape", "135m", "--target", "h200", "--compile", "none", "--json"])
 warnings.simplefilter("ignore")  # jax cannot read back what it compiled for an absent device
@@ -55,17 +55,19 @@ def thunks(kind, phase, rows, tokens):
     pair, params, hidden = PairConfig(config), abstract_params(config, "bfloat16", target), 0
     phases = TargetOnly(config)
     if "head" in kind:
-        head, one = abstract(head_spec(config.hidden_size, 256), jnp.dtype("bfloat16")), params.embed.sharding
+        one, specs = params.embed.sharding, draft_head_spec(config.hidden_size, 256)
+        head = shapes_from_specs(specs, jnp.dtype("bfloat16"))
         head = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), head)
         params, hidden = Pair(params, head), config.hidden_size
         phases = DraftSpeculation(pair, HeadProposer(config), "coupled")
     if "draft" in kind:
         pair, params = PairConfig(config, config), Pair(params, params)
-        phases = DraftSpeculation(pair, DraftModel(config, "rejection"), "rejection")
+        phases = DraftSpeculation(pair, DraftModelProposer(config, "rejection"), "rejection")
     sizes = Sizes(4096, 64, (1024,) * len(pair.windows), 64, hidden=hidden)
-    with described(target), greedy_programs() if kind in ("latent", "experts") else nullcontext():
-        lowered = lower(phases, Shape(phase, rows, tokens), arguments_like(pair, params, sizes), sizes)
-    return asdict(compile_thunks(lowered, options_of(target))[1])
+    with target_lowering(target), greedy_programs() if kind in ("latent", "experts") else nullcontext():
+        arguments = make_abstract_arguments(pair, params, sizes)
+        lowered = lower_step(phases, Shape(phase, rows, tokens), arguments, sizes)
+    return asdict(compile_with_thunks(lowered, compiler_options(target))[1])
 
 
 for program in PROGRAMS:
@@ -108,13 +110,13 @@ condition:
 
 
 def test_a_sequence_is_read_by_its_indentation():
-    assert count(SEQUENCE) == Thunks(buffers=3, read_backs=3, kernels=3)
-    assert count(SEQUENCE, known=[9]) == Thunks(buffers=3, read_backs=2, kernels=3)
-    assert count("") == Thunks(0, 0, 0)
+    assert count_thunks(SEQUENCE) == ThunkCounts(buffers=3, read_backs=3, kernels=3)
+    assert count_thunks(SEQUENCE, counted_numbers=[9]) == ThunkCounts(buffers=3, read_backs=2, kernels=3)
+    assert count_thunks("") == ThunkCounts(0, 0, 0)
 
 
 @pytest.fixture(scope="module")
-def compiled() -> tuple[dict[str, str], dict[tuple[str, str, int, int], Thunks]]:
+def compiled() -> tuple[dict[str, str], dict[tuple[str, str, int, int], ThunkCounts]]:
     """XLA's options as a plan prints them, and the thunks of every step."""
     try:
         find_target("h200")
@@ -124,7 +126,7 @@ def compiled() -> tuple[dict[str, str], dict[tuple[str, str, int, int], Thunks]]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the fakes
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     plan, *found = map(json.loads, ran.stdout.splitlines())
-    return plan["xla_options"], {step: Thunks(**x) for step, x in zip(STEPS, found, strict=True)}
+    return plan["xla_options"], {step: ThunkCounts(**x) for step, x in zip(STEPS, found, strict=True)}
 
 
 @pytest.mark.extras
@@ -136,5 +138,5 @@ def test_a_step_is_one_command_buffer(compiled, step: tuple[str, str, int, int])
 
 
 @pytest.mark.extras
-def test_a_plan_says_what_xla_was_told(compiled):
+def test_a_plan_prints_the_options_of_xla(compiled):
     assert "WHILE" in compiled[0]["xla_gpu_enable_command_buffer"].split(",")

@@ -3,9 +3,9 @@
 import pytest
 from cases.simulated import Even, simulation
 
+from duetto.serve.planner.simulation.engine_simulation import Simulation
 from duetto.serve.planner.simulation.fleet import Fleet
-from duetto.serve.planner.simulation.offload import swap
-from duetto.serve.planner.simulation.run import Simulation
+from duetto.serve.planner.simulation.offload import attach_host_pages
 from duetto.serve.planner.workloads.traces import TraceEntry
 
 PAGE_BYTES = 1000
@@ -20,7 +20,7 @@ class ByTokens(Even):
 
 def swapping(most_bytes: int = 10**6, bandwidth: float = 10_000.0) -> Simulation:
     own = simulation(ByTokens(), pages=70, longest=1200, max_prefill_tokens=512)
-    swap(own, most_bytes, [PAGE_BYTES], bandwidth)
+    attach_host_pages(own, most_bytes, [PAGE_BYTES], bandwidth)
     return own
 
 
@@ -33,21 +33,21 @@ def hit_rate(own: Simulation) -> float:
     return Fleet([own]).serve(visits())["prefix_hit_rate"]
 
 
-def test_prompts_that_the_pools_have_lost_are_found_in_the_hosts_memory():
+def test_evicted_prompts_are_found_in_host_memory():
     without = simulation(ByTokens(), pages=70, longest=1200, max_prefill_tokens=512)
     assert hit_rate(without) == 0
     own = swapping()
     assert hit_rate(own) > 0.6  # all but the first round, and pages that are tried before rates are known
     report = own.engine.report()["tiers"]
     assert report["fetched"] > 300 and report["late"] == 0
-    assert own.is_idle and all(pool.free == 70 for pool in own.engine.tables.pools)
+    assert own.is_idle and all(pool.num_free == 70 for pool in own.engine.tables.pools)
 
 
-def test_what_the_memory_does_not_hold_is_computed():
+def test_pages_that_are_not_in_memory_are_computed():
     assert hit_rate(swapping(most_bytes=40 * PAGE_BYTES)) < 0.3
 
 
-def test_pages_come_when_the_link_has_carried_them():
+def test_pages_arrive_after_the_transfer_time():
     own, fetched, waited = swapping(), [0], [0.0]
     for i in range(12):
         found = Fleet([own]).serve([TraceEntry(own.clock() + 1, 520, 2, (i % 3,))])

@@ -10,14 +10,14 @@ from cases.weights import drawn
 from fakes.greedy import greedy_programs
 
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import abstract
+from duetto.model.tree import shapes_from_specs
 from duetto.sampling.params import SamplingParams
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.request import Request, RequestTimes
 from duetto.serve.engine.startup.start import start_engine
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.simulation.run import Simulation, prompt_of
-from duetto.serve.planner.simulation.times import StepCall
+from duetto.serve.planner.simulation.engine_simulation import Simulation, make_prompt_ids
+from duetto.serve.planner.simulation.step_times import StepCall
 from duetto.serve.planner.workloads.traces import TraceEntry
 
 TINY = replace(TWO, layers=TWO.layers[:1])
@@ -85,19 +85,19 @@ def real() -> Iterator[tuple[Engine, EngineOptions]]:
 def recorded(engine: Engine) -> Run:
     """A run of the workload by a clock of its own."""
     run, clock, coming = Run(), Ticking(), workload()
-    engine.meter.now, engine.on_end = clock, run.end
+    engine.stats.now, engine.on_request_end = clock, run.end
     engine.programs.batch = run.noting(engine.programs.batch)
-    engine.meter.on_call = lambda shape, cached, seconds: run.seconds.append(seconds)
+    engine.stats.on_call = lambda shape, cached, seconds: run.seconds.append(seconds)
     count = 0
     while coming or engine.has_work:
         run.begins.append(clock())
         while coming and coming[0].arrival <= run.begins[-1]:
             entry, count = coming.pop(0), count + 1
             params = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
-            prompt = [token % TINY.vocab_size for token in prompt_of(entry, -1 - count)]
-            end = len(prompt) + entry.output
+            prompt = [token % TINY.vocab_size for token in make_prompt_ids(entry, -1 - count)]
+            end = len(prompt) + entry.output_tokens
             own = RequestTimes(entry.arrival, now=clock)
-            engine.submit(Request(str(count), prompt, params, 0, end, arrival=count, clock=own))
+            engine.submit(Request(str(count), prompt, params, 0, end, arrival=count, times=own))
         run.plans.append([])
         if engine.has_work:
             engine.step()
@@ -107,7 +107,7 @@ def recorded(engine: Engine) -> Run:
 class Recorded:
     """Times of a run's calls, in the order in which they were made."""
 
-    stages = 1
+    num_stages = 1
 
     def __init__(self, seconds: Iterable[float]):
         self._seconds = iter(seconds)
@@ -118,17 +118,17 @@ class Recorded:
 
 def replayed(engine: Engine, options: EngineOptions, run: Run) -> Run:
     """The same workload in the simulation, whose steps begin when those of the run did."""
-    found, params = Run(), abstract(decoder_spec(TINY), "float32")
+    found, params = Run(), shapes_from_specs(decoder_spec(TINY), "float32")
     own = Simulation(
         TINY, params, options, engine.sizes, Recorded(run.seconds), "cpu", classes=engine.classes
     )
-    own.engine.on_end, own.programs.batch = found.end, found.noting(own.programs.batch)
+    own.engine.on_request_end, own.programs.batch = found.end, found.noting(own.programs.batch)
     coming = workload()
     for begin in run.begins:
         assert own.clock() <= begin, "a step took longer than in the run"
         own.clock.wait_until(begin)
         while coming and coming[0].arrival <= begin:
-            own.engine.submit(own.request_of(coming.pop(0)))
+            own.engine.submit(own.make_request(coming.pop(0)))
         found.plans.append([])
         if own.engine.has_work:
             own.engine.step()

@@ -15,16 +15,16 @@ from duetto.kvcache.pool import PagePool
 from duetto.model.config import Dense, GroupedQuery, LayerKind
 from duetto.model.sharding import Layout
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import abstract
-from duetto.serve.planner.roofline.bubbles import endless
-from duetto.serve.planner.roofline.floor import demand
+from duetto.model.tree import shapes_from_specs
+from duetto.serve.planner.roofline.bubbles import steady_bubbles
+from duetto.serve.planner.roofline.floor import program_demand
 from duetto.serve.planner.roofline.targets import GPUS
 from duetto.serve.planner.simulation.device import SimulatedStages
+from duetto.serve.planner.simulation.engine_simulation import Simulation
 from duetto.serve.planner.simulation.fleet import Fleet
-from duetto.serve.planner.simulation.run import Simulation
-from duetto.serve.planner.simulation.times import Demands, Efficiency, Roofline, StepCall
-from duetto.serve.planner.workloads.tally import SLO
-from duetto.serve.planner.workloads.traces import TraceEntry, drawn
+from duetto.serve.planner.simulation.step_times import Demands, Efficiency, RooflineTimes, StepCall
+from duetto.serve.planner.workloads.slo_stats import SLO
+from duetto.serve.planner.workloads.traces import TraceEntry, draw_requests
 from duetto.serve.runtime.compiled.shapes import Shape
 
 PERFECT = Efficiency(compute=1, memory=1, call=0, exchange=0)
@@ -37,8 +37,11 @@ def served(own: Simulation, *asked, **limits) -> dict[str, Any]:
 
 def workload(count: int = 60) -> list[TraceEntry]:
     """Requests of which some begin alike, more than the pages hold at once."""
-    entries = drawn(count, rate=0.5, prompt=70, output=50)
-    fits = (replace(e, prompt=min(e.prompt, 140), output=min(e.output, 110)) for e in entries)
+    entries = draw_requests(count, rate=0.5, prompt=70, output=50)
+    fits = (
+        replace(e, prompt_tokens=min(e.prompt_tokens, 140), output_tokens=min(e.output_tokens, 110))
+        for e in entries
+    )
     return [replace(e, blocks=(i % 3,) if i % 2 else ()) for i, e in enumerate(fits)]
 
 
@@ -52,14 +55,14 @@ def workload(count: int = 60) -> list[TraceEntry]:
         ("tiny", 99, 1, True),  # which take several steps of few rows
     ],
 )
-def test_rows_taken_together_are_those_of_the_steps_one_by_one(name, pages, shards, cpu_kernels):
+def test_merged_steps_give_the_rows_of_single_steps(name, pages, shards, cpu_kernels):
     found = []
     for together in (False, True):
         own = simulation(pages=pages, config=RANDOM[name], host=0.01, shards=shards, cpu_kernels=cpu_kernels)
-        own.together = own.together if together else None
+        own.fast_forward = own.fast_forward if together else None
         found.append(served(own, workload(), SLO(1.5, 1)))
-        assert all(pool.free == pages for pool in first_pools(own.engine.tables))
-        assert own.together is None or own.together.number > 100
+        assert all(pool.num_free == pages for pool in first_pools(own.engine.tables))
+        assert own.fast_forward is None or own.fast_forward.step_number > 100
     assert found[0] == found[1]
     assert any(name.endswith(",4]") for name in found[0]["steps"]) == cpu_kernels
     assert found[0]["requests"] == 60 and 0 < found[0]["in_time"] < 1 and found[0]["prefix_hit_rate"] > 0
@@ -78,7 +81,7 @@ def test_times_of_a_lone_request_are_those_of_its_calls():
     assert found["steps"] == {"decode[8,1]": 10, "prefill[1,128]": 1}
 
 
-def test_prompts_share_prefills_in_the_rows_of_an_engine_with_cpu_kernels():
+def test_simulated_prompts_share_prefills_as_with_cpu_kernels():
     config = replace(TINY, layers=(LayerKind(GroupedQuery(6, 2, 16), Dense(96)),))
 
     def rows(cpu_kernels: bool) -> set[int]:
@@ -88,7 +91,7 @@ def test_prompts_share_prefills_in_the_rows_of_an_engine_with_cpu_kernels():
     assert [rows(cpu_kernels) for cpu_kernels in (False, True)] == [{32}, {2}]
 
 
-def test_the_hosts_work_hides_behind_the_device_until_it_takes_longer():
+def test_host_work_overlaps_the_device_until_it_takes_longer():
     quick = served(simulation(Even(), host=0.4), [TraceEntry(0.0, 100, 41)])
     slow = served(simulation(Even(), host=1.5), [TraceEntry(0.0, 100, 41)])
     assert quick["tpot"]["p50"] == pytest.approx(1.0, rel=0.02)
@@ -105,7 +108,7 @@ def test_a_processor_that_runs_its_own_calls_hides_nothing():
     assert between(False) == pytest.approx(1.0, rel=0.05)
 
 
-def test_measured_times_are_off_their_line_as_often_as_they_were():
+def test_simulated_times_are_outliers_as_often_as_measured_ones():
     shape = Shape("decode", 8, 1)
     times = MeasuredTimes.of([(shape, 0, 1.0)] * 9 + [(shape, 0, 11.0)])
     found = [times(StepCall(shape, 8, 8, 0))[0] for _ in range(2000)]
@@ -113,14 +116,14 @@ def test_measured_times_are_off_their_line_as_often_as_they_were():
     assert sum(found) / 2000 == pytest.approx(2, rel=0.1)
 
 
-def test_a_request_that_takes_a_seat_waits_for_the_host():
+def test_an_admitted_request_waits_for_the_host():
     quick = served(simulation(Even()), [TraceEntry(0.0, 100, 11)])
     slow = served(simulation(Even(), seat=0.7), [TraceEntry(0.0, 100, 11)])
     assert slow["ttft"]["p50"] - quick["ttft"]["p50"] == pytest.approx(0.7)
     assert slow["tpot"] == quick["tpot"]
 
 
-def test_guesses_are_right_as_often_as_is_said():
+def test_draft_tokens_are_accepted_at_the_given_rate():
     def tokens_per_step(acceptance: float) -> float:
         own = simulation(Even(), acceptance=acceptance, speculative_config=SPECULATIVE)
         found = served(own, [TraceEntry(0.0, 20, 200)])
@@ -136,7 +139,7 @@ def test_guesses_are_right_as_often_as_is_said():
 def test_bubbles_of_a_pipeline_are_those_of_the_formula(micro_batches):
     own = simulation(Even(stages=2), pages=200, pipeline_parallel_size=2, micro_batches=micro_batches)
     found = served(own, [TraceEntry(0.0, 10, 200) for _ in range(8)])
-    assert found["bubbles"] == pytest.approx(endless([1.0, 1.0], micro_batches), abs=0.05)
+    assert found["bubbles"] == pytest.approx(steady_bubbles([1.0, 1.0], micro_batches), abs=0.05)
     cycle = max(1, 2 / micro_batches) * micro_batches  # of all groups
     assert found["tpot"]["p50"] == pytest.approx(cycle, rel=0.1)
 
@@ -144,27 +147,29 @@ def test_bubbles_of_a_pipeline_are_those_of_the_formula(micro_batches):
 def test_stages_do_one_call_at_a_time():
     stages = SimulatedStages(2)
     assert [stages.run(0.0, (1, 3)), stages.run(0.5, (1, 3)), stages.run(9.0, (1, 3))] == [4, 7, 13]
-    assert stages.open == 7 + 4 and stages.bubbles == pytest.approx(1 - 12 / 22)
+    assert stages.in_flight_seconds == 7 + 4 and stages.bubbles == pytest.approx(1 - 12 / 22)
 
 
-def test_a_hopeless_load_is_given_up_early():
+def test_simulations_of_an_overload_end_early():
     entries = [TraceEntry(0.0, 100, 40) for _ in range(60)]
-    found = served(simulation(Even()), entries, SLO(ttft=2.0), most_late=5)
+    found = served(simulation(Even()), entries, SLO(ttft=2.0), max_late=5)
     assert found["given_up"] and found["requests"] < 20
 
 
-def test_requests_that_are_too_long_are_left_out_and_count_as_late():
+def test_requests_that_are_too_long_count_as_late():
     found = served(simulation(Even()), [TraceEntry(0.0, 250, 10), TraceEntry(0.0, 10, 10)])
     assert (found["left_out"], found["requests"], found["in_time"]) == (1, 1, 0.5)
 
 
-def test_a_trace_is_read_as_time_passes():
+def test_trace_entries_are_read_at_their_arrivals():
     seen = []
 
     def entries():
-        for entry in drawn(300, rate=0.02, prompt=40, output=10):
+        for entry in draw_requests(300, rate=0.02, prompt=40, output=10):
             seen.append(len(own.engine.scheduler.running) + len(own.engine.scheduler.waiting))
-            yield replace(entry, prompt=min(entry.prompt, 150), output=min(entry.output, 40))
+            yield replace(
+                entry, prompt_tokens=min(entry.prompt_tokens, 150), output_tokens=min(entry.output_tokens, 40)
+            )
 
     own = simulation()
     assert served(own, entries())["requests"] == 300
@@ -182,14 +187,16 @@ def test_measured_times_grow_with_what_rows_have_in_the_cache():
 
 
 def test_the_roofline_is_the_floor_where_nothing_is_lost():
-    params = abstract(decoder_spec(TINY), jnp.dtype("bfloat16"))
+    params = shapes_from_specs(decoder_spec(TINY), jnp.dtype("bfloat16"))
     demands, peaks, shape = Demands(TINY, params, "bfloat16"), GPUS["h200"], Shape("decode", 8, 1)
 
     def seconds(cached: int, **layout: int) -> list[float]:
-        return list(Roofline(demands, peaks, Layout(**layout), PERFECT)(StepCall(shape, 8, 8, cached)))
+        return list(RooflineTimes(demands, peaks, Layout(**layout), PERFECT)(StepCall(shape, 8, 8, cached)))
 
     (own,) = seconds(8 * 256)
-    assert own == pytest.approx(demand(shape, TINY, "bfloat16", 256).floor(peaks.flops16, peaks.bandwidth))
+    assert own == pytest.approx(
+        program_demand(shape, TINY, "bfloat16", 256).floor_seconds(peaks.flops16, peaks.bandwidth)
+    )
     assert all(a < b for a, b in pairwise(seconds(8 * n)[0] for n in (0, 100, 200, 300, 5000)))
     assert own / 2 < seconds(8 * 256, tensor=2)[0] < own
     assert sum(seconds(8 * 256, stages=2)) == pytest.approx(own, rel=0.05)

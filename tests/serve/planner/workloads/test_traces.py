@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from duetto.serve.planner.workloads.traces import TraceEntry, drawn, faster, read
+from duetto.serve.planner.workloads.traces import TraceEntry, draw_requests, read_trace, speed_up
 
 LINE = '{"timestamp": %d, "input_length": 600, "output_length": 5, "hash_ids": [7, "a", 9]}\n'
 
@@ -14,22 +14,25 @@ LINE = '{"timestamp": %d, "input_length": 600, "output_length": 5, "hash_ids": [
 def test_published_forms_are_read(tmp_path: Path):
     mooncake, azure, compact = tmp_path / "m.jsonl", tmp_path / "a.csv", tmp_path / "c.csv"
     mooncake.write_text(LINE % 500 + '{"timestamp": 700, "input_length": 3, "output_length": 1}\n')
-    assert list(read(mooncake)) == [TraceEntry(0.5, 600, 5, (0, 1)), TraceEntry(0.7, 3, 1)]
+    assert list(read_trace(mooncake)) == [TraceEntry(0.5, 600, 5, (0, 1)), TraceEntry(0.7, 3, 1)]
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:15:46.5000000,374,44\n2023-11-16 18:15:50.0000000,396,109\n"
     )
-    assert list(read(azure)) == [TraceEntry(0.0, 374, 44), TraceEntry(3.5, 396, 109)]
+    assert list(read_trace(azure)) == [TraceEntry(0.0, 374, 44), TraceEntry(3.5, 396, 109)]
     compact.write_text("arrival_ms,prompt,output,blocks\n20,1600,8,4-6 1\n30,513,8,5-99999999\n")
-    assert list(read(compact)) == [TraceEntry(0.02, 1600, 8, (0, 1, 2, 3)), TraceEntry(0.03, 513, 8, (1, 2))]
+    assert list(read_trace(compact)) == [
+        TraceEntry(0.02, 1600, 8, (0, 1, 2, 3)),
+        TraceEntry(0.03, 513, 8, (1, 2)),
+    ]
 
 
 def test_a_trace_is_read_as_it_is_asked_for(tmp_path: Path):
     file = tmp_path / "m.jsonl"
     file.write_text(LINE % 0 + "{}\n")
-    assert [e.prompt for e in islice(read(file), 1)] == [600]
+    assert [e.prompt_tokens for e in islice(read_trace(file), 1)] == [600]
     with pytest.raises(ValueError, match=r"m.jsonl, line 2: Object missing required field `timestamp`: '{}'"):
-        list(read(file))
+        list(read_trace(file))
 
 
 @pytest.mark.parametrize(
@@ -52,14 +55,14 @@ def test_a_trace_is_read_as_it_is_asked_for(tmp_path: Path):
 def test_what_is_no_trace_is_refused(tmp_path: Path, name: str, text: str | bytes, error: str):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=error):
-        list(read(tmp_path / name))
+        list(read_trace(tmp_path / name))
 
 
 def test_drawn_workloads_have_their_means_and_rates():
-    entries = list(drawn(4000, rate=5.0, prompt=800, output=200))
-    assert entries == list(drawn(4000, rate=5.0, prompt=800, output=200))
-    assert sum(e.prompt for e in entries) / 4000 == pytest.approx(800, rel=0.05)
-    assert sum(e.output for e in entries) / 4000 == pytest.approx(200, rel=0.05)
+    entries = list(draw_requests(4000, rate=5.0, prompt=800, output=200))
+    assert entries == list(draw_requests(4000, rate=5.0, prompt=800, output=200))
+    assert sum(e.prompt_tokens for e in entries) / 4000 == pytest.approx(800, rel=0.05)
+    assert sum(e.output_tokens for e in entries) / 4000 == pytest.approx(200, rel=0.05)
     assert 4000 / entries[-1].arrival == pytest.approx(5, rel=0.05)
-    assert [e.arrival for e in drawn(3, math.inf, 8, 8)] == [0, 0, 0]
-    assert list(faster(entries, 2))[-1].arrival == entries[-1].arrival / 2
+    assert [e.arrival for e in draw_requests(3, math.inf, 8, 8)] == [0, 0, 0]
+    assert list(speed_up(entries, 2))[-1].arrival == entries[-1].arrival / 2

@@ -72,25 +72,26 @@ def test_a_second_start_neither_lowers_nor_probes(one_layer, first, folder, monk
     shutil.copytree(first.folder, folder, dirs_exist_ok=True)
     kept_files = list((folder / "duetto").iterdir())
     assert len(kept_files) == 6  # prefill[1,64], [2,32], decode[8,1], their classes and cost, jax's checksums
-    monkeypatch.setattr(programs, "lower", fails)
-    monkeypatch.setattr(classes, "find_classes", fails)
+    monkeypatch.setattr(programs, "lower_step", fails)
+    monkeypatch.setattr(classes, "probe_classes", fails)
     assert tokens(one_layer, folder) == first.tokens
 
 
+@pytest.mark.full
 def test_other_parameters_are_probed_again(one_layer, first, folder, monkeypatch):
     shutil.copytree(first.folder, folder, dirs_exist_ok=True)
-    monkeypatch.setattr(classes, "find_classes", fails)
+    monkeypatch.setattr(classes, "probe_classes", fails)
     other = jax.tree.map(lambda x: x * 2, one_layer.params)
     with pytest.raises(AssertionError, match="kept"):
         LLM.from_params(one_layer.config, other, compilation_cache=str(folder), **OPTIONS)
 
 
-def test_edited_code_in_a_room_makes_other_programs(tmp_path):
+def test_edited_code_of_a_package_makes_other_programs(tmp_path):
     (tmp_path / "room").mkdir()
     (file := tmp_path / "room" / "step.py").write_text("x = 1")
-    before = executable_cache.sources_hash([tmp_path])
+    before = executable_cache.hash_sources([tmp_path])
     file.write_text("x = 2")
-    assert executable_cache.sources_hash([tmp_path]) != before
+    assert executable_cache.hash_sources([tmp_path]) != before
 
 
 def test_damaged_files_are_made_anew(one_layer, first, folder):
@@ -101,6 +102,7 @@ def test_damaged_files_are_made_anew(one_layer, first, folder):
     assert tokens(one_layer, folder) == first.tokens
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_written_keeps_nothing(one_layer, first, folder):
     (folder / "duetto").write_text("in the way")
     assert tokens(one_layer, folder) == tokens(one_layer, folder) == first.tokens
@@ -111,7 +113,7 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
 
     def key(phase: str = "decode", size: int = 8, dtype=jnp.float32, config=tiny.config) -> str | None:
         arguments = {"x": jax.ShapeDtypeStruct((size,), dtype, sharding=here)}
-        return executable_cache.key(TargetOnly(config), phase, arguments)
+        return executable_cache.executable_key(TargetOnly(config), phase, arguments)
 
     plain = key()
     assert plain == key()
@@ -124,7 +126,7 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
     ]
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     found.append(key())
-    monkeypatch.setattr(executable_cache, "traced", lambda: "edited")
+    monkeypatch.setattr(executable_cache, "imported_sources_hash", lambda: "edited")
     found.append(key())
     assert len(set(found)) == len(found)
 
@@ -132,17 +134,19 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
 @pytest.fixture
 def seats(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     """Sizes of an engine whose programs are none, as on an H200."""
-    small = [SimpleNamespace(compile=dict)] * programs.SMALL
-    monkeypatch.setattr(programs, "gpu_of", lambda device: Gpu("NVIDIA H200", (9, 0)))
-    monkeypatch.setattr(programs, "lower", lambda *_: None)
-    monkeypatch.setattr(programs.Programs, "_small", lambda self: small)
+    small = [SimpleNamespace(compile=dict)] * programs.NUM_SMALL_PROGRAMS
+    monkeypatch.setattr(programs, "gpu_from_device", lambda device: Gpu("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(programs, "lower_step", lambda *_: None)
+    monkeypatch.setattr(programs.Programs, "_lower_small", lambda self: small)
     return Sizes(max_model_len=64, max_num_seqs=128, pages=(16,), page_size=64)
 
 
 def test_steps_of_the_contract_are_compiled_and_stored_by_themselves(tiny, seats, monkeypatch):
     """On a GPU, where their products must not be split."""
     given = []
-    monkeypatch.setattr(executable_cache, "compile", lambda *key_and_options: given.append(key_and_options))
+    monkeypatch.setattr(
+        executable_cache, "compile_and_store", lambda *key_and_options: given.append(key_and_options)
+    )
     shapes = [Shape("decode", rows, 1) for rows in (64, 128)]
     for reproducible in (False, True):
         programs.Programs(TargetOnly(tiny.config), tiny.params, seats, shapes, reproducible=reproducible)
@@ -150,13 +154,13 @@ def test_steps_of_the_contract_are_compiled_and_stored_by_themselves(tiny, seats
     assert len(given) == 4 and len(keys) == 3 and sum(has_triton_alone for _, has_triton_alone in keys) == 1
 
 
-def test_a_step_that_has_no_program_without_cublas_has_one_with_it(tiny, seats, monkeypatch, caplog):
+def test_steps_that_cannot_do_without_cublas_use_it(tiny, seats, monkeypatch, caplog):
     def compile(key, lowered, options):
         if "TRITON" in str(options):
             raise jax.errors.JaxRuntimeError("NOT_FOUND: no backend")
         return "with cuBLAS"
 
-    monkeypatch.setattr(executable_cache, "compile", compile)
+    monkeypatch.setattr(executable_cache, "compile_and_store", compile)
     shape = Shape("decode", 128, 1)
     made = programs.Programs(TargetOnly(tiny.config), tiny.params, seats, [shape], reproducible=True)
     assert made.steps == {shape: "with cuBLAS"}
@@ -166,25 +170,25 @@ def test_a_step_that_has_no_program_without_cublas_has_one_with_it(tiny, seats, 
 def test_phases_of_code_that_is_not_hashed_have_no_key(tiny):
     @dataclass(frozen=True)
     class Foreign(TargetOnly):
-        """Of a module that `TRACED` does not name."""
+        """Of a module that `TRACED_MODULES` does not name."""
 
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     arguments = [jax.ShapeDtypeStruct((1,), jnp.float32, sharding=device)]
-    assert executable_cache.key(TargetOnly(tiny.config), "decode", arguments) is not None
-    assert executable_cache.key(Foreign(tiny.config), "decode", arguments) is None
+    assert executable_cache.executable_key(TargetOnly(tiny.config), "decode", arguments) is not None
+    assert executable_cache.executable_key(Foreign(tiny.config), "decode", arguments) is None
 
 
-def test_a_program_of_code_that_was_edited_since_the_import_is_not_kept(folder, monkeypatch):
+def test_programs_of_code_edited_after_import_are_not_stored(folder, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    executable_cache.compile("same", jax.jit(lambda x: 2 * x).lower(jnp.ones(3)))
-    monkeypatch.setattr(executable_cache, "hash_of_traced", lambda: "edited")
-    executable_cache.compile("edited", jax.jit(lambda x: 3 * x).lower(jnp.ones(3)))
-    assert executable_cache.read_bytes("same") and not executable_cache.read_bytes("edited")
+    executable_cache.compile_and_store("same", jax.jit(lambda x: 2 * x).lower(jnp.ones(3)))
+    monkeypatch.setattr(executable_cache, "hash_traced_sources", lambda: "edited")
+    executable_cache.compile_and_store("edited", jax.jit(lambda x: 3 * x).lower(jnp.ones(3)))
+    assert executable_cache.read_entry("same") and not executable_cache.read_entry("edited")
 
 
 def test_nothing_is_kept_without_a_cache(folder):
     jax.config.update("jax_compilation_cache_dir", None)
-    assert executable_cache.folder() is None
-    executable_cache.write("key", 1)
-    assert executable_cache.read("key", int) is None
-    assert executable_cache.combined(["a", None]) is None
+    assert executable_cache.program_folder() is None
+    executable_cache.write_record("key", 1)
+    assert executable_cache.read_record("key", int) is None
+    assert executable_cache.combine_keys(["a", None]) is None

@@ -10,34 +10,34 @@ import pytest
 from duetto.cpu_kernels.library import KernelLibrary
 from duetto.kvcache.pages import page_bytes
 from duetto.model.config import ModelConfig
-from duetto.model.pair import PairConfig
-from duetto.model.weights import prepared
+from duetto.model.draft_pair import PairConfig
+from duetto.model.weights import device_forms
 from duetto.serve.host.devices import MEMORY_FRACTION
 from duetto.serve.options.checks import round_up
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.planner.planning import abstract_params
-from duetto.serve.planner.roofline.targets import here
+from duetto.serve.planner.engine_plan import abstract_params
+from duetto.serve.planner.roofline.targets import local_target
 from duetto.serve.runtime.compiled.shapes import (
-    Canonical,
+    CanonicalShapes,
     Sizes,
-    decided,
-    shape_of_one,
-    shared_row,
-    table,
+    resolve_cpu_options,
+    shape_table,
+    shared_prefill_row_tokens,
+    single_prompt_shape,
 )
-from duetto.serve.runtime.compiled.sizing import choose_sizes, group_pages
+from duetto.serve.runtime.compiled.sizing import choose_sizes, pages_by_window
 
 GIB = 1 << 30
 
 
 def shapes(platform: str, **options: object) -> dict[str, list[tuple[int, int]]]:
     chosen = EngineOptions(**options)
-    found = table(chosen, Sizes(4096, chosen.seats, (64,), 64), shared=True, platform=platform)
+    found = shape_table(chosen, Sizes(4096, chosen.num_slots, (64,), 64), can_share=True, platform=platform)
     phases = ("prefill", "decode", "verify")
     return {phase: [(s.rows, s.tokens) for s in found if s.phase == phase] for phase in phases}
 
 
-def test_shapes_of_a_cpu_are_narrow_and_those_of_an_accelerator_wide():
+def test_cpu_shapes_are_narrow_and_accelerator_shapes_are_wide():
     load = {"max_num_seqs": 256, "max_prefill_tokens": 2048}
     cpu, gpu = shapes("cpu", **load), shapes("gpu", **load)
     assert cpu["decode"][0] == (8, 1) and cpu["prefill"][0] == (1, 64)
@@ -52,7 +52,7 @@ def test_without_the_contract_an_accelerator_has_narrow_ones_too():
     assert found["decode"][0] == (1, 1) and found["prefill"][0] == (1, 64)
 
 
-def test_fixed_products_let_an_accelerator_be_as_narrow_as_a_cpu_under_the_contract():
+def test_batch_invariant_matmul_gives_accelerators_the_shapes_of_cpus():
     load = {"max_num_seqs": 64, "max_prefill_tokens": 512}
     cpu = shapes("cpu", **load)
     wide = {"prefill": [s for s in cpu["prefill"] if s not in ((2, 32), (4, 32))]}
@@ -61,26 +61,30 @@ def test_fixed_products_let_an_accelerator_be_as_narrow_as_a_cpu_under_the_contr
 
 
 def test_shapes_are_narrow_where_kernels_of_a_cpu_were_packed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prepared, "library", lambda: KernelLibrary(("avx2",)))
+    monkeypatch.setattr(device_forms, "load_library", lambda: KernelLibrary(("avx2",)))
     config = ModelConfig.uniform(256, 64, 128, 2, 4, 2, 16, 512)
 
     def narrowest(dtype: Any) -> int:
         options = EngineOptions(max_num_seqs=8, cpu_kernels=True)
-        params = prepared.prepared(abstract_params(config, dtype, here()), False, cpu_kernels=True)
-        found = table(decided(options, params), Sizes(512, 8, (64,), 64), True, "cpu")
+        params = device_forms.convert_to_device_forms(
+            abstract_params(config, dtype, local_target()), False, cpu_kernels=True
+        )
+        found = shape_table(resolve_cpu_options(options, params), Sizes(512, 8, (64,), 64), True, "cpu")
         return min(shape.rows for shape in found if shape.phase == "decode")
 
     assert [narrowest(dtype) for dtype in (jnp.bfloat16, jnp.float32, jnp.float16)] == [1, 1, 8]
 
 
-def test_kernels_of_a_cpu_take_several_steps_of_few_rows_of_a_small_model(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prepared, "library", lambda: KernelLibrary(("avx2",)))
+def test_cpu_kernels_run_several_steps_of_small_models(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_forms, "load_library", lambda: KernelLibrary(("avx2",)))
 
     def several(layers: int, **options: Any) -> set[tuple[int, int]]:
         config = ModelConfig.uniform(256, 2048, 8192, layers, 16, 4, 128, 512)
         chosen = EngineOptions(max_num_seqs=8, cpu_kernels=True, **options)
-        params = prepared.prepared(abstract_params(config, jnp.bfloat16, here()), False, cpu_kernels=True)
-        found = table(decided(chosen, params), Sizes(512, 8, (64,), 64), True, "cpu")
+        params = device_forms.convert_to_device_forms(
+            abstract_params(config, jnp.bfloat16, local_target()), False, cpu_kernels=True
+        )
+        found = shape_table(resolve_cpu_options(chosen, params), Sizes(512, 8, (64,), 64), True, "cpu")
         return {(s.rows, s.tokens) for s in found if s.phase == "decode" and s.tokens > 1}
 
     assert several(8) == {(1, 4), (2, 4), (4, 4)}
@@ -89,44 +93,44 @@ def test_kernels_of_a_cpu_take_several_steps_of_few_rows_of_a_small_model(monkey
     assert several(9, decode_steps=3) == {(1, 3), (2, 3), (4, 3), (8, 3)}
 
 
-def test_prompts_share_prefills_in_short_rows_where_kernels_of_a_cpu_read_all_keys():
+def test_prompts_share_short_rows_where_cpu_kernels_read_all_keys():
     config = ModelConfig.uniform(256, 64, 128, 2, 4, 2, 16, 512)
     options = EngineOptions(max_num_seqs=8, max_prefill_tokens=128, cpu_kernels=True)
 
     def row(options: EngineOptions, kv_cache_dtype: str) -> int:
-        return shared_row(options, config.layers, kv_cache_dtype, jnp.float32)
+        return shared_prefill_row_tokens(options, config.layers, kv_cache_dtype, jnp.float32)
 
     assert row(options, "int8") == row(replace(options, cpu_kernels=False), "auto") == 32
-    found = table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "auto"))
+    found = shape_table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "auto"))
     prefills = [(s.rows, s.tokens) for s in found if s.phase == "prefill"]
     alone = [(1, 16), (1, 32), (1, 64), (1, 128)]
     assert prefills == [*alone, (16, 2), (24, 2), (32, 2), (48, 2), (64, 2)]
     lengths = 10, 30, 33, 48, 49, 96, 97, 128, 500  # of a prompt that is alone: rows where they pad it least
     kept = [(1, 16), (1, 32), (24, 2), (24, 2), (1, 64), (48, 2), (1, 128), (1, 128), (1, 128)]
-    one = [shape_of_one(tuple(s for s in found if s.phase == "prefill"), n) for n in lengths]
+    one = [single_prompt_shape(tuple(s for s in found if s.phase == "prefill"), n) for n in lengths]
     assert [(s.rows, s.tokens) for s in one] == kept
-    found = table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "int8"))
+    found = shape_table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "int8"))
     prefills = [(s.rows, s.tokens) for s in found if s.phase == "prefill"]
     assert prefills == [(1, 16), (1, 32), (1, 64), (1, 128), (2, 32), (4, 32)]
 
 
-def test_guesses_are_verified_by_as_many_tokens_as_a_decode_has_rows():
+def test_verifications_have_the_widths_of_decodes():
     guesses = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 7}}
     options = EngineOptions(max_num_seqs=64, **guesses)
     found = [
         shape
-        for shape in table(options, Sizes(4096, 64, (64,), 64), shared=True, platform="gpu")
+        for shape in shape_table(options, Sizes(4096, 64, (64,), 64), can_share=True, platform="gpu")
         if shape.phase == "verify"
     ]
     assert [shape.area for shape in found] == [64, 128, 256]
     assert all((shape.rows, shape.tokens) == (64, 8) for shape in found)
 
 
-def test_what_guesses_beside_the_model_does_not_do_so_for_all_seats():
+def test_draft_models_have_verifications_of_few_rows_too():
     config = {"method": "draft_model", "model": "x", "num_speculative_tokens": 3}
     options = EngineOptions(max_num_seqs=8, speculative_config=config)
-    found = table(options, Sizes(4096, 8, (64,), 64), shared=True, platform="cpu")
-    verify = [(s.rows, s.packed) for s in found if s.phase == "verify"]
+    found = shape_table(options, Sizes(4096, 8, (64,), 64), can_share=True, platform="cpu")
+    verify = [(s.rows, s.packed_tokens) for s in found if s.phase == "verify"]
     assert verify == [(1, 8), (2, 16), (4, 32), (8, 8), (8, 16), (8, 32)]
 
 
@@ -138,12 +142,12 @@ def test_canonical_shapes_are_in_the_table(seats: int, prefill: int):
     others = replace(options, prefill_buckets=buckets), replace(options, batch_invariant_matmul=True)
     both = replace(options, prefill_buckets=buckets, batch_invariant_matmul=True)
     for platform, chosen in product(("cpu", "gpu", "tpu"), (options, *others, both)):
-        canonical = Canonical.on(platform, chosen, sizes)
-        assert set(canonical) <= set(table(chosen, sizes, True, platform))
-        assert canonical.decode.tokens == canonical.prefill.rows == 1
+        canonical = CanonicalShapes.choose(platform, chosen, sizes)
+        assert set(canonical) <= set(shape_table(chosen, sizes, True, platform))
+        assert canonical.decode_shape.tokens == canonical.prefill_shape.rows == 1
 
 
-def test_a_bucket_that_was_asked_for_stays_beside_the_canonical_one():
+def test_requested_buckets_stay_beside_the_canonical_one():
     found = shapes("gpu", max_prefill_tokens=1024, prefill_buckets=(64, 768, 1024))["prefill"]
     assert [tokens for rows, tokens in found if rows == 1] == [64, 512, 768, 1024]
 
@@ -153,9 +157,9 @@ def test_a_bucket_that_was_asked_for_stays_beside_the_canonical_one():
     [(None, 32, 512), (16 * GIB, 64, 512), (40 * GIB, 128, 1024), (75 * GIB, 256, 2048)],
 )
 def test_the_load_follows_the_memory_unless_it_is_chosen(memory: int | None, seats: int, tokens: int):
-    found = EngineOptions().on(memory)
+    found = EngineOptions().with_device_load(memory)
     assert (found.max_num_seqs, found.max_prefill_tokens) == (seats, tokens)
-    mine = EngineOptions(max_num_seqs=3, prefill_buckets=(64, 192)).on(memory)
+    mine = EngineOptions(max_num_seqs=3, prefill_buckets=(64, 192)).with_device_load(memory)
     assert (mine.max_num_seqs, mine.max_prefill_tokens) == (3, 192)
 
 
@@ -163,9 +167,13 @@ def test_eighty_gib_hold_fifty_of_keys_beside_an_8b_model():
     """Qwen3-8B in bfloat16, with what is chosen for such a card."""
     config = ModelConfig.uniform(151936, 4096, 12288, 36, 32, 8, 128, 40960)
     memory = int(85_000_000_000 * MEMORY_FRACTION)
-    options = EngineOptions().on(memory)
-    sizes = choose_sizes(PairConfig(config), options, abstract_params(config, jnp.bfloat16, here()), memory)
-    (pages,) = group_pages(config.layers, options, sizes.max_model_len, sizes.pages[0], sizes.stride)
+    options = EngineOptions().with_device_load(memory)
+    sizes = choose_sizes(
+        PairConfig(config), options, abstract_params(config, jnp.bfloat16, local_target()), memory
+    )
+    (pages,) = pages_by_window(
+        config.layers, options, sizes.max_model_len, sizes.pages[0], sizes.state_stride
+    )
     (page,) = page_bytes(config.layers, sizes.page_size, jnp.bfloat16)
     assert sizes.max_num_seqs == 256 and pages * page >= 50 * GIB
 
@@ -173,7 +181,7 @@ def test_eighty_gib_hold_fifty_of_keys_beside_an_8b_model():
 def test_a_cache_in_eight_bits_holds_twice_the_tokens():
     """Where the memory says how many there are, but for the scales: one of 16 bits for 128 numbers."""
     config = ModelConfig.uniform(151936, 4096, 12288, 36, 32, 8, 128, 40960)
-    params = abstract_params(config, jnp.bfloat16, here())
+    params = abstract_params(config, jnp.bfloat16, local_target())
 
     def tokens(kv_cache_dtype: str) -> int:
         options = EngineOptions(kv_cache_dtype=kv_cache_dtype, max_num_seqs=64)

@@ -8,31 +8,36 @@ import jax
 import jax.numpy as jnp
 import pytest
 from cases.models import RANDOM
+from suite.marks import full
 
 import duetto
-from duetto.model.pair import PairConfig
+from duetto.model.draft_pair import PairConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import abstract
+from duetto.model.tree import shapes_from_specs
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.compile import arguments_like, lower
+from duetto.serve.runtime.compiled.compile import lower_step, make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.steps.phases import TargetOnly
 
 ROOT = Path(duetto.__file__).parent
-TOPS = [place for name in executable_cache.LIBRARY for place in map(Path, executable_cache.places(name))]
+TOPS = [
+    place
+    for name in executable_cache.LIBRARY_MODULES
+    for place in map(Path, executable_cache.module_paths(name))
+]
 # Where programs are lowered or compared, and measurements kept.
 BEGINNINGS = (
     "serve.engine.speculation.draft_steps",
+    "serve.engine.startup.bfloat16_gain",
     "serve.engine.startup.kernel_cases",
     "serve.engine.startup.kernel_checks",
-    "serve.engine.startup.trial",
     "serve.runtime.compiled.compile",
     "serve.runtime.compiled.transfers",
     "serve.runtime.equal_bits.warmup",
     "serve.runtime.pipeline.programs",
 )
 # What these say reaches a program by its key and its arguments alone: no step is traced from them.
-BESIDE = ("serve.host", "serve.options", "refusals", "fields", "neutral", "user_folders")
+BESIDE = ("serve.host", "serve.options", "refusals", "option_fields", "neutral_values", "user_folders")
 APART = ("cli", "server", "jobs", "llm", "text", "planner")  # whose edits compile nothing anew
 
 
@@ -83,44 +88,46 @@ def within(module: str, names: tuple[str, ...]) -> str | None:
 
 def test_the_table_is_what_the_import_graph_of_steps_says():
     found = {
-        module: within(module, executable_cache.TRACED) for module in reached() if not within(module, BESIDE)
+        module: within(module, executable_cache.TRACED_MODULES)
+        for module in reached()
+        if not within(module, BESIDE)
     }
     assert [module for module, entry in found.items() if entry is None] == []
-    assert set(found.values()) == set(executable_cache.TRACED)
+    assert set(found.values()) == set(executable_cache.TRACED_MODULES)
 
 
 def test_no_step_reaches_what_serves_or_plans():
     apart = tuple(f"serve.{door}" for door in APART)
     assert [module for module in reached() if within(module, apart)] == []
-    assert not any(within(entry, apart) for entry in executable_cache.TRACED)
+    assert not any(within(entry, apart) for entry in executable_cache.TRACED_MODULES)
 
 
-@pytest.mark.parametrize("name", ["tiny", "recurrent"])
+@pytest.mark.parametrize("name", ["tiny", full("recurrent")])
 def test_a_step_calls_no_other_code_while_it_is_traced(name):
     config, device = RANDOM[name], jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = abstract(decoder_spec(config), jnp.float32, device)
+    params = shapes_from_specs(decoder_spec(config), jnp.float32, device)
     sizes = Sizes(64, 8, (16,) * len(PairConfig(config).windows), 16)
-    arguments = arguments_like(PairConfig(config), params, sizes)
+    arguments = make_abstract_arguments(PairConfig(config), params, sizes)
     called: set[str] = set()
     before = sys.getprofile()
     sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_filename))
     try:
         for shape in (Shape("prefill", 1, 16), Shape("decode", 8, 1)):
-            lower(TargetOnly(config), shape, arguments, sizes)
+            lower_step(TargetOnly(config), shape, arguments, sizes)
     finally:
         sys.setprofile(before)
-    counter = "serve.engine.metrics.meter"  # jax calls its listener at each compilation
+    counter = "serve.engine.metrics.stats"  # jax calls its listener at each compilation
     modules = {module_of(Path(file)) for file in called} - {None, counter}
     assert "serve.runtime.steps.step" in modules
-    assert {module for module in modules if not within(module, executable_cache.TRACED)} == set()
+    assert {module for module in modules if not within(module, executable_cache.TRACED_MODULES)} == set()
 
 
 def test_edits_of_traced_code_count_and_others_do_not(tmp_path, monkeypatch):
     for name in ("step", "router"):
         (tmp_path / f"{name}.py").write_text("x = 1")
-    monkeypatch.setattr(executable_cache, "places", lambda name: [tmp_path / "step.py"])
-    before = executable_cache.traced.__wrapped__()
+    monkeypatch.setattr(executable_cache, "module_paths", lambda name: [tmp_path / "step.py"])
+    before = executable_cache.imported_sources_hash.__wrapped__()
     (tmp_path / "router.py").write_text("x = 2")
-    assert executable_cache.traced.__wrapped__() == before
+    assert executable_cache.imported_sources_hash.__wrapped__() == before
     (tmp_path / "step.py").write_text("x = 2")
-    assert executable_cache.traced.__wrapped__() != before
+    assert executable_cache.imported_sources_hash.__wrapped__() != before

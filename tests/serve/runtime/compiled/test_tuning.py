@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from duetto.serve.runtime.compiled.tuning import tuning
+from duetto.serve.runtime.compiled.tuning import tuning_hash
 
 GEMM = '%{name} = f32[8,64]{{1,0}} fusion(%x), backend_config={{"num_warps":"{warps}"}}, metadata={{}}'
 CODE = '%attend = f32[8,64]{1,0} custom-call(%x), backend_config={name = "attend", ir = "..."}'
@@ -20,4 +20,4 @@ def test_names_and_order_do_not_matter_and_settings_do():
     one = program(gemm("a", 2), gemm("b", 4), CODE), program(gemm("c", 8))
     same = program(gemm("z", 8)), program(CODE, gemm("b.1", 4), gemm("a.1", 2))
     other = program(gemm("a", 2), gemm("b", 2), CODE), program(gemm("c", 8))
-    assert tuning(one) == tuning(same) != tuning(other)
+    assert tuning_hash(one) == tuning_hash(same) != tuning_hash(other)

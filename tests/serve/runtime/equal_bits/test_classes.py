@@ -10,43 +10,45 @@ from suite.fixtures import Model
 
 from duetto import LLM
 from duetto.kvcache.pages import KVCache
-from duetto.serve.runtime.compiled.shapes import Canonical, Shape
-from duetto.serve.runtime.equal_bits.probe import TEXTS, Probe, Runs, Written, finish
+from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape
+from duetto.serve.runtime.equal_bits.probe import MAX_TEXTS, Probe, ProbeResult, Runs, run_to_completion
 
-CANONICAL, OTHER = Canonical(Shape("prefill", 1, 64), Shape("decode", 8, 1)), Shape("prefill", 4, 32)
+CANONICAL, OTHER = CanonicalShapes(Shape("prefill", 1, 64), Shape("decode", 8, 1)), Shape("prefill", 4, 32)
 
 
 class Rounded(Probe):
     """A model whose two shapes write other bits for one text only."""
 
     def __init__(self, pool: jax.Array, differs: int):
-        self.tokens, self.pool_, self.differs, self.canonical = 128, pool, differs, CANONICAL
-        self.forget()
+        self.compared_tokens, self.pool_, self.differs, self.canonical = 128, pool, differs, CANONICAL
+        self.clear_results()
 
     @property
     def _cache(self) -> KVCache:
         return KVCache((self.pool_,), (None,))
 
-    def _pools(self, cache: KVCache) -> Iterator[tuple[jax.Array, int]]:
+    def _layer_pools(self, cache: KVCache) -> Iterator[tuple[jax.Array, int]]:
         yield self.pool_, 0
 
     def _is_state(self, window: int) -> bool:
         return False
 
-    def prefill(self, shape: Shape, tokens: int, text: int = 0) -> Runs[Written]:
+    def run_prefill(self, shape: Shape, tokens: int, text: int = 0) -> Runs[ProbeResult]:
         yield
-        return Written(b"other" if text == self.differs and shape != CANONICAL.prefill else b"same", {})
+        return ProbeResult(
+            b"other" if text == self.differs and shape != CANONICAL.prefill_shape else b"same", {}
+        )
 
 
-@pytest.mark.parametrize("differs", [0, 5, TEXTS - 1, TEXTS])
+@pytest.mark.parametrize("differs", [0, 5, MAX_TEXTS - 1, MAX_TEXTS])
 def test_a_small_model_is_probed_with_many_texts(differs: int):
     small = Rounded(jnp.zeros((1, 4, 64, 16), jnp.bfloat16), differs)
-    assert finish(small.agrees(OTHER)) == (differs == TEXTS)
-    assert finish(small.agrees(CANONICAL.prefill))
+    assert run_to_completion(small.matches_canonical(OTHER)) == (differs == MAX_TEXTS)
+    assert run_to_completion(small.matches_canonical(CANONICAL.prefill_shape))
 
 
 def test_a_large_model_is_probed_with_one():
-    assert finish(Rounded(jnp.zeros((128, 1, 1, 128), jnp.bfloat16), 1).agrees(OTHER))
+    assert run_to_completion(Rounded(jnp.zeros((128, 1, 1, 128), jnp.bfloat16), 1).matches_canonical(OTHER))
 
 
 @greedy_programs()
@@ -56,6 +58,6 @@ def test_prefills_of_more_rows_than_slots_serve(one_layer: Model):
         assert Shape("prefill", 2, 32) in llm.engine.classes.prefill
 
 
-def test_numbers_that_are_not_rounded_tell_sooner():
+def test_unrounded_numbers_reveal_differences_sooner():
     whole = Rounded(jnp.zeros((1, 4, 64, 16), jnp.float32), 40)
-    assert finish(whole.agrees(OTHER))
+    assert run_to_completion(whole.matches_canonical(OTHER))

@@ -9,15 +9,16 @@ from typing import Any
 
 import jax
 import pytest
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
 from duetto.kvcache.tables import PageTables
 from duetto.serve.engine.startup import start
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
-from duetto.serve.runtime.compiled.shapes import Canonical, Shape
+from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape
 from duetto.serve.runtime.equal_bits.probe import Probe
-from duetto.serve.runtime.equal_bits.warmup import Warmup, first_shapes, in_turn
+from duetto.serve.runtime.equal_bits.warmup import Warmup, compile_order, first_shapes
 
 SIZES = {"max_num_seqs": 16, "max_prefill_tokens": 64, "max_model_len": 256, "page_size": 16}
 MORE = SIZES | {"max_prefill_tokens": 128}  # two programs more
@@ -61,7 +62,7 @@ def warm(one_layer) -> Iterator[LLM]:
 
 
 def answers(llm: LLM) -> list[Any]:
-    llm.engine.tables.forget()
+    llm.engine.tables.reset_prefix_cache()
     found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     return [(list(o.outputs[0].token_ids), o.outputs[0].logprobs) for o in found]
 
@@ -78,7 +79,7 @@ def steps(llm: LLM) -> set[str]:
     return set(llm.report()["steps"])
 
 
-def test_it_answers_before_its_table_is_there(cold, warm, gate):
+def test_requests_are_answered_before_all_programs_are_compiled(cold, warm, gate):
     first = {"prefill[1,64]", "decode[8,1]"}
     assert set(cold.report()["compiled_at"]) == first == set(cold.report()["serving_since"])
     assert answers(cold) == answers(warm) and steps(cold) == first
@@ -91,7 +92,7 @@ def test_it_answers_before_its_table_is_there(cold, warm, gate):
     assert cold.engine.tables.occupancy == 0 and cold.report()["compilations"] == 0
 
 
-def test_shapes_join_between_the_steps_of_what_runs(cold, warm, gate):
+def test_shapes_are_added_between_running_steps(cold, warm, gate):
     expected = answers(warm)
     gate.open.set()
     while cold.engine.warmup is not None:
@@ -99,7 +100,8 @@ def test_shapes_join_between_the_steps_of_what_runs(cold, warm, gate):
     assert cold.engine.classes == warm.engine.classes and answers(cold) == expected
 
 
-def test_what_cannot_be_compiled_is_left_out(cold, warm, gate, caplog):
+@pytest.mark.full
+def test_programs_that_cannot_be_compiled_are_left_out(cold, warm, gate, caplog):
     gate.broken.add("decode[16,1]")
     gate.open.set()
     wait(cold)
@@ -108,7 +110,7 @@ def test_what_cannot_be_compiled_is_left_out(cold, warm, gate, caplog):
     assert answers(cold) == answers(warm)
 
 
-@pytest.mark.parametrize("serving", [True, False])
+@pytest.mark.parametrize("serving", [True, full(False)])
 def test_a_device_that_fails_while_it_compares(cold, warm, gate, monkeypatch, serving):
     """However often it fails: no caller hears of it, and the first programs go on."""
     run, expected = Programs.run, answers(warm)
@@ -128,8 +130,9 @@ def test_a_device_that_fails_while_it_compares(cold, warm, gate, monkeypatch, se
     assert answers(cold) == expected and cold.engine.tables.occupancy == 0
 
 
-@pytest.mark.parametrize("broken", ["__init__", "same_bits"])
-def test_what_cannot_be_compared_at_all(one_layer, gate, warm, monkeypatch, caplog, broken):
+@pytest.mark.full
+@pytest.mark.parametrize("broken", ["__init__", "prefill_matches_decode"])
+def test_programs_that_cannot_be_compared_are_left_out(one_layer, gate, warm, monkeypatch, caplog, broken):
     def fails(*_: Any, **__: Any) -> Any:
         raise ValueError("nothing to read with")
 
@@ -141,7 +144,7 @@ def test_what_cannot_be_compared_at_all(one_layer, gate, warm, monkeypatch, capl
         assert answers(llm) == answers(warm) and llm.engine.tables.occupancy == 0
 
 
-def test_a_stop_token_leaves_no_step_in_the_way(cold, gate):
+def test_warm_up_goes_on_after_a_stop_token(cold, gate):
     """The step after a stop token is on its way already when its request ends."""
     (output,) = cold.generate([PROMPTS[0]], PARAMS, use_tqdm=False)
     stop = output.outputs[0].token_ids[4]
@@ -152,10 +155,11 @@ def test_a_stop_token_leaves_no_step_in_the_way(cold, gate):
     assert not cold.engine.has_work
 
 
+@pytest.mark.full
 def test_what_another_thread_compiles_meanwhile_is_compared_too(one_layer, warm, early, monkeypatch):
     """Of several threads one may take a shape, the largest, before the pages are counted that comparing
     takes."""
-    prepare, add = Warmup._prepare, Programs.add
+    prepare, add = Warmup._make_probe, Programs.add
     taken, counted = threading.Event(), threading.Event()
 
     def late(warmup: Warmup) -> None:
@@ -168,9 +172,9 @@ def test_what_another_thread_compiles_meanwhile_is_compared_too(one_layer, warm,
         assert counted.wait(PATIENCE)
         add(programs, shape)
 
-    monkeypatch.setattr(Warmup, "_prepare", late)
+    monkeypatch.setattr(Warmup, "_make_probe", late)
     monkeypatch.setattr(Programs, "add", slow)
-    monkeypatch.setattr(executable_cache, "cores", lambda: 4)
+    monkeypatch.setattr(executable_cache, "num_cores", lambda: 4)
     with LLM.from_params(one_layer.config, one_layer.params, **SIZES) as llm:
         wait(llm)
         assert llm.engine.classes == warm.engine.classes and answers(llm) == answers(warm)
@@ -178,10 +182,10 @@ def test_what_another_thread_compiles_meanwhile_is_compared_too(one_layer, warm,
 
 def test_sleep_and_other_parameters_while_it_compares(one_layer, cold, warm, gate):
     gate.open.set()
-    while not cold.session.warm():  # until something is compared
+    while not cold.session.warm_up_once():  # until something is compared
         time.sleep(0.01)
     cold.sleep(level=1)
-    assert not cold.session.warm()
+    assert not cold.session.warm_up_once()
     cold.wake_up()
     doubled = jax.tree.map(lambda x: x * 2, one_layer.params)
     cold.update_params(doubled)
@@ -201,7 +205,8 @@ def test_a_closed_engine_compiles_nothing_more(one_layer, gate):
     assert missing > 2 and len(programs.steps) < 2 + missing
 
 
-def test_settings_of_a_block_of_code_keep_threads_out(one_layer, early):
+@pytest.mark.full
+def test_jax_context_settings_disable_background_compilation(one_layer, early):
     with (
         jax.default_matmul_precision("float32"),
         LLM.from_params(one_layer.config, one_layer.params, **SIZES) as llm,
@@ -213,12 +218,14 @@ def test_settings_of_a_block_of_code_keep_threads_out(one_layer, early):
 @pytest.fixture
 def few_verifications(monkeypatch) -> None:
     """Engines compile the two narrowest of four verifications."""
-    shapes_of = start.shapes_of
-    monkeypatch.setattr(start, "shapes_of", lambda *given: [s for s in shapes_of(*given) if s.packed <= 16])
+    engine_shapes = start.engine_shapes
+    monkeypatch.setattr(
+        start, "engine_shapes", lambda *given: [s for s in engine_shapes(*given) if s.packed_tokens <= 16]
+    )
 
 
 @pytest.mark.usefixtures("few_verifications")
-@pytest.mark.parametrize("broken", [set(), {"verify[16,4] of 16", "decode[16,1]"}])
+@pytest.mark.parametrize("broken", [full(set()), {"verify[16,4] of 16", "decode[16,1]"}])
 def test_speculation_begins_once_its_steps_are_known(one_layer, gate, warm, broken):
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     gate.broken |= broken
@@ -229,12 +236,13 @@ def test_speculation_begins_once_its_steps_are_known(one_layer, gate, warm, brok
         classes, speculation = llm.engine.classes, llm.engine.speculation
         assert classes.verify and not broken & set(map(str, classes.shapes))
         assert speculation is not None and speculation.controller is not None
-        timed = {(s.rows, 0) for s in classes.decode} | {(s.packed, 3) for s in classes.verify}
-        assert set(speculation.controller.seconds) == timed
+        timed = {(s.rows, 0) for s in classes.decode} | {(s.packed_tokens, 3) for s in classes.verify}
+        assert set(speculation.controller.call_seconds) == timed
         assert answers(llm) == answers(warm)
 
 
-def test_without_any_verification_it_goes_on_without_guesses(one_layer, gate, warm, caplog):
+@pytest.mark.full
+def test_speculation_is_off_if_no_verification_compiles(one_layer, gate, warm, caplog):
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM.from_params(one_layer.config, one_layer.params, speculative_config=ngram, **SIZES) as llm:
         programs: Any = llm.engine.programs
@@ -245,7 +253,7 @@ def test_without_any_verification_it_goes_on_without_guesses(one_layer, gate, wa
         assert answers(llm) == answers(warm)
 
 
-def test_without_the_contract_all_shapes_join(one_layer, early):
+def test_without_the_contract_all_shapes_are_used(one_layer, early):
     with LLM.from_params(one_layer.config, one_layer.params, reproducible=False, **SIZES) as llm:
         wait(llm)
         assert set(llm.engine.classes.shapes) == set(llm.engine.programs.steps)
@@ -255,19 +263,20 @@ def test_without_the_contract_all_shapes_join(one_layer, early):
 
 
 def test_the_first_shapes_serve_everything():
-    canonical = Canonical(Shape("prefill", 1, 64), Shape("decode", 8, 1))
+    canonical = CanonicalShapes(Shape("prefill", 1, 64), Shape("decode", 8, 1))
     shapes = [Shape("prefill", 1, 128), Shape("prefill", 8, 32), Shape("decode", 1, 1), Shape("decode", 4, 1)]
     assert first_shapes([*shapes, *canonical], canonical) == canonical
     assert first_shapes([*shapes, Shape("decode", 8, 4)], canonical) == (shapes[0], shapes[3])
 
 
-def test_it_ends_under_a_load_that_takes_all_pages(one_layer, gate):
+@pytest.mark.full
+def test_warm_up_ends_while_requests_take_all_pages(one_layer, gate):
     """Requests that come one after the other, the longest as long as the pool, do not starve it."""
     with LLM.from_params(one_layer.config, one_layer.params, max_batched_token_mem=256, **SIZES) as llm:
         gate.open.set()
         for i in range(2000):
             size = 250 if i % 5 == 0 else 90
-            llm.engine.tables.forget()
+            llm.engine.tables.reset_prefix_cache()
             llm.add_request([i % 300] * size, SamplingParams(temperature=0.0, max_tokens=5))
             for _ in range(4):
                 llm.step()
@@ -278,24 +287,27 @@ def test_it_ends_under_a_load_that_takes_all_pages(one_layer, gate):
             llm.step()
 
 
-def test_the_largest_of_each_phase_come_first():
+def test_the_largest_shapes_of_each_phase_are_compiled_first():
     small, large = Shape("prefill", 1, 64), Shape("prefill", 1, 128)
     narrow, wide = Shape("decode", 8, 1), Shape("decode", 16, 1)
-    assert in_turn([small, narrow, large, wide]) == [wide, large, narrow, small]
+    assert compile_order([small, narrow, large, wide]) == [wide, large, narrow, small]
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 20), (20, 40)])
 def test_lent_pages_leave_what_requests_need(windows):
     tables = PageTables(windows, [8] * len(windows), 16, 16)
     one = tables.admit([[] for _ in windows], 40, 64)
-    assert tables.growth(one, 64) == (windows[0] is None)
-    assert tables.lend(9, spare=0) is None
-    assert windows[0] is not None or tables.lend(3, spare=3) is None
-    assert tables.is_lending and not tables.fits([[] for _ in windows], 48, 64, spare=0)  # they are claimed
-    lent = tables.lend(3, spare=1)
+    assert tables.max_new_pages(one, 64) == (windows[0] is None)
+    assert tables.lend_warmup_pages(9, spare_pages=0) is None
+    assert windows[0] is not None or tables.lend_warmup_pages(3, spare_pages=3) is None
+    # they are claimed
+    assert tables.has_warmup_claim and not tables.fits([[] for _ in windows], 48, 64, spare_pages=0)
+    lent = tables.lend_warmup_pages(3, spare_pages=1)
     assert lent is not None and [len(pages) for pages in lent] == [3] * len(windows)
     assert not set(lent[0]) & set(one[0])
-    assert tables.is_lending and tables.fits([[] for _ in windows], 1, 16, spare=1)
-    tables.take_back(lent)
+    assert tables.has_warmup_claim and tables.fits([[] for _ in windows], 1, 16, spare_pages=1)
+    tables.return_warmup_pages(lent)
     tables.release(one, 64)
-    assert tables.occupancy == 0 and tables.reserved == [0] * len(windows) and not tables.is_lending
+    assert (
+        tables.occupancy == 0 and tables.reserved_pages == [0] * len(windows) and not tables.has_warmup_claim
+    )

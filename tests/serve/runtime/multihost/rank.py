@@ -7,11 +7,11 @@ from typing import Any
 from duetto import LLM, SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.startup import start
-from duetto.serve.llm.weights import realms_of
+from duetto.serve.llm.weights import set_answer_realm
 
 # One program fewer to compile, in each of three processes: one row of prefill serves all prompts.
-ALL_SHAPES = start.shapes_of
-start.shapes_of = lambda *given: [s for s in ALL_SHAPES(*given) if s.phase != "prefill" or s.rows == 1]
+ALL_SHAPES = start.engine_shapes
+start.engine_shapes = lambda *given: [s for s in ALL_SHAPES(*given) if s.phase != "prefill" or s.rows == 1]
 
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -48,7 +48,7 @@ def serve(options: dict[str, Any], prompts: list[list[int]], ends: bool) -> dict
         .token_ids
     )
     if "nnodes" in options:
-        found["realm"] = realms_of(llm.session, llm.input_processor).name
+        found["realm"] = set_answer_realm(llm.session, llm.input_processor).name
         found["refused"] = [refusal(llm, call) for call in ("sleep", "save_cache", "update_params")]
     report = llm.report()
     found |= {name: report[name] for name in ("preemptions", "compilations")}

@@ -17,13 +17,19 @@ import numpy as np
 import pytest
 
 from duetto.serve.host.sockets.handshake import Handshake, HandshakeRejected
-from duetto.serve.host.sockets.link import Link
+from duetto.serve.host.sockets.message_link import Link
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.multihost import group as groups
 from duetto.serve.runtime.multihost import rendezvous, supervisor
 from duetto.serve.runtime.multihost.group import ProcessGroup
-from duetto.serve.runtime.multihost.messages import DECODER, Beat, End, Order
-from duetto.serve.runtime.multihost.supervisor import LOST, free_port, share, supervise, wait
+from duetto.serve.runtime.multihost.messages import GROUP_DECODER, Beat, End, Order
+from duetto.serve.runtime.multihost.supervisor import (
+    LOST_EXIT_CODE,
+    free_port,
+    gpu_environment,
+    supervise,
+    wait_for_children,
+)
 
 SOON = 60.0  # seconds in which a thread must have noticed
 
@@ -45,7 +51,7 @@ def linked():
         with socket.create_server(("127.0.0.1", 0)) as server:
             first = socket.create_connection(server.getsockname())
             second, _ = server.accept()
-        made.extend((Link(first, seconds, DECODER), Link(second, seconds, DECODER)))
+        made.extend((Link(first, seconds, GROUP_DECODER), Link(second, seconds, GROUP_DECODER)))
         return made[-2], made[-1]
 
     yield link
@@ -59,7 +65,7 @@ def test_messages_arrive_as_they_were_sent(linked):
     given = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": (np.float32(0.5), None)}
     sent = [
         Handshake({"jax": "1"}, 1),
-        Order.of("run", "decode[2,1]", given),
+        Order.from_tree("run", "decode[2,1]", given),
         Beat(7),
         HandshakeRejected("no"),
         End(),
@@ -70,7 +76,7 @@ def test_messages_arrive_as_they_were_sent(linked):
     assert received == sent
     order = received[1]
     assert isinstance(order, Order)
-    found = order.tree(like)
+    found = order.unflatten(like)
     np.testing.assert_array_equal(found["a"], given["a"])
     assert found["b"] == given["b"] and found["a"].dtype == np.int32
     ours.close()
@@ -114,18 +120,18 @@ def pair(linked):
 
     yield group
     for one in made:
-        one.ended = True
+        one.has_ended = True
 
 
 def test_a_rank_that_ends_is_lost(lost, pair):
     _, other = pair()
     other.close()
-    assert lost() == ("rank 0 ends: rank 1 has ended", LOST)
+    assert lost() == ("rank 0 ends: rank 1 has ended", LOST_EXIT_CODE)
 
 
 def test_a_silent_rank_is_lost(lost, pair):
     _, other = pair(0.2)
-    assert lost() == ("rank 0 ends: rank 1 has said nothing for 0.2 s", LOST)
+    assert lost() == ("rank 0 ends: rank 1 has said nothing for 0.2 s", LOST_EXIT_CODE)
     other.close()
 
 
@@ -152,23 +158,23 @@ def clock(monkeypatch):
 
 def test_a_rank_that_does_no_order_is_lost(lost, pair, clock):
     ours, other = pair()
-    ours.tell(Order("empty"))
+    ours.broadcast(Order("empty"))
     other.send(Beat(0))
     clock(SOON + 1)
-    assert lost() == (f"rank 0 ends: rank 1 has done no order for {SOON:g} s", LOST)
+    assert lost() == (f"rank 0 ends: rank 1 has done no order for {SOON:g} s", LOST_EXIT_CODE)
 
 
 def test_a_rank_that_is_always_one_order_behind_is_not(lost, pair, clock):
     ours, other = pair()
     for done in range(10):
-        ours.tell(Order("empty"))
+        ours.broadcast(Order("empty"))
         clock(SOON / 2)
         other.send(Beat(done))
         soon(lambda done=done: ours._progress[1][0] == done)
     assert not lost.said
 
 
-def test_what_one_rank_refuses_ends_all(lost, pair):
+def test_an_error_of_one_rank_ends_all_ranks(lost, pair):
     _, other = pair()
     other.send(HandshakeRejected("no such folder"))
     assert lost() == ("rank 0 ends: rank 1: no such folder", 1)
@@ -176,19 +182,21 @@ def test_what_one_rank_refuses_ends_all(lost, pair):
 
 def test_a_device_that_fails_loses_the_group(lost, pair, monkeypatch):
     """An error of one's own would end a batch for good; a device's is that of a rank that was lost."""
-    monkeypatch.setattr(groups, "CAUSE", 0.0)
+    monkeypatch.setattr(groups, "CAUSE_SECONDS", 0.0)
     ours, _ = pair()
-    ours.refuse(jax.errors.JaxRuntimeError("out of memory"))
-    assert lost() == ("rank 0 ends: a program failed: out of memory", LOST)
+    ours.fail_group(jax.errors.JaxRuntimeError("out of memory"))
+    assert lost() == ("rank 0 ends: a program failed: out of memory", LOST_EXIT_CODE)
 
 
 def test_a_group_has_one_llm(pair, monkeypatch):
     ours, _ = pair()
     monkeypatch.setattr(rendezvous, "_GROUP", [ours])
-    assert rendezvous.join(EngineOptions(nnodes=2)).use_tqdm_on_load  # a command has met already, for its LLM
-    ours.serves = True
+    assert rendezvous.join_group(
+        EngineOptions(nnodes=2)
+    ).use_tqdm_on_load  # a command has met already, for its LLM
+    ours.is_serving = True
     with pytest.raises(ValueError, match="nnodes 2 is not allowed: a group of processes has one LLM"):
-        rendezvous.join(EngineOptions(nnodes=2))
+        rendezvous.join_group(EngineOptions(nnodes=2))
 
 
 def test_orders_come_until_the_end(linked):
@@ -197,13 +205,13 @@ def test_orders_come_until_the_end(linked):
     leader, follower = ProcessGroup(0, 2, [ours], SOON), ProcessGroup(1, 2, [theirs], SOON)
     for rank, group in enumerate((leader, follower)):
         group.shutdown = partial(left.append, rank)
-    leader.serves = follower.serves = True
-    orders = [Order("seat"), Order("empty")]
+    leader.is_serving = follower.is_serving = True
+    orders = [Order("assign_slot"), Order("empty")]
     for order in orders:
-        leader.tell(order)
-    leader.end()
-    leader.end()
-    assert list(follower.orders()) == orders
+        leader.broadcast(order)
+    leader.end_group()
+    leader.end_group()
+    assert list(follower.receive_orders()) == orders
     assert sorted(left) == [0, 1]
 
 
@@ -218,18 +226,18 @@ def child(code: str) -> subprocess.Popen[bytes]:
     "codes, expected",
     [
         (("0", "0"), 0),
-        (("75", "75"), LOST),
+        (("75", "75"), LOST_EXIT_CODE),
         (("1", "75"), 1),
         (("75", "1"), 1),
         (("130", "0"), 130),
-        (("os.kill(os.getpid(), 9)", "75"), LOST),
-        (("75", "time.sleep(9999)"), LOST),  # one that hangs is killed
+        (("os.kill(os.getpid(), 9)", "75"), LOST_EXIT_CODE),
+        (("75", "time.sleep(9999)"), LOST_EXIT_CODE),  # one that hangs is killed
         (("0", "75"), 0),  # all answers are there
     ],
 )
 def test_ranks_have_one_exit_code(codes: tuple[str, str], expected: int, monkeypatch):
-    monkeypatch.setattr(supervisor, "GRACE", 0.5)
-    assert wait([child(f"import os, sys, time; sys.exit({code})") for code in codes]) == expected
+    monkeypatch.setattr(supervisor, "END_GRACE_SECONDS", 0.5)
+    assert wait_for_children([child(f"import os, sys, time; sys.exit({code})") for code in codes]) == expected
 
 
 def test_a_lost_group_starts_again_while_answers_come(monkeypatch, capfd):
@@ -238,26 +246,26 @@ def test_a_lost_group_starts_again_while_answers_come(monkeypatch, capfd):
     def run(*_: object) -> int:
         starts.append(1)
         answers[0] += len(starts) == 3
-        return LOST
+        return LOST_EXIT_CODE
 
-    monkeypatch.setattr(supervisor, "run", run)
-    assert supervise([], 2, None, lambda: answers[0]) == LOST
-    assert len(starts) == 3 - 1 + supervisor.STARTS
+    monkeypatch.setattr(supervisor, "run_ranks", run)
+    assert supervise([], 2, None, lambda: answers[0]) == LOST_EXIT_CODE
+    assert len(starts) == 3 - 1 + supervisor.MAX_LOST_STARTS
     assert "5 starts in a row were lost without an answer" in capfd.readouterr().err
     starts.clear()
-    assert supervise([], 2, None, None) == LOST and len(starts) == 1
+    assert supervise([], 2, None, None) == LOST_EXIT_CODE and len(starts) == 1
 
 
 def test_ranks_of_one_machine_share_its_gpus(monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setenv(supervisor.VISIBLE, "0,2,4,6")
-    assert [share(i, 2)[supervisor.VISIBLE] for i in range(2)] == ["0,2", "4,6"]
-    assert share(0, 1) == {}
+    monkeypatch.setenv(supervisor.GPUS_VARIABLE, "0,2,4,6")
+    assert [gpu_environment(i, 2)[supervisor.GPUS_VARIABLE] for i in range(2)] == ["0,2", "4,6"]
+    assert gpu_environment(0, 1) == {}
     with pytest.raises(ValueError, match="nnodes 3 is not allowed: they cannot share 4 GPUs evenly"):
-        share(0, 3)
+        gpu_environment(0, 3)
 
 
-def test_a_command_that_is_asked_to_end_does_not_start_again(monkeypatch):
+def test_a_terminated_command_does_not_restart(monkeypatch):
     """While its ranks cannot answer a signal yet."""
 
     def start(*_: object) -> subprocess.Popen[bytes]:
@@ -265,7 +273,7 @@ def test_a_command_that_is_asked_to_end_does_not_start_again(monkeypatch):
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
         return process
 
-    monkeypatch.setattr(supervisor, "start", start)
+    monkeypatch.setattr(supervisor, "start_child", start)
     assert supervise([], 2, 0, lambda: 0) == 128 + signal.SIGTERM
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from duetto.serve.host.sockets.handshake import Handshake, HandshakeRejected
-from duetto.serve.host.sockets.link import Link
-from duetto.serve.host.sockets.secret import Refusal, Secret
+from duetto.serve.host.sockets.message_link import Link
+from duetto.serve.host.sockets.secret import HandshakeError, Secret
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.multihost import rendezvous
-from duetto.serve.runtime.multihost.messages import DECODER
-from duetto.serve.runtime.multihost.supervisor import TOKEN, free_port
+from duetto.serve.runtime.multihost.messages import GROUP_DECODER
+from duetto.serve.runtime.multihost.supervisor import TOKEN_VARIABLE, free_port
 
 SOON = 60.0  # seconds in which a rank must have come
 
@@ -39,15 +39,15 @@ def connected(options: EngineOptions) -> socket.socket:
         ([{"jax": "2"}] * 2, "node_rank 1 is not allowed: rank 2 is missing"),
     ],
 )
-def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], expected: str, monkeypatch):
+def test_ranks_that_do_not_fit_the_group_are_refused(facts: list[dict[str, str]], expected: str, monkeypatch):
     """Strangers are not heeded, whatever they send."""
-    monkeypatch.setenv(TOKEN, "a start's own")
+    monkeypatch.setenv(TOKEN_VARIABLE, "a start's own")
     options = EngineOptions(nnodes=3, master_port=free_port())
     said: list[Any] = []
 
     def gather() -> None:
         try:
-            rendezvous.gathered(options, {"jax": "2"})
+            rendezvous.accept_ranks(options, {"jax": "2"})
         except ValueError as error:
             said.append(str(error))
 
@@ -60,10 +60,10 @@ def test_who_cannot_be_one_of_the_group_is_refused(facts: list[dict[str, str]], 
             own.sendall(sent)
             own.close()
             continue
-        secret = Secret("group", b"another start's") if sent is None else rendezvous.secret_of(options)
-        with suppress(Refusal):
-            secret.prove(own)
-        links.append(Link(own, SOON, DECODER))
+        secret = Secret("group", b"another start's") if sent is None else rendezvous.group_secret(options)
+        with suppress(HandshakeError):
+            secret.authenticate_to_listener(own)
+        links.append(Link(own, SOON, GROUP_DECODER))
         with suppress(OSError):
             links[-1].send(Handshake(sent or {"jax": "1"}, 1))
     gathering.join(SOON)
@@ -80,26 +80,26 @@ def test_ranks_with_another_key_are_refused_and_end(tmp_path, monkeypatch):
         file.write_text(16 * file.name[0])
         file.chmod(0o600)
     own = EngineOptions(nnodes=2, master_port=free_port(), cluster_key_file=str(files[0]))
-    monkeypatch.setattr(rendezvous, "PAUSE", 0.01)
+    monkeypatch.setattr(rendezvous, "JOIN_RETRY_SECONDS", 0.01)
     with ThreadPoolExecutor(2) as pool:
-        gathering = pool.submit(rendezvous.gathered, own, {"jax": "2"})
+        gathering = pool.submit(rendezvous.accept_ranks, own, {"jax": "2"})
         for file in (str(files[1]), None):
             with pytest.raises(ValueError, match="cluster_key_file: the other end has another key"):
-                rendezvous.reached(replace(own, node_rank=1, cluster_key_file=file), {"jax": "2"})
-        joining = pool.submit(rendezvous.reached, replace(own, node_rank=1), {"jax": "2"})
+                rendezvous.connect_to_rank_0(replace(own, node_rank=1, cluster_key_file=file), {"jax": "2"})
+        joining = pool.submit(rendezvous.connect_to_rank_0, replace(own, node_rank=1), {"jax": "2"})
         links = [*gathering.result(SOON), joining.result(SOON)]
     for link in links:
         link.close()
 
 
-def test_strangers_that_say_nothing_do_not_delay_a_group():
+def test_silent_connections_do_not_delay_a_group():
     options = EngineOptions(nnodes=2, master_port=free_port())
     with ThreadPoolExecutor(2) as pool:
-        gathering = pool.submit(rendezvous.gathered, options, {"jax": "2"})
+        gathering = pool.submit(rendezvous.accept_ranks, options, {"jax": "2"})
         strangers = [connected(options) for _ in range(30)]
         begin = time.monotonic()
-        joining = pool.submit(rendezvous.reached, replace(options, node_rank=1), {"jax": "2"})
+        joining = pool.submit(rendezvous.connect_to_rank_0, replace(options, node_rank=1), {"jax": "2"})
         links = [*gathering.result(SOON), joining.result(SOON)]
-        assert time.monotonic() - begin < 30 * rendezvous.HELLO / 2
+        assert time.monotonic() - begin < 30 * rendezvous.HANDSHAKE_SECONDS / 2
     for end in (*links, *strangers):
         end.close()

@@ -18,8 +18,8 @@ from fakes.processes import command as duetto
 from suite.fixtures import Model
 
 from duetto import SamplingParams
-from duetto.checkpoints.huggingface import save
-from duetto.serve.runtime.multihost.supervisor import LOST, free_port
+from duetto.checkpoints.huggingface import save_hf
+from duetto.serve.runtime.multihost.supervisor import LOST_EXIT_CODE, free_port
 
 RANK = Path(__file__).with_name("rank.py")
 PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 70, 3))]
@@ -56,7 +56,7 @@ def of_group(options: dict[str, Any], ends: bool = True, **second: Any) -> list[
 
 
 def stored(model: Model, folder: Path) -> Path:
-    save(folder, model.config, model.params)
+    save_hf(folder, model.config, model.params)
     return folder
 
 
@@ -110,7 +110,7 @@ def test_processes_that_would_not_run_the_same_are_refused(one_layer, tmp_path):
 def test_other_weights_are_refused(one_layer, tmp_path):
     """Also those that no device has whole."""
     ours, theirs = stored(one_layer, tmp_path / "a"), tmp_path / "b"
-    save(theirs, one_layer.config, replace(one_layer.params, embed=one_layer.params.embed + 1))
+    save_hf(theirs, one_layer.config, replace(one_layer.params, embed=one_layer.params.embed + 1))
     ranks = of_group(SMALL | {"model": str(ours)}, model=str(theirs))
     assert ranks[0][0] == 1 and "files of the model of rank 1 are others than of rank 0" in ranks[0][2]
     assert ranks[1][0] in (0, 1) and "Traceback" not in ranks[1][2]  # nobody could take it up there
@@ -194,10 +194,11 @@ def kill_in_turn(process: subprocess.Popen[Any], command: Command, kills: int) -
     return killed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "lines, kills", [(12, 2), pytest.param(120, 20, marks=pytest.mark.minutes)], ids=["two", "twenty"]
 )
-def test_a_batch_whose_ranks_are_killed_ends_with_the_same_bytes(one_layer, lines: int, kills: int, tmp_path):
+def test_a_batch_with_killed_ranks_ends_with_the_same_bytes(one_layer, lines: int, kills: int, tmp_path):
     command = Command(one_layer, tmp_path, lines)
     expected = command.answered(tmp_path / "whole.jsonl")
     assert expected.count(b"\n") == lines
@@ -208,7 +209,8 @@ def test_a_batch_whose_ranks_are_killed_ends_with_the_same_bytes(one_layer, line
     assert command.log.read_text().count("the processes start again") == kills
 
 
-def test_what_the_ranks_refuse_ends_the_command(one_layer, tmp_path):
+@pytest.mark.full
+def test_an_error_of_the_ranks_ends_the_command(one_layer, tmp_path):
     """A usage error, and a batch that cannot be written, are said once and not tried again."""
     command = Command(one_layer, tmp_path, 2)
     assert command.ended(command.start(tmp_path / "out", "--page-size", "48")) == 1
@@ -232,7 +234,7 @@ def test_ranks_end_with_the_command(one_layer, tmp_path):
     until = time.monotonic() + LIMIT
     while any(map(alive, ranks)) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(map(alive, ranks)) and LOST == 75
+    assert not any(map(alive, ranks)) and LOST_EXIT_CODE == 75
 
 
 def alive(pid: int) -> bool:
@@ -256,10 +258,11 @@ with LLM(
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("gains", "chosen"), [((2.0, 0.5), "bfloat16"), ((0.5, 2.0), "float32")])
 def test_rank_0_chooses_the_dtype_of_all(one_layer, gains: tuple[float, float], chosen: str, tmp_path):
     """Whatever the other measures of its own machine."""
-    save(tmp_path, one_layer.config, one_layer.params, "bfloat16")
+    save_hf(tmp_path, one_layer.config, one_layer.params, "bfloat16")
     (tmp_path / "rank.py").write_text(MEASURING)
     given = str(free_port()), str(tmp_path)
     ranks = [

@@ -8,14 +8,14 @@ import pytest
 from cases.models import ATTENTION, RANDOM
 
 from duetto.model.config import LayerKind
-from duetto.serve.engine.startup.stages import check_halves
+from duetto.serve.engine.startup.stage_shardings import check_separate_ffn
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.pipeline.clock import StageClock
-from duetto.serve.runtime.pipeline.relay import StageThreads
-from duetto.serve.runtime.pipeline.split import balanced, split
+from duetto.serve.runtime.pipeline.pipelined_step import StageThreads
+from duetto.serve.runtime.pipeline.split import balance_costs, split_layers
 
 
-def test_what_ran_before_a_clock_is_reset_does_not_count():
+def test_steps_before_a_reset_are_not_timed():
     clock, may = StageClock(1), threading.Event()
 
     class Slow:
@@ -25,26 +25,26 @@ def test_what_ran_before_a_clock_is_reset_does_not_count():
         def block_until_ready(self) -> None:
             assert may.wait(timeout=600)
 
-    clock.ran(0, time.perf_counter(), time.perf_counter(), None, Slow())
+    clock.record_run(0, time.perf_counter(), time.perf_counter(), None, Slow())
     clock.reset()
     may.set()
-    clock.stop()
+    clock.close()
     assert clock.report() == {"seconds": 0.0, "busy_seconds": [0.0], "bubbles": 0.0}
     assert not any(thread.is_alive() for thread in clock._threads)
 
 
-def test_no_thread_waits_for_what_has_yet_to_come():
+def test_no_thread_waits_for_a_later_stage():
     """A job of the first stage is asked for before what it needs of the second: the first goes on with
     others."""
     both, may = StageThreads([range(1), range(1, 2)]), threading.Event()
-    late = both.do(0, lambda x: x + 1, both.do(1, lambda: may.wait(timeout=600) and 1))
-    assert both.do(0, lambda: 7).arrived() == 7
+    late = both.submit(0, lambda x: x + 1, both.submit(1, lambda: may.wait(timeout=600) and 1))
+    assert both.submit(0, lambda: 7).wait_result() == 7
     may.set()
-    assert late.arrived() == 2
-    one, failed = both.results(2, 0, lambda: 1 / 0)
-    for promise in (one, failed, both.do(1, lambda x: x, one)):
+    assert late.wait_result() == 2
+    one, failed = both.submit_parts(2, 0, lambda: 1 / 0)
+    for promise in (one, failed, both.submit(1, lambda x: x, one)):
         with pytest.raises(ZeroDivisionError):
-            promise.arrived()
+            promise.wait_result()
     both.drain()
 
 
@@ -63,17 +63,17 @@ def test_stages_work_at_the_same_time():
             meet.wait()
         return step
 
-    done = [both.do(1, second, both.do(0, first, step)) for step in range(8)]
-    assert [promise.arrived() for promise in done] == list(range(8))
+    done = [both.submit(1, second, both.submit(0, first, step)) for step in range(8)]
+    assert [promise.wait_result() for promise in done] == list(range(8))
 
 
 def test_layers_that_read_more_than_the_stream_are_not_cut():
     own, keys = RANDOM["borrowed"], replace(RANDOM["borrowed"], layer_input=None)
-    assert split(own, 1) == [range(4)]
+    assert split_layers(own, 1) == [range(4)]
     with pytest.raises(ValueError, match="pipeline_parallel_size 2 is not allowed .* inputs of their own"):
-        split(own, 2)
+        split_layers(own, 2)
     with pytest.raises(ValueError, match="pipeline_parallel_size 2 is not allowed .* the keys of others"):
-        split(keys, 2)
+        split_layers(keys, 2)
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_what_halves_cannot_do_is_refused(options, words):
 
 def test_layers_without_two_halves_are_not_cut():
     with pytest.raises(ValueError, match=r"ffn_devices 1 is not allowed .* have inputs of their own"):
-        check_halves(RANDOM["borrowed"], 1)
+        check_separate_ffn(RANDOM["borrowed"], 1)
     with pytest.raises(ValueError, match=r"ffn_devices 1 is not allowed .* have the keys of others"):
-        check_halves(replace(RANDOM["borrowed"], layer_input=None), 1)
+        check_separate_ffn(replace(RANDOM["borrowed"], layer_input=None), 1)
     bare = replace(RANDOM["tiny"], layers=(*RANDOM["tiny"].layers, LayerKind(ATTENTION, None)))
     with pytest.raises(ValueError, match=r"ffn_devices 1 is not allowed .* have no feed-forward layer"):
-        check_halves(bare, 1)
+        check_separate_ffn(bare, 1)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,6 @@ def test_layers_without_two_halves_are_not_cut():
     ],
 )
 def test_layers_are_cut_where_the_slowest_stage_is_fastest(costs, stages, behind, lengths):
-    spans = balanced(costs, stages, behind)
+    spans = balance_costs(costs, stages, behind)
     assert [len(span) for span in spans] == lengths
     assert [layer for span in spans for layer in span] == list(range(len(costs)))

@@ -8,22 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from suite.fixtures import random_model
+from suite.marks import full_if
 
 from duetto.kvcache.pages import POOLED, Batch
-from duetto.model.pooling import pool
+from duetto.model.pooling import pool_hidden_states
 from duetto.model.transformer import decoder_spec
 from duetto.sampling.params import NO_TOKEN
 from duetto.serve.runtime.steps.scoring import (
     SCORE_BYTES,
     SCORE_TILES,
-    prompt_pooled,
+    pool_prompts,
     score_prompt,
-    score_tile,
+    score_tile_size,
 )
 
 pytestmark = pytest.mark.as_served
 
 
+@full_if(lambda model: model != "tiny")
 def test_wanted_scores_alone_are_those_of_all(model):
     """Of a position that is wanted, whatever else is; and a row's own, wherever it stands."""
     config, params = model.config, model.params
@@ -47,15 +49,15 @@ def test_hidden_states_are_pooled_where_a_prompt_is_embedded(after: list[int], i
     hidden = np.random.default_rng(0).standard_normal((2, 4, 8)).astype(np.float32)
     rows, count = np.zeros(2, np.int32), np.array([4, 3], np.int32)
     batch = Batch(np.zeros((2, 4), np.int32), rows, count, (), rows, np.array(after, np.int32))
-    found = jax.tree.leaves(jax.jit(prompt_pooled)(batch, hidden))
-    expected = jax.tree.leaves(jax.jit(pool)(hidden, count))
+    found = jax.tree.leaves(jax.jit(pool_prompts)(batch, hidden))
+    expected = jax.tree.leaves(jax.jit(pool_hidden_states)(hidden, count))
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_array_equal(x, y if is_pooled else np.zeros_like(y))
 
 
 @pytest.mark.parametrize("V", [1000, 49152, 262144, 1 << 20])
 def test_logits_of_scored_positions_are_bounded(V):
-    tile = score_tile(V)
+    tile = score_tile_size(V)
     assert tile in SCORE_TILES and (4 * tile * V <= SCORE_BYTES or tile == min(SCORE_TILES))
 
 
@@ -71,4 +73,4 @@ def test_a_scored_prefill_holds_the_logits_of_a_tile():
     lowered = jax.jit(lambda *x: score_prompt(x[0], config, *x[1:])).lower(params, hidden, ints, wanted)
     analysis = lowered.compile().memory_analysis()
     assert analysis is not None
-    assert analysis.temp_size_in_bytes < 4 * (4 * score_tile(32768) * 32768) < 4 * 512 * 32768
+    assert analysis.temp_size_in_bytes < 4 * (4 * score_tile_size(32768) * 32768) < 4 * 512 * 32768

@@ -7,19 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from suite.marks import full
 
 from duetto import SamplingParams
 from duetto.kvcache.pages import Batch, empty_cache
-from duetto.sampling.params import knobs_row
+from duetto.sampling.params import request_knobs
 from duetto.serve.runtime.steps import step
-from duetto.serve.runtime.steps.scoring import NEVER
-from duetto.serve.runtime.steps.step import Seat, decode, empty_slots, prefill, seat, verify
+from duetto.serve.runtime.steps.scoring import NEVER_SCORED
+from duetto.serve.runtime.steps.step import SlotContents, assign_slot, decode, empty_slots, prefill, verify
 
 PROMPT = np.random.default_rng(5).integers(3, 300, 20).astype(np.int32)
 GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 SEEDED = SamplingParams(temperature=0.9, frequency_penalty=0.5, logprobs=0)
 SLOT = 1
-seated = jax.jit(seat)  # one program: its steps one by one would be a program each
+seated = jax.jit(assign_slot)  # one program: its steps one by one would be a program each
 
 
 class Device:
@@ -28,8 +29,8 @@ class Device:
     def __init__(self, model, params: SamplingParams, stop_ids=(), end=100):
         self.config, self.params = model.config, model.params
         self.cache, slots = unused(model.config)
-        knobs = knobs_row(params, seed=9, stop_ids=stop_ids, prompt_len=len(PROMPT))
-        new = Seat(jnp.int32(len(PROMPT)), jnp.int32(end), jnp.int32(NEVER), knobs)
+        knobs = request_knobs(params, seed=9, stop_ids=stop_ids, prompt_len=len(PROMPT))
+        new = SlotContents(jnp.int32(len(PROMPT)), jnp.int32(end), jnp.int32(NEVER_SCORED), knobs)
         self.slots = seated(slots, jnp.int32(SLOT), new)
         self.length = 0
 
@@ -79,6 +80,7 @@ def plain(model, params, count, **limits):
     return tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("right", [0, 1, 2, 3])
 def test_verify_emits_what_decode_would(one_layer, params, right):
@@ -94,7 +96,8 @@ def test_verify_emits_what_decode_would(one_layer, params, right):
     assert after == [want[right + 2]], "a wrong guess has left something behind"
 
 
-def test_verify_takes_shorter_guesses_in_the_same_shape(one_layer):
+@pytest.mark.full
+def test_verify_takes_shorter_drafts_in_the_same_shape(one_layer):
     want = plain(one_layer, GREEDY, 4)
     device = Device(one_layer, GREEDY)
     device.prompt()
@@ -102,6 +105,7 @@ def test_verify_takes_shorter_guesses_in_the_same_shape(one_layer):
     assert emitted == want[1:3]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_places_without_a_token_need_not_be_computed(one_layer, params):
     """Three of eight places hold a token; in any order among the rows that are computed."""
@@ -115,7 +119,7 @@ def test_places_without_a_token_need_not_be_computed(one_layer, params):
         assert device.run(decode, [-1])[0] == want[4:5]
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("params", [GREEDY, full(SEEDED)], ids=["greedy", "seeded"])
 def test_several_steps_in_one_dispatch(one_layer, params):
     want = plain(one_layer, params, 9)
     device = Device(one_layer, params)
@@ -133,11 +137,11 @@ def test_decode_replays_the_tokens_it_is_given(one_layer):
     on."""
     want = plain(one_layer, SEEDED, 8)
     device = Device(one_layer, SEEDED)
-    knobs = knobs_row(
+    knobs = request_knobs(
         SamplingParams(temperature=0.9, logprobs=0), seed=9, stop_ids=(), prompt_len=len(PROMPT)
     )
     free = plain(one_layer, SamplingParams(temperature=0.9, logprobs=0), 8)
-    new = Seat(jnp.int32(len(PROMPT) + 3), jnp.int32(100), jnp.int32(NEVER), knobs)
+    new = SlotContents(jnp.int32(len(PROMPT) + 3), jnp.int32(100), jnp.int32(NEVER_SCORED), knobs)
     device.slots = seated(device.slots, jnp.int32(SLOT), new)
     assert device.prompt() == []
     emitted, _ = device.run(decode, [*free[:3], -1])
@@ -164,9 +168,9 @@ def test_stop_ids_and_the_end_stop_on_the_device(one_layer):
 @pytest.mark.parametrize("tokens, logits", [(1, 8), (16, 8), (64, 8)])
 def test_rows_of_a_step_that_get_logits(one_layer, monkeypatch, tokens, logits):
     """Decode keeps its width at fewer slots; a prefill has at least as many rows as change no bit."""
-    seen, unembed = [], step.unembed
+    seen, unembed = [], step.compute_logits
     monkeypatch.setattr(
-        step, "unembed", lambda p, c, hidden: seen.append(len(hidden)) or unembed(p, c, hidden)
+        step, "compute_logits", lambda p, c, hidden: seen.append(len(hidden)) or unembed(p, c, hidden)
     )
     rows, one = np.zeros(8, np.int32), np.ones(8, np.int32)
     batch = jax.tree.map(

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from duetto.serve.server.http.guards import ApiKeys, Guard, keys_in
-from duetto.serve.server.http.lifecycle import is_of_this_machine
+from duetto.serve.server.http.guards import ApiKeyCheck, Guard, read_api_keys
+from duetto.serve.server.http.lifecycle import is_local_socket
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ def test_a_file_of_keys(tmp_path, content, keys):
     file = tmp_path / "keys"
     file.write_bytes(content)
     if isinstance(keys, list):
-        assert keys_in(str(file)) == keys
+        assert read_api_keys(str(file)) == keys
     else:
         with pytest.raises(ValueError, match=f"api_key_file {file} is not allowed: .*{keys}"):
-            keys_in(str(file))
+            read_api_keys(str(file))
 
 
 SENT = [
@@ -44,7 +44,7 @@ def test_what_clients_send(sent, status):
         return Response()
 
     app = Starlette(routes=[Route("/", answer), Route("/open", answer)])
-    http = TestClient(Guard(app, ApiKeys(["a", "b c", "k\xe9y"], open=["/open"])))
+    http = TestClient(Guard(app, ApiKeyCheck(["a", "b c", "k\xe9y"], open_paths=["/open"])))
     reply = http.get("/", headers={b"authorization": sent})
     assert reply.status_code == status and http.get("/open").status_code == 200
     assert reply.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
@@ -60,4 +60,4 @@ def test_addresses_of_this_machine_alone(host, is_own):
             own.bind((host, 0))
         except OSError as error:
             pytest.skip(f"{host}: {error.strerror}")
-        assert is_of_this_machine(own) == is_own
+        assert is_local_socket(own) == is_own

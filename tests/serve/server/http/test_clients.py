@@ -9,6 +9,7 @@ import jsonschema
 import openai
 import pytest
 from cases.requests import SIZES, SMALLEST
+from suite.marks import full
 
 from duetto import LLM, PoolingParams, SamplingParams
 
@@ -55,7 +56,7 @@ def joined(chunks: Any) -> list[tuple[str, str | None]]:
     return [(texts[i], ends[i]) for i in sorted(texts)]
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", [*ASKED[:2], full(ASKED[2])])
 def test_streamed_and_whole_are_what_the_library_gives(client, llm, asked):
     for text in TEXTS:
         expected = offline(llm, text, asked)

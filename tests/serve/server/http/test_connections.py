@@ -8,7 +8,7 @@ import time
 import pytest
 
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.lifecycle import reserved, reuse
+from duetto.serve.server.http.lifecycle import bind_socket, set_address_reuse
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first-key\r\n"
 BODY = json.dumps({"prompt": "def", "max_tokens": 2}).encode()
@@ -33,7 +33,7 @@ def test_offers_of_other_protocols_are_passed_over(server, offer):
         assert said.count(b"HTTP/1.1 200 OK") == said.count(b'"completion_tokens":2') == 3, said
 
 
-def test_many_short_heads_at_once(server):
+def test_many_pipelined_heads_are_answered(server):
     """Are not a long one."""
     head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
     with server.socket() as own:
@@ -42,7 +42,7 @@ def test_many_short_heads_at_once(server):
     assert said.count(b"HTTP/1.1 200 OK") == 2001
 
 
-def test_who_still_sends_at_the_end_is_told(starting):
+def test_clients_that_still_send_at_shutdown_get_errors(starting):
     """And does not delay it."""
     server = starting()
     with server.socket() as own:
@@ -58,14 +58,14 @@ def test_who_still_sends_at_the_end_is_told(starting):
     assert not any("rror" in line for line in server.said), server.said
 
 
-def test_an_address_is_one_servers_before_anybody_listens():
+def test_a_bound_address_is_refused_before_listening():
     """And the next one's as soon as that has ended, though its connections linger."""
     options = ServerOptions(port=port())
     for _ in range(2):
-        with reserved(options) as own:
+        with bind_socket(options) as own:
             with pytest.raises(OSError, match=f"127.0.0.1 port {options.port}: Address already in use"):
-                reserved(options)
-            reuse(own, True)  # as a server does before it listens
+                bind_socket(options)
+            set_address_reuse(own, True)  # as a server does before it listens
             own.listen()
             with socket.create_connection(own.getsockname()) as client:
                 own.accept()[0].close()  # the server's end closes first, and lingers
@@ -86,7 +86,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize("sent", ENDLESS)
 @pytest.mark.parametrize("line", [b"GET /health", b"POST /tokenize"])
-def test_what_ends_a_body_is_bounded_as_heads_are(server, line, sent):
+def test_chunk_extensions_and_trailers_are_bounded(server, line, sent):
     """Also on a path that reads no body, and asks for no key."""
     with server.socket() as own:
         try:
@@ -97,7 +97,7 @@ def test_what_ends_a_body_is_bounded_as_heads_are(server, line, sent):
             pass  # closed with some of it unread
 
 
-def test_what_is_no_request_keeps_no_connection(server):
+def test_data_that_is_no_request_closes_the_connection(server):
     """The server's timeout is 2 s."""
     with server.socket() as own:
         own.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")

@@ -12,8 +12,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.guards import guards, is_loopback, origins
-from duetto.serve.server.router.http import ServerAddress
+from duetto.serve.server.http.guards import guard_middleware, is_loopback_scope, origin_middleware
+from duetto.serve.server.router.http_client import ServerAddress
 
 THEIRS, OWN = "https://chat.example.org", "http://testserver"
 
@@ -23,7 +23,7 @@ def client(*allowed: str) -> TestClient:
         return PlainTextResponse("yes", headers={"x-request-id": "1"})
 
     routes = [Route("/", answer, methods=["GET", "POST"])]
-    return TestClient(Starlette(routes=routes, middleware=origins(allowed)))
+    return TestClient(Starlette(routes=routes, middleware=origin_middleware(allowed)))
 
 
 ASKED: list[tuple[dict[str, str], int]] = [
@@ -42,7 +42,7 @@ ASKED: list[tuple[dict[str, str], int]] = [
 
 
 @pytest.mark.parametrize("headers, status", ASKED, ids=str)
-def test_only_its_own_page_may_ask(headers, status):
+def test_only_pages_of_the_server_may_send_requests(headers, status):
     http = client()
     reply = http.post("/", headers=headers)
     assert reply.status_code == status and "access-control-allow-origin" not in reply.headers
@@ -78,7 +78,9 @@ def status(asked_as: str, server: str = "127.0.0.1", method: str = "POST", **opt
         return PlainTextResponse("yes")
 
     async def asked() -> httpx.Response:
-        made = Starlette(routes=[Route("/", answer, methods=["GET", "POST"])], middleware=guards(given))
+        made = Starlette(
+            routes=[Route("/", answer, methods=["GET", "POST"])], middleware=guard_middleware(given)
+        )
 
         async def served(scope: Any, receive: Any, send: Any) -> None:
             await made(scope | {"server": (server, 8102)}, receive, send)
@@ -119,7 +121,7 @@ def test_by_loopback_only_its_own_names_are_served(method):
         assert {host: status(host, server, method) for host in OTHERS} == dict.fromkeys(OTHERS, 403)
 
 
-def test_by_other_addresses_any_name_is_served_unless_names_are_given():
+def test_other_addresses_serve_any_host_unless_hosts_are_listed():
     assert status(EVIL, "10.0.0.5") == status(EVIL, "fe80::1%eth0") == 200
     assert status(EVIL, "10.0.0.5", allowed_hosts=["chat.example"]) == 403
     assert status("10.0.0.5:8000", "10.0.0.5", allowed_hosts=["chat.example"]) == 200
@@ -143,12 +145,12 @@ def test_a_name_that_no_host_has_is_refused(name):
         ServerOptions(allowed_hosts=[name])
 
 
-def test_what_is_no_socket_is_no_loopback():
-    assert not is_loopback({"type": "http"}) and not is_loopback({"server": ("testserver", 80)})
+def test_unknown_addresses_are_not_loopback():
+    assert not is_loopback_scope({"type": "http"}) and not is_loopback_scope({"server": ("testserver", 80)})
 
 
 @pytest.mark.parametrize(
     "url, host", [("http://127.0.0.1:8001", "127.0.0.1:8001"), ("https://[::1]", "[::1]:443")]
 )
-def test_a_router_asks_replicas_by_their_own_names(url, host):
-    assert ServerAddress.of(url).authority == host and status(host) == 200
+def test_a_router_uses_the_host_names_of_replicas(url, host):
+    assert ServerAddress.from_url(url).authority == host and status(host) == 200

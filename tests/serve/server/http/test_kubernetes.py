@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from duetto.serve.cli.main import parse
-from duetto.serve.server.router.main import OPEN
+from duetto.serve.cli.main import parse_command_line
+from duetto.serve.server.router.main import OPEN_PATHS
 
 FOLDER = Path(__file__).resolve().parents[4] / "examples" / "kubernetes"
 PAGE = FOLDER.parents[1] / "docs" / "kubernetes.md"
@@ -41,19 +41,19 @@ def ports(container: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize("container", [ENGINES, ROUTER], ids=["engines", "router"])
 def test_flags_exist_and_the_port_is_the_servers(container):
-    args = parse(container["args"])
+    args = parse_command_line(container["args"])
     assert ports(container)["http"] == args.port and args.host == "0.0.0.0"
     probes = [container[probe]["httpGet"] for probe in PROBES if probe in container]
     assert {probe["port"] for probe in probes} == {"http"}
 
 
 def test_events_go_to_the_port_that_is_named():
-    assert parse(ENGINES["args"]).kv_events_endpoint == f"tcp://*:{ports(ENGINES)['kv-events']}"
+    assert parse_command_line(ENGINES["args"]).kv_events_endpoint == f"tcp://*:{ports(ENGINES)['kv-events']}"
 
 
 def test_files_of_flags_are_mounted():
     for container in (ENGINES, ROUTER):
-        args = vars(parse(container["args"]))
+        args = vars(parse_command_line(container["args"]))
         mounts = [mount["mountPath"] + "/" for mount in container["volumeMounts"]]
         files = [args[name] for name in ("model", "compilation_cache", "api_key_file") if args.get(name)]
         assert files and all(any(file.startswith(mount) for mount in mounts) for file in files)
@@ -73,7 +73,7 @@ def test_the_router_names_every_engine_that_the_autoscaler_may_start():
     (service,) = MANIFESTS["Service", "duetto"]["ports"]
     host = f"duetto-{{}}.{MANIFESTS['StatefulSet', 'duetto']['serviceName']}:{service['port']}"
     expected = [f"http://{host.format(i)}" for i in range(HPA["maxReplicas"])]
-    assert parse(ROUTER["args"]).replica == expected
+    assert parse_command_line(ROUTER["args"]).replica == expected
     assert HPA["scaleTargetRef"]["name"] == "duetto"
     assert [port["number"] for port in MANIFESTS["InferencePool", "duetto"]["targetPorts"]] == [
         service["port"]
@@ -81,7 +81,7 @@ def test_the_router_names_every_engine_that_the_autoscaler_may_start():
 
 
 def test_probes_of_the_router_need_no_key():
-    assert paths(ROUTER) <= set(OPEN)
+    assert paths(ROUTER) <= set(OPEN_PATHS)
 
 
 def test_a_server_answers_probes_and_has_the_metrics(server):

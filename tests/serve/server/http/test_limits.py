@@ -38,6 +38,8 @@ COMPLETIONS = [
     ({"prompt": "x" * 200000}, 413, "more than 100000 bytes", None),
     ({"prompt": "x", "stop": ["y"] * 1025}, 400, "stop=a list of 1025 is not allowed: at most 1024", "stop"),
     ({"prompt": "x", "bad_words": ["y"] * 1025}, 400, "at most 1024 strings", "bad_words"),
+    ({"prompt": "x", "stop": [" " * 4000] * 5}, 400, "at most 16384 characters together", "stop"),
+    ({"prompt": "x", "bad_words": ["y" * 4000] * 5}, 400, "at most 16384 characters", "bad_words"),
     ({"prompt": "x", "model": "m"}, 404, "model 'm' is not served here", "model"),
 ]
 CHATS = [
@@ -55,7 +57,7 @@ CHATS = [
         ("audio/speech", {"input": "x"}, 404, "Not Found", None),
     ],
 )
-def test_what_is_not_allowed_is_said(server, path, body, status, message, param):
+def test_invalid_requests_are_explained(server, path, body, status, message, param):
     with server.http() as http:
         found = refusal(http.post(f"/v1/{path}", json=body))
     assert found[0] == status and message in found[1] and found[2] == param
@@ -88,7 +90,7 @@ def test_a_client_that_leaves_frees_its_pages(server):
     assert server.gauges()["vllm:kv_cache_usage_perc"] == 0
 
 
-def test_a_client_that_sends_slowly_is_left(server):
+def test_clients_that_send_slowly_are_disconnected(server):
     """In the head of its request, and in the body."""
     place = urlsplit(server.url)
     head = b"POST /v1/completions HTTP/1.1\r\nauthorization: Bearer first-key\r\ncontent-length: 9\r\n"
@@ -103,7 +105,7 @@ def test_a_client_that_sends_slowly_is_left(server):
             assert said == b"" or b" 408 " in said.partition(b"\r\n")[0]
 
 
-def test_a_head_is_bounded(server):
+def test_request_heads_are_bounded(server):
     place = urlsplit(server.url)
     with socket.create_connection((place.hostname, place.port), timeout=600) as own:
         own.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nlong: " + b"x" * (1 << 17))
@@ -125,7 +127,7 @@ TWICE = b'"max_tokens": 1, "max_tokens": 2'
         ("/tokenize", b'{"prompt": "x", %s}' % TWICE),
     ],
 )
-def test_a_key_stands_in_an_object_once(server, path, body):
+def test_duplicate_keys_of_json_are_refused(server, path, body):
     with server.http() as http:
         reply = http.post(path, content=body)
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "repeated_key")
@@ -153,7 +155,7 @@ def test_the_longest_head_is_a_number_of_bytes(server, before, piece):
         assert statuses[-1:] == [status] or (size > 65536 and b"200" not in statuses)
 
 
-def test_a_client_that_does_not_read_is_left(server):
+def test_clients_that_do_not_read_are_disconnected(server):
     """Neither its seats nor the server's end wait for it."""
     place, body = urlsplit(server.url), json.dumps(ENDLESS | {"n": 32, "logprobs": 20}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first-key\r\n"
@@ -218,7 +220,7 @@ def test_a_second_signal_ends_at_once(starting):
         assert server.stop() == 128 + signal.SIGTERM
 
 
-def test_an_address_that_is_taken_is_refused_before_a_model_is_read(server, capsys):
+def test_a_taken_address_is_refused_before_the_model_loads(server, capsys):
     port = str(urlsplit(server.url).port)
     assert main(["serve", "no-such-model", "--port", port]) == 1
     assert f"127.0.0.1 port {port}: Address already in use" in capsys.readouterr().err

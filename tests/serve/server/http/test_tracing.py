@@ -51,7 +51,7 @@ def read(value: Any) -> Any:
     return [read(one) for one in found.values] if kind == "array_value" else found
 
 
-def test_a_span_tells_what_was_asked_and_what_came(starting, collector):
+def test_a_span_describes_request_and_response(starting, collector):
     """All of them have been sent when the server has ended."""
     host, port = collector.server.server_address
     server = starting("--otlp-traces-endpoint", f"http://{host}:{port}/v1/traces")
@@ -89,4 +89,4 @@ def test_without_its_packages_a_server_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(tracing, "import_module", missing)
     with pytest.raises(ValueError, match=r"there is no opentelemetry; pip install 'duetto\[otel\]'"):
-        tracing.tracing_to("http://127.0.0.1:1/v1/traces")
+        tracing.make_tracing("http://127.0.0.1:1/v1/traces")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import httpx
@@ -11,10 +11,15 @@ from fakes.replica import FakeReplica
 
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.router.health import Health
-from duetto.serve.server.router.main import app, line_and_prefills, naming, replicas_of
+from duetto.serve.server.router.health import HealthChecker
+from duetto.serve.server.router.main import (
+    make_page_hasher,
+    make_queue_and_prefills,
+    make_replicas,
+    make_router_app,
+)
 from duetto.serve.server.router.proxy import Proxy
-from duetto.serve.server.router.queue import PrefillPool, RequestQueue
+from duetto.serve.server.router.request_queue import PrefillPool, RequestQueue
 
 
 @dataclass
@@ -54,18 +59,19 @@ def routing() -> Callable[..., None]:
 
 
 async def routed(test: Callable[[Router], Awaitable[None]], count: int, keys: list[str], given: dict) -> None:
-    limits = {name: given.pop(name) for name in ("max_queued", "queue_timeout") if name in given}
+    names = {f.name for f in fields(ServerOptions)}
+    limits = {name: given.pop(name) for name in [*given] if name in names}
     server = ServerOptions(**limits)
     helpers = given.pop("prefills", 0)  # the last of the fakes, at addresses p:0, p:1 and so on
     fakes = [await FakeReplica().start() for _ in range(count + helpers)]
     quick = {"health_period": 0.02, "health_timeout": 10, "replica": [fake.url for fake in fakes[:count]]}
     quick["prefill"] = [f"{fake.url}=p:{i}" for i, fake in enumerate(fakes[count:])]
     options = RouterOptions(**(quick | given))
-    replicas = replicas_of(options)
-    line, prefills = line_and_prefills(replicas, options, server)
-    proxy = Proxy(line, prefills, naming(options), options, server)
-    health = Health(replicas, line, options)
-    transport = httpx.ASGITransport(app(replicas, proxy, server, keys))
+    replicas = make_replicas(options)
+    line, prefills = make_queue_and_prefills(replicas, options, server)
+    proxy = Proxy(line, prefills, make_page_hasher(options), options, server)
+    health = HealthChecker(replicas, line, options)
+    transport = httpx.ASGITransport(make_router_app(replicas, proxy, server, keys))
     try:
         async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
             router = Router(fakes, replicas, line, prefills, proxy, client)

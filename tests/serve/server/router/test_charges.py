@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from duetto.serve.server.router.prompts import CHOICES, MOST, ROOM, TextNaming, charge
+from duetto.serve.server.router.prompts import (
+    MAX_HASHED_TOKENS,
+    MAX_REQUEST_CHOICES,
+    UNBOUNDED_TOKENS,
+    TextPageHasher,
+    charged_tokens,
+)
 
 TEXT, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 NO_NUMBERS: list[Any] = [
@@ -14,11 +20,11 @@ NO_NUMBERS: list[Any] = [
 
 
 def charged(path: str, **fields: Any) -> int:
-    return charge(path, fields, TextNaming(64)(path, fields))
+    return charged_tokens(path, fields, TextPageHasher(64)(path, fields))
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=str)
-def test_a_number_that_is_none_moves_nobody_forwards(value):
+def test_invalid_numbers_do_not_reduce_the_charge(value):
     plain = charged(TEXT, prompt="a" * 40)
     assert plain == 10 + 16
     assert charged(TEXT, prompt="a" * 40, max_tokens=value) == plain
@@ -28,7 +34,7 @@ def test_a_number_that_is_none_moves_nobody_forwards(value):
         (CHAT, "max_tokens"),
         (RESPONSE, "max_output_tokens"),
     ):
-        assert charged(path, **{name: value}) >= ROOM
+        assert charged(path, **{name: value}) >= UNBOUNDED_TOKENS
     assert charged("/v1/embeddings", input=value, max_tokens=value) >= 1
 
 
@@ -43,8 +49,8 @@ def test_all_completions_of_all_prompts_count():
 
 @pytest.mark.parametrize("huge", [10**9, 10**30, 1 << 64])
 def test_no_number_is_beyond_what_a_replica_could_do(huge):
-    assert charged(TEXT, prompt="", max_tokens=huge) == MOST
-    assert charged(TEXT, prompt="", n=huge) == 16 * CHOICES
+    assert charged(TEXT, prompt="", max_tokens=huge) == MAX_HASHED_TOKENS
+    assert charged(TEXT, prompt="", n=huge) == 16 * MAX_REQUEST_CHOICES
 
 
 BODIES: list[dict[str, Any]] = [
@@ -57,6 +63,6 @@ BODIES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("body", BODIES, ids=str)
-def test_whatever_a_body_is_a_replica_says_what_is_wrong(body):
+def test_invalid_bodies_are_charged_and_left_to_replicas(body):
     for path in (TEXT, CHAT, RESPONSE, "/v1/embeddings", "/tokenize", "/detokenize"):
         assert charged(path, **body) >= 1

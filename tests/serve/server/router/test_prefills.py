@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from duetto.serve.kv.routing.placement import Prompt, RoutedRequest, best
+from duetto.serve.kv.routing.placement import Prompt, RoutedRequest, choose_replica
 from duetto.serve.options.router import RouterOptions
 
 LONG = "def add(a, b): return a + b  " * 40  # some 290 tokens
@@ -21,16 +21,16 @@ def all_chosen(router) -> list[str]:
     return [place for fake in router.fakes for place in chosen(fake)]
 
 
-def test_the_prefill_engine_is_the_one_that_has_the_beginning(routing):
+def test_the_prefill_engine_that_has_the_prefix_is_chosen(routing):
     async def test(router):
-        prompt = router.proxy.naming("/v1/completions", {"prompt": LONG})
-        first = best(router.prefills.replicas, prompt, 9, ())  # none has it
-        first.take(other := RoutedRequest(Prompt(tokens=10_000)))
+        prompt = router.proxy.page_hasher("/v1/completions", {"prompt": LONG})
+        first = choose_replica(router.prefills.replicas, prompt, 9, ())  # none has it
+        first.add_request(other := RoutedRequest(Prompt(tokens=10_000)))
         await router.words(prompt=LONG)
-        first.leave(other)
+        first.remove_request(other)
         assert all_chosen(router) == [f"p:{1 - router.prefills.replicas.index(first)}"]
         for replica in router.line.replicas:  # those that answer know nothing of it any more
-            replica.memory.forget()
+            replica.prefix_index.clear()
         await router.words(prompt=LONG + "more")
         assert len(all_chosen(router)) == 2 and len({*all_chosen(router)}) == 1
         assert not any(fake.asked for fake in router.fakes[2:])
@@ -39,7 +39,7 @@ def test_the_prefill_engine_is_the_one_that_has_the_beginning(routing):
     routing(test, **PAIRS)
 
 
-def test_a_busy_prefill_engine_is_passed_by(routing):
+def test_a_busy_prefill_engine_is_skipped(routing):
     async def test(router):
         for fake in router.fakes[:2]:
             fake.going.clear()

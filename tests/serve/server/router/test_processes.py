@@ -114,7 +114,7 @@ def test_answers_outlive_a_server_that_is_killed(service, turn):
     until(lambda: service.ready == 2)
 
 
-def test_prompts_go_where_their_pages_are(service):
+def test_prompts_are_routed_to_their_pages(service):
     before, text = service.count("hit_tokens"), "import os\n" * 60
     for i in range(4):
         httpx.post(f"{service.router.url}/v1/completions", json={"prompt": text + str(i), "max_tokens": 1})
@@ -168,7 +168,7 @@ def long(turn: int) -> list[dict[str, Any]]:
     return [asked | {"prompt": text} for text in texts]
 
 
-def test_prompts_are_computed_by_the_engine_that_the_router_names_and_any_may_be_killed(pairs):
+def test_routed_prefills_survive_the_kill_of_any_engine(pairs):
     def answers(turn: int) -> list[Any]:
         with ThreadPoolExecutor(8) as pool:
             asked = [pool.submit(ask, pairs.router.url, b) for ask in (stream, whole) for b in long(turn)]

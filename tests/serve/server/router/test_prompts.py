@@ -7,40 +7,56 @@ import pytest
 import duetto.checkpoints
 from duetto.serve.kv.routing.placement import Prompt
 from duetto.serve.options.router import RouterOptions
-from duetto.serve.server.router.http import ServerAddress
-from duetto.serve.server.router.prompts import TextNaming, TokenNaming
+from duetto.serve.server.router.http_client import ServerAddress
+from duetto.serve.server.router.prompts import TextPageHasher, TokenPageHasher
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(duetto.checkpoints.__file__).parent / "demo"
 
 
-def test_equal_beginnings_have_equal_names():
+def test_equal_prefixes_have_equal_hashes():
     tokenizer = Tokenizer.from_folder(DEMO)
     assert tokenizer is not None
     talk = [{"role": "user", "content": "sort a list of numbers " * 20}]
     longer = [*talk, {"role": "assistant", "content": "x"}, {"role": "user", "content": "and reverse it"}]
-    for naming in (TextNaming(4), TokenNaming(tokenizer, 4)):
+    for naming in (TextPageHasher(4), TokenPageHasher(tokenizer, 4)):
         short, long = (naming("/v1/chat/completions", {"messages": one}) for one in (talk, longer))
-        shared = sum(a == b for a, b in zip(short.names, long.names, strict=False))
-        assert len(long.names) > shared >= len(short.names) - 4 and short.page == 4 and short.tokens > 16
+        shared = sum(a == b for a, b in zip(short.page_hashes, long.page_hashes, strict=False))
+        assert (
+            len(long.page_hashes) > shared >= len(short.page_hashes) - 4
+            and short.page_size == 4
+            and short.tokens > 16
+        )
         text = naming("/v1/completions", {"prompt": ["import os\n" * 9, "y"]})
-        assert text.names == naming("/v1/completions", {"prompt": "import os\n" * 9}).names != ()
+        assert text.page_hashes == naming("/v1/completions", {"prompt": "import os\n" * 9}).page_hashes != ()
         ids = naming("/v1/completions", {"prompt": list(range(60, 70))})
-        assert len(ids.names) == 2 and ids.tokens == 10
+        assert len(ids.page_hashes) == 2 and ids.tokens == 10
         response = naming("/v1/responses", {"input": "sort a list of numbers " * 20})
         assert response.tokens > 16
-        assert naming("/v1/embeddings", {"input": "sort a list of numbers " * 20}).names
+        assert naming("/v1/embeddings", {"input": "sort a list of numbers " * 20}).page_hashes
         assert naming("/v1/completions", {}).tokens <= 1
     tokenizer.chat_template = "{{ tools }}{{ messages[0].content }}"
     tools = [{"type": "function", "function": {"name": name}} for name in ("rain", "snow")]
-    for naming in (TextNaming(4), TokenNaming(tokenizer, 4)):  # tools stand before the messages
+    for naming in (TextPageHasher(4), TokenPageHasher(tokenizer, 4)):  # tools stand before the messages
         one, two, same = (
-            naming("/v1/chat/completions", {"messages": talk, "tools": given}).names
+            naming("/v1/chat/completions", {"messages": talk, "tools": given}).page_hashes
             for given in (tools[:1], tools[1:], tools[:1])
         )
         assert one == same and not {*one[12:]} & {*two[12:]}
-    assert TokenNaming(tokenizer, 4)("/v1/chat/completions", {"messages": [{"role": 3}]}) == Prompt()
-    assert TextNaming(4)("/v1/chat/completions", {"messages": [{"role": 3}]}).tokens
+    assert TokenPageHasher(tokenizer, 4)("/v1/chat/completions", {"messages": [{"role": 3}]}) == Prompt()
+    assert TextPageHasher(4)("/v1/chat/completions", {"messages": [{"role": 3}]}).tokens
+
+
+def test_prompts_of_other_salts_share_no_hash():
+    tokenizer = Tokenizer.from_folder(DEMO)
+    assert tokenizer is not None
+    for naming in (TextPageHasher(4), TokenPageHasher(tokenizer, 4)):
+        for prompt in ("import os\n" * 9, list(range(60, 100))):
+            salts = None, "a", "b", "a", "", 3  # replicas refuse the last two
+            bodies = [{"prompt": prompt, "cache_salt": salt} for salt in salts]
+            plain, a, b, again, *wrong = [naming("/v1/completions", body).page_hashes for body in bodies]
+            assert a == again and wrong == [plain, plain]
+            assert not {*plain} & {*a} and not {*plain} & {*b} and not {*a} & {*b}
 
 
 @pytest.mark.parametrize("name", ["chat_template", "now", "tokenizer"])
@@ -48,9 +64,9 @@ def test_a_router_renders_no_template_of_a_client(name):
     tokenizer = Tokenizer.from_folder(DEMO)
     assert tokenizer is not None
     body = {"messages": [{"role": "user", "content": "sort a list " * 9}]}
-    assert TokenNaming(tokenizer, 4)("/v1/chat/completions", body).names
+    assert TokenPageHasher(tokenizer, 4)("/v1/chat/completions", body).page_hashes
     variables = {"chat_template_kwargs": {name: "{{ messages }}"}}
-    assert TokenNaming(tokenizer, 4)("/v1/chat/completions", body | variables) == Prompt()
+    assert TokenPageHasher(tokenizer, 4)("/v1/chat/completions", body | variables) == Prompt()
 
 
 WRONG = [
@@ -71,5 +87,5 @@ def test_options_that_are_not_allowed_are_named(given, message):
 
 
 def test_addresses():
-    assert ServerAddress.of("https://a.example") == ServerAddress("a.example", 443, True)
-    assert ServerAddress.of("http://[::1]:81/") == ServerAddress("::1", 81)
+    assert ServerAddress.from_url("https://a.example") == ServerAddress("a.example", 443, True)
+    assert ServerAddress.from_url("http://[::1]:81/") == ServerAddress("::1", 81)

@@ -12,10 +12,10 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from duetto.ray.attempt import Attempt, ranked
-from duetto.ray.autoscaling import LOAD, by_tokens_in_flight
-from duetto.ray.deployment import answered, scope_of
-from duetto.ray.ingress import ingress_app
+from duetto.ray.attempt import Attempt, rank_replicas
+from duetto.ray.autoscaling import LOAD, desired_replicas
+from duetto.ray.deployment import asgi_scope, run_app
+from duetto.ray.ingress import make_ingress_app
 from duetto.ray.serve import LLMConfig, build_openai_app
 from duetto.serve.kv.routing.placement import Prompt, Replica, RoutedRequest
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
@@ -73,19 +73,21 @@ class Handle:
     def __init__(self, replicas: list[Numbers]):
         self.replicas, self.answer = replicas, SimpleNamespace(remote=self.remote)
         self.hangs = False
+        self.responses: list[Response] = []
 
     def remote(self, method: str, path: str, headers: Any, body: bytes, attempt: Attempt) -> Any:
-        return Response(self._answer(method, path, headers, body, attempt))
+        self.responses.append(Response(self._answer(method, path, headers, body, attempt)))
+        return self.responses[-1]
 
     async def _answer(self, method: str, path: str, headers: Any, body: bytes, attempt: Attempt) -> Any:
         if self.hangs:
             await asyncio.Event().wait()
-        chosen = ranked([one.place for one in self.replicas], attempt.job, 64)[0]
-        attempt.place(chosen)
+        chosen = rank_replicas([one.place for one in self.replicas], attempt.routed_request, 64)[0]
+        attempt.assign_replica(chosen)
         found = next(one for one in self.replicas if one.place is chosen)
         yield str(chosen)
         try:
-            async for part in answered(found, scope_of(method, path, headers), body):
+            async for part in run_app(found, asgi_scope(method, path, headers), body):
                 yield part
         except Gone:
             self.replicas.remove(found)
@@ -96,12 +98,13 @@ class Response:
     """A generator with `cancel`, as Serve's."""
 
     def __init__(self, parts: Any):
-        self._parts = parts
+        self._parts, self.is_cancelled = parts, False
 
     def __anext__(self) -> Awaitable[Any]:
         return anext(self._parts)
 
     def cancel(self) -> None:
+        self.is_cancelled = True
         asyncio.ensure_future(self._parts.aclose())
 
 
@@ -110,7 +113,7 @@ def served(
 ) -> None:
     async def run() -> None:
         options = RouterOptions(replica=("http://x",), page_size=16)
-        inner = ingress_app(lambda: handle, options, ServerOptions(**limits), (Gone,))
+        inner = make_ingress_app(lambda: handle, options, ServerOptions(**limits), (Gone,))
         transport = httpx.ASGITransport(inner, root_path=root)
         async with httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60) as client:
             await asyncio.wait_for(test(client), 60)
@@ -137,7 +140,7 @@ def test_a_stream_goes_on_in_another_replica_of_its_realm():
         assert texts(reply) == ALL and reply.text.endswith("data: [DONE]\n\n")
         assert (dying.ended, other.ended, same.ended) == (1, 0, 1)
         await asyncio.sleep(0)
-        assert not same.place.jobs and not dying.place.jobs
+        assert not same.place.requests and not dying.place.requests
         assert "duetto:router_resumed_total 1.0" in (await client.get("/metrics")).text
 
     served(test, handle)
@@ -154,7 +157,7 @@ def test_no_answer_is_of_two_realms():
     served(test, handle)
 
 
-def test_an_answer_that_no_replica_takes_in_time_ends_with_an_error():
+def test_a_request_without_a_replica_in_time_gets_502():
     handle = Handle([Numbers()])
     handle.hangs = True
 
@@ -169,14 +172,36 @@ def test_a_client_that_leaves_ends_its_request():
     replica = Numbers()
 
     async def test() -> None:
-        scope = scope_of("POST", "/v1/completions?a=b", [])
+        scope = asgi_scope("POST", "/v1/completions?a=b", [])
         assert (scope["path"], scope["query_string"]) == ("/v1/completions", b"a=b")
-        parts = answered(replica, scope, json.dumps(ASKED).encode())
+        parts = run_app(replica, scope, json.dumps(ASKED).encode())
         assert (await anext(parts))[0] == 200
         await parts.aclose()
         assert replica.ended == 1
 
     asyncio.run(test())
+
+
+def test_a_request_whose_client_has_left_is_cancelled():
+    handle = Handle([Numbers()])
+    handle.hangs = True
+
+    async def test(client: httpx.AsyncClient) -> None:
+        asked = asyncio.create_task(client.post("/v1/completions", json=ASKED))
+        while not handle.responses:
+            await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert handle.responses[0].is_cancelled
+
+    served(test, handle)
+
+
+def test_an_answer_to_head_ends():
+    async def test(client: httpx.AsyncClient) -> None:
+        assert (await client.head("/v1/models")).status_code == 200
+
+    served(test, Handle([Numbers()]))
 
 
 def test_paths_have_no_route_prefix_in_replicas():
@@ -197,27 +222,27 @@ def places(*realms: str) -> list[Replica]:
     return [Numbers(realm).place for realm in realms]
 
 
-def test_prompts_go_where_their_pages_are_and_realms_where_they_continue():
+def test_prompts_go_to_their_pages_and_resumptions_to_their_realm():
     async def test() -> None:
         one, two = found = places("one", "two")
         job = RoutedRequest(Prompt([b"a", b"b"], 16, 32))
         attempt = Attempt(job)
-        assert ranked(found, job, 64) == [one, two]
-        attempt.place(two)
+        assert rank_replicas(found, job, 64) == [one, two]
+        attempt.assign_replica(two)
         assert two.load > one.load and pickle.loads(pickle.dumps(attempt)) is None
-        attempt.leave()
+        attempt.release_replica()
         await asyncio.sleep(0)
         assert two.load == 0
-        assert ranked(found, job, 64) == [two, one]  # which has its pages
+        assert rank_replicas(found, job, 64) == [two, one]  # which has its pages
         job.realm = "one"
-        assert ranked(found, job, 64) == [one, two]
+        assert rank_replicas(found, job, 64) == [one, two]
         refused: Any = Attempt(job)
-        refused.place(one)
-        job.refused_by(refused)
-        assert ranked(found, job, 64) == [two]
-        assert ranked(found, RoutedRequest(Prompt()), 1) == [two, one]  # one is full
-        two.take(RoutedRequest(Prompt()))
-        assert ranked(found, RoutedRequest(Prompt()), 1) == []
+        refused.assign_replica(one)
+        job.exclude_mismatched(refused)
+        assert rank_replicas(found, job, 64) == [two]
+        assert rank_replicas(found, RoutedRequest(Prompt()), 1) == [two, one]  # one is full
+        two.add_request(RoutedRequest(Prompt()))
+        assert rank_replicas(found, RoutedRequest(Prompt()), 1) == []
 
     asyncio.run(test())
 
@@ -226,9 +251,9 @@ def test_a_request_that_left_before_it_was_placed_counts_nowhere():
     async def test() -> None:
         (one,) = places("one")
         attempt = Attempt(RoutedRequest(Prompt()))
-        attempt.leave()
-        attempt.place(one)
-        assert not one.jobs
+        attempt.release_replica()
+        attempt.assign_replica(one)
+        assert not one.requests
 
     asyncio.run(test())
 
@@ -255,7 +280,7 @@ def test_replicas_follow_from_tokens_in_flight(loads, requests, queued, expected
         capacity_adjusted_min_replicas=1,
         capacity_adjusted_max_replicas=5,
     )
-    assert by_tokens_in_flight(context) == (expected, {})
+    assert desired_replicas(context) == (expected, {})
 
 
 def test_a_configuration_has_the_options_of_its_deployment():
@@ -263,12 +288,12 @@ def test_a_configuration_has_the_options_of_its_deployment():
     config = LLMConfig(
         {"model_id": "demo"}, deployment_config=own, runtime_env={"env_vars": {}}, target_tokens_in_flight=9
     )
-    options = config.engine_options
+    options = config.deployment_options
     assert options["autoscaling_config"]["policy"] == {
-        "policy_function": f"{by_tokens_in_flight.__module__}.{by_tokens_in_flight.__name__}"
+        "policy_function": f"{desired_replicas.__module__}.{desired_replicas.__name__}"
     }
     assert options["ray_actor_options"] == {"num_gpus": 1, "runtime_env": {"env_vars": {}}}
-    assert config.server.served_model_name == ["demo"]
+    assert config.server_options.served_model_name == ["demo"]
 
 
 @pytest.mark.parametrize(
@@ -280,12 +305,12 @@ def test_a_configuration_has_the_options_of_its_deployment():
 )
 def test_a_model_over_several_actors_has_a_placement_group(actor, bundle):
     own = {"ray_actor_options": actor, "num_replicas": 2}
-    options = LLMConfig(engine_kwargs={"nnodes": 3}, deployment_config=own).engine_options
+    options = LLMConfig(engine_kwargs={"nnodes": 3}, deployment_config=own).deployment_options
     assert options["placement_group_bundles"] == 3 * [bundle] and options["num_replicas"] == 2
-    alone = LLMConfig(deployment_config=own).engine_options
+    alone = LLMConfig(deployment_config=own).deployment_options
     assert "placement_group_bundles" not in alone
     wanted = own | {"placement_group_bundles": [{"CPU": 9}]}
-    options = LLMConfig(engine_kwargs={"nnodes": 3}, deployment_config=wanted).engine_options
+    options = LLMConfig(engine_kwargs={"nnodes": 3}, deployment_config=wanted).deployment_options
     assert options["placement_group_bundles"] == [{"CPU": 9}]
 
 

@@ -207,7 +207,7 @@ def test_answers_outlive_a_replica_that_is_killed(fresh, alone):
     until(lambda: fresh.running == 2)  # Serve has replaced it
 
 
-def test_prompts_go_where_their_pages_are_and_ray_has_the_metrics(fresh):
+def test_prompts_go_to_their_pages_and_ray_has_the_metrics(fresh):
     fresh.run({"num_replicas": 2})
     body = {"prompt": "import os\n" * 40, "max_tokens": 1, "seed": 0}
     cached = []

@@ -15,8 +15,8 @@ import pytest
 from duetto.serve.kv.routing.placement import Prompt, Replica, RoutedRequest
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.router.proxy import read
-from duetto.serve.server.router.queue import RequestQueue
+from duetto.serve.server.router.proxy import parse_body_fields
+from duetto.serve.server.router.request_queue import RequestQueue
 from duetto.serve.server.service.errors import HttpError
 
 WHOLE = [str(i) for i in range(6)]
@@ -42,17 +42,17 @@ def test_a_stream_goes_on_elsewhere_from_its_tokens(routing, dies_after):
         if dies_after < 6:
             known = [asked["resume"]["outputs"] for asked in second.asked if asked["resume"]["outputs"]]
             assert known == [[list(range(dies_after))]] * len(known) and bool(known) == bool(dies_after)
-            assert router.proxy.resumed == len(first.asked) > 0 and len(second.asked) == 2
+            assert router.proxy.num_resumed == len(first.asked) > 0 and len(second.asked) == 2
             assert router.replicas[0].load == router.replicas[1].load == 0
 
     routing(test)
 
 
-def test_a_body_that_a_replica_refuses_goes_there_as_it_came():
+def test_invalid_bodies_are_forwarded_unchanged():
     """Of a key that stands there twice the router chooses none."""
-    assert read(b'{"prompt": "x", "max_tokens": 1, "max_tokens": 2}') == {}
-    assert read(b"[1]") == read(b"{") == read(b"") == {}
-    assert read(b'{"prompt": "x"}') == {"prompt": "x"}
+    assert parse_body_fields(b'{"prompt": "x", "max_tokens": 1, "max_tokens": 2}') == {}
+    assert parse_body_fields(b"[1]") == parse_body_fields(b"{") == parse_body_fields(b"") == {}
+    assert parse_body_fields(b'{"prompt": "x"}') == {"prompt": "x"}
 
 
 @pytest.mark.parametrize("dies_after", range(7))
@@ -67,8 +67,8 @@ def test_a_whole_answer_goes_on_elsewhere_from_its_tokens(routing, dies_after):
         if dies_after < 6:
             known = [asked["resume"]["outputs"] for asked in second.asked if asked["resume"]["outputs"]]
             assert known == [[list(range(dies_after))]] * len(known) and bool(known) == bool(dies_after)
-            assert router.proxy.resumed + router.proxy.retried == len(first.asked) > 0
-            assert bool(router.proxy.resumed) == bool(dies_after)
+            assert router.proxy.num_resumed + router.proxy.num_retried == len(first.asked) > 0
+            assert bool(router.proxy.num_resumed) == bool(dies_after)
 
     routing(test)
 
@@ -86,7 +86,7 @@ def test_a_replica_that_hangs_is_lost(routing):
     routing(test, health_timeout=0.5)
 
 
-def test_nothing_is_awaited_behind_the_last_event(routing):
+def test_an_answer_ends_with_its_last_event(routing):
     """A replica that is lost, or hangs, once its answer is whole costs the client nothing."""
 
     async def test(router):
@@ -96,13 +96,13 @@ def test_nothing_is_awaited_behind_the_last_event(routing):
             assert said(await router.words()) == WHOLE
             reply = await router.client.post("/v1/completions", json={"prompt": "x"})
             assert reply.json() == {"said": list(range(6))}
-        assert router.proxy.resumed == router.proxy.retried == 0
-        assert all(not replica.jobs for replica in router.replicas)
+        assert router.proxy.num_resumed == router.proxy.num_retried == 0
+        assert all(not replica.requests for replica in router.replicas)
 
     routing(test)
 
 
-def test_what_has_not_begun_is_asked_again(routing):
+def test_requests_without_output_are_sent_again(routing):
     async def test(router):
         for fake in router.fakes[:2]:
             fake.dies_after = 0
@@ -116,7 +116,7 @@ def test_what_has_not_begun_is_asked_again(routing):
     routing(test, count=3)
 
 
-def test_one_that_cannot_be_saved_ends_with_an_error(routing):
+def test_streams_that_cannot_resume_end_with_an_error(routing):
     async def test(router):
         router.fakes[0].dies_after = 1
         text = await router.words()
@@ -171,7 +171,7 @@ TOO_LONG = {
 @pytest.mark.parametrize("case", TOO_LONG)
 def test_an_answer_that_is_too_long_is_asked_for_once(routing, monkeypatch, case):
     """Its replica is well, and another would answer the same."""
-    monkeypatch.setattr("duetto.serve.server.router.http.MOST_ANSWER", 1 << 16)
+    monkeypatch.setattr("duetto.serve.server.router.http_client.MAX_ANSWER_BYTES", 1 << 16)
     (resume, head, text), is_stream = TOO_LONG[case], case.startswith("stream")
 
     async def test(router):
@@ -197,7 +197,7 @@ def test_without_resume_streams_are_passed_on_as_they_are(routing):
     routing(test, resume=False)
 
 
-def test_a_busy_replica_is_passed_by(routing):
+def test_a_busy_replica_is_skipped(routing):
     async def test(router):
         router.fakes[0].status = 429
         for _ in range(3):
@@ -230,7 +230,7 @@ def test_a_replica_that_drains_gets_nothing_new(routing):
     routing(test)
 
 
-def test_a_prompt_goes_where_its_beginning_is_unless_that_is_busy(routing):
+def test_a_prompt_goes_to_its_prefix_unless_that_is_busy(routing):
     async def test(router):
         text = "def add(a, b): return a + b  " * 40  # some 290 tokens
         await router.words(prompt=text)
@@ -251,6 +251,24 @@ def test_a_prompt_goes_where_its_beginning_is_unless_that_is_busy(routing):
     routing(test, page_size=16)
 
 
+@pytest.mark.parametrize("isolation, hits", [("key", [0, 0, 288, 288]), ("none", [0, 288, 288, 288])])
+def test_an_isolated_keys_prompts_are_routed_by_its_own(routing, isolation, hits):
+    text = "def add(a, b): return a + b  " * 40  # 290 tokens by their characters
+
+    async def test(router):
+        found = []
+        for key in ("first", "second", "first", "second"):
+            before = sum(one.hit_tokens for one in router.replicas)
+            body, headers = {"prompt": text}, {"authorization": f"Bearer {key}"}
+            reply = await router.client.post("/v1/completions", json=body, headers=headers)
+            assert reply.status_code == 200
+            found.append(sum(one.hit_tokens for one in router.replicas) - before)
+        assert found == hits
+
+    own = {"prefix_cache_isolation": isolation, "api_key_file": "keys"}
+    routing(test, count=1, keys=("first", "second"), page_size=16, **own)
+
+
 def test_clients_take_turns(routing):
     """One that sends many requests does not delay another's first."""
 
@@ -264,9 +282,9 @@ def test_clients_take_turns(routing):
             return asyncio.create_task(router.client.post("/v1/completions", json=body, headers=headers))
 
         asked = [ask("first", f"first {i}") for i in range(4)]
-        await router.until(lambda: router.line.waiting == 3)
+        await router.until(lambda: router.line.num_waiting == 3)
         asked.append(ask("second", "second"))
-        await router.until(lambda: router.line.waiting == 4)
+        await router.until(lambda: router.line.num_waiting == 4)
         fake.going.set()
         assert {reply.status_code for reply in await asyncio.gather(*asked)} == {200}
         assert [one["prompt"] for one in fake.asked][:3] == ["first 0", "second", "first 1"]
@@ -276,23 +294,23 @@ def test_clients_take_turns(routing):
     routing(test, count=1, keys=("first", "second"), max_in_flight=1)
 
 
-def test_the_line_has_an_end(routing):
+def test_the_queue_is_bounded(routing):
     async def test(router):
         router.fakes[0].going.clear()
         asked = [asyncio.create_task(router.words(prompt=f"{i}")) for i in range(3)]
-        await router.until(lambda: router.line.waiting == 2)
+        await router.until(lambda: router.line.num_waiting == 2)
         reply = await router.client.post("/v1/completions", json={"prompt": "x"})
         assert reply.status_code == 429 and reply.headers["retry-after"] == "1"
         for task in asked[1:]:  # clients that leave
             task.cancel()
-        await router.until(lambda: router.line.waiting == 0)
+        await router.until(lambda: router.line.num_waiting == 0)
         router.fakes[0].going.set()
         assert said(await asked[0]) == WHOLE
 
     routing(test, count=1, max_in_flight=1, max_queued=2)
 
 
-def test_nobody_waits_for_ever(routing):
+def test_queued_requests_time_out(routing):
     async def test(router):
         router.fakes[0].is_ready = router.fakes[0].is_alive = False
         await router.until(lambda: not router.replicas[0].is_ready)
@@ -302,23 +320,23 @@ def test_nobody_waits_for_ever(routing):
     routing(test, count=1, replica_timeout=0.3, health_timeout=0.05)
 
 
-def test_a_router_that_ends_finishes_what_is_under_way(routing):
+def test_a_router_finishes_running_requests_at_shutdown(routing):
     async def test(router):
         router.fakes[0].going.clear()
         under_way = asyncio.create_task(router.words())
         await router.until(lambda: bool(router.fakes[0].asked))
-        router.proxy.drain()
+        router.proxy.start_draining()
         assert (await router.client.post("/v1/completions", json={"prompt": "x"})).status_code == 503
-        assert (await router.client.get("/ready")).status_code == 503 and not router.proxy.idle.is_set()
+        assert (await router.client.get("/ready")).status_code == 503 and not router.proxy.ended.is_set()
         router.fakes[0].going.set()
         assert said(await under_way) == WHOLE
-        await asyncio.wait_for(router.proxy.idle.wait(), 5)
+        await asyncio.wait_for(router.proxy.ended.wait(), 5)
 
     routing(test, count=1)
 
 
 @pytest.mark.parametrize("body", [b"{", b"[1]", b'{"prompt": 3}', b'{"messages": 5, "stream": false}'])
-def test_what_is_wrong_a_replica_says(routing, body):
+def test_invalid_requests_are_refused_by_replicas(routing, body):
     async def test(router):
         router.fakes[0].status = 400
         reply = await router.client.post("/v1/chat/completions", content=body)
@@ -330,27 +348,19 @@ def test_what_is_wrong_a_replica_says(routing, body):
         raise AssertionError from error
 
 
-def test_a_long_body_is_read_in_another_thread_at_once(routing, monkeypatch):
+def test_a_long_body_is_read_in_another_thread(routing, monkeypatch):
     readers = []
 
-    def reading(body):
-        readers.append(threading.current_thread())
-        return read(body)
+    def reading(body, max_marks):
+        readers.append(threading.current_thread().name)
+        return parse_body_fields(body, max_marks)
 
-    monkeypatch.setattr("duetto.serve.server.router.proxy.read", reading)
-    to_thread, calls = asyncio.to_thread, []
-
-    async def counted(*given: Any) -> Any:
-        calls.append(given)
-        return await to_thread(*given)
-
-    monkeypatch.setattr(asyncio, "to_thread", counted)
+    monkeypatch.setattr("duetto.serve.server.router.proxy.parse_body_fields", reading)
 
     async def test(router):
         await router.words(prompt="short")
         await router.words(prompt="long" * 4096)
-        assert [one is threading.current_thread() for one in readers] == [True, False]
-        assert len(calls) == 1  # the prompt is named there too
+        assert [name.startswith("duetto-request-reader") for name in readers] == [False, True]
 
     routing(test, count=1)
 
@@ -381,7 +391,7 @@ def test_a_router_without_descriptors_loses_no_replica(routing, monkeypatch, cap
     routing(test)
 
 
-def test_no_body_moves_a_client_forwards(routing):
+def test_invalid_bodies_do_not_advance_a_client(routing):
     """A client that sends one behind each of its requests gets no more of the line than another."""
     trick = {"max_tokens": -1_000_000_000}
 
@@ -397,12 +407,12 @@ def test_no_body_moves_a_client_forwards(routing):
         await router.until(lambda: bool(fake.asked))
         for i in range(8):
             asked.append(ask("first", prompt=f"first {i}", max_tokens=50))
-            await router.until(lambda: router.line.waiting == len(asked) - 1)
+            await router.until(lambda: router.line.num_waiting == len(asked) - 1)
             asked.append(ask("first", prompt="trick", **trick))
-            await router.until(lambda: router.line.waiting == len(asked) - 1)
+            await router.until(lambda: router.line.num_waiting == len(asked) - 1)
         for i in range(8):
             asked.append(ask("second", prompt=f"second {i}", max_tokens=50))
-            await router.until(lambda: router.line.waiting == len(asked) - 1)
+            await router.until(lambda: router.line.num_waiting == len(asked) - 1)
         fake.going.set()
         await asyncio.gather(*asked)
         prompts = [one["prompt"] for one in fake.asked]
@@ -414,24 +424,24 @@ def test_no_body_moves_a_client_forwards(routing):
     routing(test, count=1, keys=("first", "second"), max_in_flight=1)
 
 
-def test_a_request_waits_for_a_replica_that_is_up_unless_it_has_rejected_it():
+def test_a_request_waits_for_replicas_that_have_not_rejected_it():
     async def test():
         rejected, broken = (Replica(name, AssumedPrefixIndex(9)) for name in "ab")
         rejected.is_up = rejected.is_ready = broken.is_up = True
         line = RequestQueue([rejected, broken], 9, ServerOptions())
-        job = RoutedRequest(Prompt(), left={rejected})
-        waiting = asyncio.create_task(line.replica(job, 0))
+        job = RoutedRequest(Prompt(), failed_replicas={rejected})
+        waiting = asyncio.create_task(line.assign_replica(job, 0))
         await asyncio.sleep(0)
         assert not waiting.done()
         broken.is_ready = True
-        line.advance()
+        line.assign_waiting()
         assert await waiting is broken
-        line.leave(broken, job)
+        line.release(broken, job)
         broken.is_ready = False
-        waiting = asyncio.create_task(line.replica(job, 0))
+        waiting = asyncio.create_task(line.assign_replica(job, 0))
         await asyncio.sleep(0)
-        broken.lose()
-        line.advance()
+        broken.mark_down()
+        line.assign_waiting()
         with pytest.raises(HttpError, match="no replica could serve"):
             await waiting
 

@@ -47,7 +47,7 @@ def replicas() -> Iterator[list[FakeReplica]]:
         loop.close()
 
 
-def test_streams_of_a_router_that_is_killed_are_resumed_through_the_other():
+def test_streams_of_a_killed_router_resume_through_the_other():
     (block,) = (one for one in blocks(ROOT / "docs" / "reliability.md") if one.language == "python")
     documented: dict[str, Any] = {}
     exec(block.text, documented)  # noqa: S102

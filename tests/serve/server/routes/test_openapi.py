@@ -12,11 +12,11 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from duetto import SamplingParams
-from duetto.neutral import HARMLESS, NEUTRAL
+from duetto.neutral_values import HARMLESS_FIELDS, NEUTRAL
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.http.main import app
+from duetto.serve.server.http.main import make_server_app
 from duetto.serve.server.streams.completion_request import parse_completion, parse_response
-from duetto.serve.text.openai.tasks import BODY
+from duetto.serve.text.openai.tasks import BODY_PARAM_NAMES
 
 FORMS: list[tuple[Any, str]] = [
     ("completion", "/v1/completions"), ("chat", "/v1/chat/completions"), ("response", "/v1/responses"),
@@ -28,8 +28,8 @@ def served(*keys: str) -> Starlette:
     llm = SimpleNamespace(tokenizer=None)
     own = {"llm": llm, "names": ["demo"], "defaults": {"temperature": 0.5}, "options": ServerOptions()}
     own["lag"] = SimpleNamespace(histogram=Histogram("duetto:late", "late", registry=None))
-    own["realms"] = SimpleNamespace(name="0" * 64)
-    return app(SimpleNamespace(**own, error=None, is_draining=False), list(keys), None)
+    own["answer_realm"] = SimpleNamespace(name="0" * 64)
+    return make_server_app(SimpleNamespace(**own, error=None, is_draining=False), list(keys), None)
 
 
 def client(*keys: str) -> TestClient:
@@ -71,7 +71,11 @@ def test_references_lead_somewhere(document):
 @pytest.mark.parametrize("form, path", FORMS)
 def test_fields_are_those_that_are_read(document, form, path):
     found = fields(document, path)
-    assert found.keys() >= BODY | NEUTRAL["body"].keys() | HARMLESS | {"model", "stream", "stream_options"}
+    assert found.keys() >= BODY_PARAM_NAMES | NEUTRAL["body"].keys() | HARMLESS_FIELDS | {
+        "model",
+        "stream",
+        "stream_options",
+    }
     post = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
     read = parse_response if form == "response" else partial(parse_completion, form)
     for name, schema in found.items():
@@ -79,7 +83,7 @@ def test_fields_are_those_that_are_read(document, form, path):
         assert read(post["example"] | ({} if value is None else {name: value}), {})
 
 
-def test_a_field_has_its_help_its_limits_and_the_servers_default(document):
+def test_fields_have_help_limits_and_the_servers_default(document):
     found = fields(document, "/v1/completions")
     help = SamplingParams.__dataclass_fields__["temperature"].metadata["help"]
     assert found["temperature"]["description"].startswith(help) and found["temperature"]["default"] == 0.5

@@ -18,7 +18,7 @@ def test_a_profile_is_recorded(starting, keys, tmp_path):
     assert server.stop() == 0
 
 
-def test_there_are_none_without_a_folder(server):
+def test_profile_routes_are_absent_without_a_folder(server):
     with server.http() as http:
         for path in ("/start_profile", "/stop_profile", "/pause", "/resume", "/update_weights"):
             assert http.post(path).status_code == 404

@@ -32,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
     """Two sets of weights of a random model."""
     place = tmp_path_factory.mktemp("weights")
     for version, gain in (("old", 1.0), ("new", 1.5)):
-        huggingface.save(place / version, CONFIG, weights(gain), "float32")
+        huggingface.save_hf(place / version, CONFIG, weights(gain), "float32")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(Path(SMALLEST, name), place / "old")
     return place
@@ -84,7 +84,7 @@ def test_weights_are_replaced_while_a_request_is_under_way(starting, folder, tmp
     if answered.status_code == 200:  # the model that ships has no chat template
         assert len(answered.json()["choices"][0]["token_ids"]) == 3 and answered.json()["prompt_token_ids"]
     assert [t for e in events for t in e["choices"][0]["token_ids"]] == again["token_ids"][:5]
-    claims = Claims.of(log)
+    claims = Claims.from_log(log)
     (swapped,) = (c for c in claims.requests if len(c.entry.weights) > 1)
     assert swapped.entry.tokens == choice["token_ids"] and not claims.broken
     (start,) = claims.starts.values()

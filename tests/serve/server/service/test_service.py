@@ -1,9 +1,11 @@
 """Room, places and ends of a service whose engine does what a test says."""
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +17,24 @@ from tokenizers import AddedToken
 from duetto import SamplingParams
 from duetto.serve.llm.driver import StreamChunk
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.server.service import preparing
+from duetto.serve.server.routes.completions import COMPLETION_API, CompletionRoute
 from duetto.serve.server.service import service as services
+from duetto.serve.server.service import task_preparer
 from duetto.serve.server.service.errors import HttpError
 from duetto.serve.server.service.service import Service
 from duetto.serve.text.openai.errors import RequestError
+from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.openai.tasks import Task
-from duetto.serve.text.outputs import CompletionOutput
+from duetto.serve.text.outputs import CompletionOutput, GenerationError
 
 
 class Flow:
-    prompt, cached_tokens, known = (1, 2, 3), 0, ()
+    prompt, cached_tokens, known, adapter = (1, 2, 3), 0, (), None
 
     def __init__(self):
         self.priority = 0
 
-    def rank(self, priority: int, source: str | None = None) -> None:
+    def set_priority(self, priority: int, source: str | None = None) -> None:
         self.priority = priority
 
 
@@ -41,7 +45,7 @@ class Driver:
         self.deliver, self.failed = deliver, failed
         self.begun: list[Any] = []
         self.left: list[Any] = []
-        self.begin, self.leave = self.begun.append, self.left.append
+        self.add_request, self.drop_request = self.begun.append, self.left.append
 
     def flow(self, session: Any, processor: Any, prompt: Any, params: Any, known: Any, adapter: Any) -> Flow:
         self.params = params
@@ -59,7 +63,7 @@ LLM = SimpleNamespace(
     longest_prompt=100,
     engine=SimpleNamespace(sizes=SimpleNamespace(max_model_len=100)),
     session=None,
-    input_processor=SimpleNamespace(adapters=None, grammars=None),
+    input_processor=SimpleNamespace(adapter_registry=None, grammars=None),
     is_sleeping=lambda: False,
 )
 
@@ -73,11 +77,11 @@ def piece(flow: Any, count: int = 1, at_end: bool = False) -> StreamChunk:
 
 
 def run(test: Callable[[Service, Driver], Awaitable[None]], monkeypatch, **options: Any) -> None:
-    monkeypatch.setattr(services, "realms_of", lambda *_: None)
+    monkeypatch.setattr(services, "set_answer_realm", lambda *_: None)
 
     async def served() -> None:
-        service: Any = Service(LLM, ServerOptions(**options), {}, driver=Driver)
-        monkeypatch.setattr(preparing, "StreamHandle", lambda *given: service._driver.flow(*given))
+        service: Any = Service(LLM, ServerOptions(**options), {}, make_driver=Driver)
+        monkeypatch.setattr(task_preparer, "StreamHandle", lambda *given: service._driver.flow(*given))
         await asyncio.wait_for(test(service, service._driver), 60)
         await service.close()
 
@@ -90,75 +94,110 @@ def pass_seconds(seconds: float, monkeypatch) -> None:
     monkeypatch.setattr(loop, "time", lambda: time.monotonic() + seconds)
 
 
-def test_those_that_wait_are_counted_with_all_their_completions(monkeypatch):
+def test_waiting_requests_are_counted_with_all_completions(monkeypatch):
     async def test(service: Service, driver: Driver) -> None:
         with pytest.raises(HttpError, match="make 4 completions; 3 may wait"):
-            async with service.call([task(), task(3)], ""):
+            async with service.open_call([task(), task(3)], service.admission.new_body()):
                 pass
-        async with service.call([task(2)], ""):
+        async with service.open_call([task(2)], service.admission.new_body()):
             with pytest.raises(HttpError, match="2 completions wait already") as told:
-                async with service.call([task(2)], ""):
+                async with service.open_call([task(2)], service.admission.new_body()):
                     pass
-            assert told.value.response().headers["retry-after"] == "1"
+            assert told.value.to_response().headers["retry-after"] == "1"
             driver.deliver([piece(driver.begun[0])])
             await asyncio.sleep(0)
-            async with service.call([task(3)], ""):
+            async with service.open_call([task(3)], service.admission.new_body()):
                 assert len(driver.begun) == 2
         assert driver.left == driver.begun[::-1]
 
     run(test, monkeypatch, max_queued=3)
 
 
+def test_a_client_that_fills_the_queue_leaves_others_their_share(monkeypatch):
+    async def test(service: Service, driver: Driver) -> None:
+        async def ask(client: str, n: int) -> None:
+            await stack.enter_async_context(service.open_call([task(n)], service.admission.new_body(client)))
+
+        async with AsyncExitStack() as stack:
+            await ask("a", 4)
+            await ask("b", 2)
+            for client in ("a", "b"):
+                with pytest.raises(HttpError, match="6 completions wait already"):
+                    await ask(client, 1)
+            await ask("c", 1)
+
+    run(test, monkeypatch, max_queued=4)
+
+
 def test_a_slow_reader_costs_others_nothing(monkeypatch):
     """Its last pieces, and those of another request, come with the same step."""
 
     async def test(service: Service, driver: Driver) -> None:
-        async with service.call([task()], "") as slow, service.call([task()], "") as other:
-            driver.deliver([piece(slow.flows[0], 5, at_end=True), piece(other.flows[0], at_end=True)])
-            assert [len(outputs) async for outputs in other.stream.pieces()] == [1]
+        async with (
+            service.open_call([task()], service.admission.new_body()) as slow,
+            service.open_call([task()], service.admission.new_body()) as other,
+        ):
+            driver.deliver([piece(slow.handles[0], 5, at_end=True), piece(other.handles[0], at_end=True)])
+            assert [len(outputs) async for outputs in other.stream.read_pieces()] == [1]
             with pytest.raises(HttpError, match="4 pieces wait"):
-                await anext(slow.stream.pieces())
+                await anext(slow.stream.read_pieces())
 
     run(test, monkeypatch, max_stream_backlog=4)
 
 
 def test_a_request_that_fails_ends_no_other(monkeypatch, capsys):
     async def test(service: Service, driver: Driver) -> None:
-        async with service.call([task()], "") as wrong, service.call([task()], "") as other:
-            failed = StreamChunk(wrong.flows[0], [], True, RuntimeError("boom"))
-            driver.deliver([failed, piece(other.flows[0], at_end=True)])
-            assert [len(outputs) async for outputs in other.stream.pieces()] == [1]
+        async with (
+            service.open_call([task()], service.admission.new_body()) as wrong,
+            service.open_call([task()], service.admission.new_body()) as other,
+        ):
+            failed = StreamChunk(wrong.handles[0], [], True, RuntimeError("boom"))
+            driver.deliver([failed, piece(other.handles[0], at_end=True)])
+            assert [len(outputs) async for outputs in other.stream.read_pieces()] == [1]
             with pytest.raises(HttpError, match="the request has failed"):
-                await anext(wrong.stream.pieces())
+                await anext(wrong.stream.read_pieces())
         assert not service.ended.is_set() and "boom" in capsys.readouterr().err
+
+    run(test, monkeypatch)
+
+
+def test_nan_is_an_error_with_its_reason_and_no_traceback(monkeypatch, capsys):
+    async def test(service: Service, driver: Driver) -> None:
+        async with service.open_call([task()], service.admission.new_body()) as wrong:
+            driver.deliver(
+                [StreamChunk(wrong.handles[0], [], True, GenerationError("the model computed NaN"))]
+            )
+            with pytest.raises(HttpError, match="the model computed NaN") as told:
+                await anext(wrong.stream.read_pieces())
+        assert (told.value.status, told.value.code) == (500, "nan_logits") and not capsys.readouterr().err
 
     run(test, monkeypatch)
 
 
 def test_nothing_waits_for_an_engine_that_has_failed(monkeypatch, capsys):
     async def test(service: Service, driver: Driver) -> None:
-        async with service.call([task()], "") as call:
+        async with service.open_call([task()], service.admission.new_body()) as call:
             driver.failed(RuntimeError("boom"), [])
             with pytest.raises(HttpError, match="the engine has failed"):
-                await anext(call.stream.pieces())
+                await anext(call.stream.read_pieces())
             pass_seconds(31, monkeypatch)  # past the longest wait
             await asyncio.sleep(0.01)
         await service.ended.wait()
         with pytest.raises(HttpError, match="the server is ending"):
-            async with service.call([task()], ""):
+            async with service.open_call([task()], service.admission.new_body()):
                 pass
 
     run(test, monkeypatch, queue_timeout=30.0)
     assert "RuntimeError: boom" in capsys.readouterr().err
 
 
-def test_who_waits_too_long_is_told(monkeypatch):
+def test_requests_that_wait_too_long_get_an_error(monkeypatch):
     async def test(service: Service, driver: Driver) -> None:
-        async with service.call([task()], "") as call:
+        async with service.open_call([task()], service.admission.new_body()) as call:
             pass_seconds(31, monkeypatch)
             with pytest.raises(HttpError, match="nothing was generated within 30 s") as told:
-                await anext(call.stream.pieces())
-        assert told.value.status == 503 and driver.left == call.flows
+                await anext(call.stream.read_pieces())
+        assert told.value.status == 503 and driver.left == call.handles
 
     run(test, monkeypatch, queue_timeout=30.0)
 
@@ -166,11 +205,11 @@ def test_who_waits_too_long_is_told(monkeypatch):
 def test_clients_with_keys_get_equal_shares(monkeypatch):
     async def test(service: Service, driver: Driver) -> None:
         async with (
-            service.call([task()] * 5, "a") as many,
-            service.call([task()], "b") as one,
-            service.call([task()], "") as open,
+            service.open_call([task()] * 5, service.admission.new_body("a")) as many,
+            service.open_call([task()], service.admission.new_body("b")) as one,
+            service.open_call([task()], service.admission.new_body()) as open,
         ):
-            ranks: Any = [call.flows for call in (many, one, open)]
+            ranks: Any = [call.handles for call in (many, one, open)]
             assert [[flow.priority for flow in flows] for flows in ranks] == [[0, 13, 26, 39, 52], [0], [0]]
 
     run(test, monkeypatch)
@@ -183,7 +222,7 @@ def test_prompts_beside_one_that_is_refused_are_forgotten(monkeypatch):
         makes = iter([Flow, Flow])
         driver.flow = lambda *given: next(makes, refuse)()
         with pytest.raises(RequestError, match="too many"):
-            async with service.call([task()] * 3, ""):
+            async with service.open_call([task()] * 3, service.admission.new_body()):
                 pass
         assert len(driver.left) == 2 and not driver.begun
 
@@ -194,7 +233,7 @@ def refuse() -> Flow:
     raise ValueError("too many")
 
 
-def test_a_client_that_leaves_while_prompts_are_read_keeps_no_ids(monkeypatch):
+def test_a_client_that_leaves_during_tokenization_frees_its_ids(monkeypatch):
     async def test(service: Service, driver: Any) -> None:
         reading, goes_on = threading.Event(), threading.Event()
 
@@ -204,7 +243,7 @@ def test_a_client_that_leaves_while_prompts_are_read_keeps_no_ids(monkeypatch):
             return Flow()
 
         driver.flow = flow
-        call = service.call([task()], "")
+        call = service.open_call([task()], service.admission.new_body())
         coming = asyncio.ensure_future(call.__aenter__())
         await asyncio.to_thread(reading.wait)
         coming.cancel()
@@ -212,7 +251,7 @@ def test_a_client_that_leaves_while_prompts_are_read_keeps_no_ids(monkeypatch):
         goes_on.set()
         while not driver.left:
             await asyncio.sleep(0.001)
-        assert not driver.begun and not service._coming
+        assert not driver.begun and not service._tokenizing
 
     run(test, monkeypatch)
 
@@ -229,7 +268,7 @@ def test_the_longest_wait_counts_from_the_arrival(monkeypatch):
 
         driver.flow = flow
         with pytest.raises(HttpError, match="within 0.05 s"):
-            async with service.call([task()], ""):
+            async with service.open_call([task()], service.admission.new_body()):
                 pass
         goes_on.set()
 
@@ -238,8 +277,8 @@ def test_the_longest_wait_counts_from_the_arrival(monkeypatch):
 
 def test_the_end_comes_when_all_calls_have_ended(monkeypatch):
     async def test(service: Service, driver: Driver) -> None:
-        async with service.call([task()], ""):
-            service.drain()
+        async with service.open_call([task()], service.admission.new_body()):
+            service.start_draining()
             assert not service.ended.is_set()
         await service.ended.wait()
 
@@ -249,19 +288,19 @@ def test_the_end_comes_when_all_calls_have_ended(monkeypatch):
 @pytest.mark.parametrize("pauses_first", [True, False])
 def test_the_end_does_not_wait_for_a_paused_engine(monkeypatch, pauses_first):
     async def test(service: Service, driver: Driver) -> None:
-        async with service.call([task()], "") as call:
-            driver.deliver([piece(call.flows[0])])
+        async with service.open_call([task()], service.admission.new_body()) as call:
+            driver.deliver([piece(call.handles[0])])
             await asyncio.sleep(0)
             service.llm.is_sleeping = lambda: pauses_first
-            service.drain()
+            service.start_draining()
             if not pauses_first:
-                await service.change(lambda: monkeypatch.setattr(LLM, "is_sleeping", lambda: True))
+                await service.change_engine(lambda: monkeypatch.setattr(LLM, "is_sleeping", lambda: True))
             with pytest.raises(HttpError, match="ending, and it is paused") as told:
-                await call.stream.ended()
-            assert told.value.status == 503 and driver.left == call.flows
+                await call.stream.wait_end()
+            assert told.value.status == 503 and driver.left == call.handles
         await service.ended.wait()
         with pytest.raises(HttpError, match="the server is ending"):
-            async with service.call([task()], "", is_admitted=True):
+            async with service.open_call([task()], service.admission.new_body(), is_admitted=True):
                 pass
 
     monkeypatch.setattr(LLM, "is_sleeping", LLM.is_sleeping)
@@ -272,27 +311,76 @@ def test_a_request_of_several_parts_is_admitted_once(monkeypatch):
     """And the end waits for all of them, without room and between the parts too."""
 
     async def test(service: Service, driver: Driver) -> None:
-        async with service.call([task(), task()], ""):
-            with service.under_way():
-                async with service.call([task()], "", is_admitted=True):
-                    service.drain()
+        async with service.open_call([task(), task()], service.admission.new_body()):
+            with service.count_call():
+                async with service.open_call([task()], service.admission.new_body(), is_admitted=True):
+                    service.start_draining()
                 with pytest.raises(HttpError, match="ending"):
-                    async with service.call([task()], ""):
+                    async with service.open_call([task()], service.admission.new_body()):
                         pass
-                async with service.call([task()], "", is_admitted=True):
+                async with service.open_call([task()], service.admission.new_body(), is_admitted=True):
                     pass
         assert service.ended.is_set() and len(driver.begun) == 4
 
     run(test, monkeypatch, max_queued=2)
 
 
-def test_the_text_of_a_chat_keeps_special_tokens_that_mark_reasoning(monkeypatch):
+def test_chats_keep_special_tokens_that_mark_reasoning(monkeypatch):
     marks = [AddedToken(name, special=True) for name in ("[THINK]", "[/THINK]")]
     monkeypatch.setattr(LLM, "tokenizer", letters("[THINK][/THINK]", *marks))
 
     async def test(service: Service, driver: Driver) -> None:
         for form, skipped in (("chat", False), ("completion", True)):
-            async with service.call([replace(task(), form=form)], ""):
+            async with service.open_call([replace(task(), form=form)], service.admission.new_body()):
                 assert driver.params.skip_special_tokens is skipped
 
     run(test, monkeypatch)
+
+
+class BrokenReplies(Replies):
+    """Cannot write a text of "x" behind the first one."""
+
+    def completion_choice(self, output: CompletionOutput, task: Task) -> dict[str, Any]:
+        choice = super().completion_choice(output, task)
+        return choice | {"text": "\ud83d"} if output.token_ids == [2] else choice
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_a_stream_that_cannot_be_written_ends_with_an_error(monkeypatch, is_broken):
+    """Its request ends in the engine, and the log gets the exception."""
+    sent: list[dict[str, Any]] = []
+    body = json.dumps({"prompt": [1, 2, 3], "stream": True}).encode()
+
+    async def test(service: Service, driver: Driver) -> None:
+        service.replies = BrokenReplies("m")
+        monkeypatch.setattr(service, "answer_realm", SimpleNamespace(name_with_adapter=lambda adapter: ""))
+        requests = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if not requests:
+                await asyncio.Event().wait()
+            return requests.pop()
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+            if b"text" in message.get("body", b""):
+                output = CompletionOutput(0, "x", [2 if is_broken else 3], finish_reason="stop")
+                driver.deliver([StreamChunk(driver.begun[0], [output], not is_broken)])
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        asked = asyncio.ensure_future(CompletionRoute(service, COMPLETION_API)(scope, receive, send))
+        while not driver.begun:
+            await asyncio.sleep(0)
+        driver.deliver([piece(driver.begun[0])])
+        if is_broken:
+            with pytest.raises(UnicodeEncodeError):
+                await asked
+            assert driver.left == driver.begun
+        else:
+            await asked
+
+    run(test, monkeypatch)
+    *_, last = sent
+    assert last["more_body"] is False
+    error = b'"code":"internal_error"'
+    assert (error in last["body"]) is is_broken and (b"[DONE]" in last["body"]) is not is_broken

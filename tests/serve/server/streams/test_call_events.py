@@ -8,14 +8,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from duetto.serve.engine.startup.folder import DEMO
-from duetto.serve.jobs.batch.answers import Answers
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
+from duetto.serve.jobs.batch.answers import AnswerFormatter
 from duetto.serve.server.streams import completion_stream
 from duetto.serve.server.streams import responses_stream as responses
 from duetto.serve.server.streams.completion_request import parse_completion, parse_response
 from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.replies import Replies
-from duetto.serve.text.openai.tasks import params_for, task_of_body
+from duetto.serve.text.openai.tasks import parse_task, task_sampling_params
 from duetto.serve.text.outputs import CompletionOutput, RequestOutput
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ INPUT: dict[str, Any] = {"input": "rain?", "tools": [{"type": "function", **FUNC
 
 @pytest.fixture(scope="module")
 def replies() -> Replies:
-    tokenizer = Tokenizer.from_folder(DEMO)
+    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
     assert tokenizer is not None
     tokenizer.chat_template = TEMPLATE
     return Replies("demo", tokenizer)
@@ -52,14 +52,18 @@ def records(written: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(events: Any, found: list[CompletionOutput]) -> list[dict[str, Any]]:
-    return records(events.begin() + b"".join(events.chunks([one]) for one in found) + events.end(3, 1))
+    return records(
+        events.encode_start()
+        + b"".join(events.encode_chunks([one]) for one in found)
+        + events.encode_end(3, 1)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize(("reason", "end"), [("stop", "tool_calls"), ("length", "length")])
 def test_a_chat_streams_the_calls_that_the_whole_has(replies, size, reason, end):
     asked = parse_completion("chat", ASKED, {})
-    whole = completion_stream.whole(replies, "1", asked, [result(TEXT, reason)])
+    whole = completion_stream.build_completion(replies, "1", asked, [result(TEXT, reason)])
     (choice,) = ChatCompletion.model_validate(whole | {"choices": whole["choices"]}).choices
     message: Any = choice.message
     assert (message.content, message.reasoning, choice.finish_reason) == ("\n\nLook.", "hm", end)
@@ -87,34 +91,37 @@ def test_a_chat_streams_the_calls_that_the_whole_has(replies, size, reason, end)
 
 def test_nothing_but_calls_has_no_content(replies):
     asked = parse_completion("chat", ASKED, {})
-    message = completion_stream.whole(replies, "1", asked, [result(CALL)])["choices"][0]["message"]
+    message = completion_stream.build_completion(replies, "1", asked, [result(CALL)])["choices"][0]["message"]
     assert message["content"] is None and len(message["tool_calls"]) == 1
-    again = completion_stream.whole(replies, "1", asked, [result(CALL)])["choices"][0]["message"]
-    other = completion_stream.whole(replies, "2", asked, [result(CALL)])["choices"][0]["message"]
+    again = completion_stream.build_completion(replies, "1", asked, [result(CALL)])["choices"][0]["message"]
+    other = completion_stream.build_completion(replies, "2", asked, [result(CALL)])["choices"][0]["message"]
     assert again == message and other["tool_calls"][0]["id"] != message["tool_calls"][0]["id"]
 
 
 @pytest.mark.parametrize("fields", [{"tool_choice": "none"}, {"tools": []}])
 def test_where_nothing_may_be_called_marks_are_text(replies, fields):
     asked = parse_completion("chat", ASKED | fields, {})
-    choice = completion_stream.whole(replies, "1", asked, [result(CALL)])["choices"][0]
+    choice = completion_stream.build_completion(replies, "1", asked, [result(CALL)])["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": CALL} and choice["finish_reason"] == "stop"
 
 
-def test_what_went_before_is_not_told_again(replies):
+def test_resumed_streams_repeat_no_events(replies):
     asked, found = parse_completion("chat", ASKED, {}), outputs(TEXT, 5)
     events, other = (
         completion_stream.CompletionEvents(replies, "1", asked),
         completion_stream.CompletionEvents(replies, "1", asked),
     )
-    told = [events.chunks([one]) for one in found]
-    other.skip(found[:13], 0)
-    assert [other.chunks([one]) for one in found[13:]] == told[13:]
+    told = [events.encode_chunks([one]) for one in found]
+    other.skip_outputs(found[:13], 0)
+    assert [other.encode_chunks([one]) for one in found[13:]] == told[13:]
 
 
 def test_an_answer_of_a_batch_has_its_calls(replies):
-    task = task_of_body("chat", "a", ASKED, {}, 0)
-    written = [Answers("salt", "demo", replies.tokenizer).result(3, task, result(CALL)) for _ in range(2)]
+    task = parse_task("chat", "a", ASKED, {}, 0)
+    written = [
+        AnswerFormatter("salt", "demo", replies.tokenizer).format_result(3, task, result(CALL))
+        for _ in range(2)
+    ]
     (choice,) = json.loads(written[0])["response"]["body"]["choices"]
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "rain", "arguments": '{"days": 3}'}
     assert choice["finish_reason"] == "tool_calls" and written[0] == written[1]
@@ -123,7 +130,7 @@ def test_an_answer_of_a_batch_has_its_calls(replies):
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_response_has_an_item_for_each_call(replies, size):
     asked = parse_response(INPUT, {})
-    whole = responses.whole(replies, "1", asked, [result(TEXT)])
+    whole = responses.build_response(replies, "1", asked, [result(TEXT)])
     response: Any = Response.model_validate(whole)
     assert [item.type for item in response.output] == ["reasoning", "message", *["function_call"] * 2]
     assert [item.arguments for item in response.output[2:]] == ['{"days": 3}'] * 2
@@ -147,7 +154,7 @@ def test_calls_and_their_outputs_are_messages_again():
         call | {"call_id": "d"}, {"type": "function_call_output", "call_id": "c", "output": "wet"},
     ]  # fmt: skip
     (task,) = parse_response({"input": given, "tools": INPUT["tools"]}, {}).tasks
-    assert task.messages is not None and task.toolbox is not None and task.toolbox.given == TOOLS
+    assert task.messages is not None and task.toolbox is not None and task.toolbox.body_tools == TOOLS
     _, said, output = task.messages
     assert said["content"] == "Look." and [one["id"] for one in said["tool_calls"]] == ["c", "d"]
     assert said["tool_calls"][0]["function"] == {"name": "rain", "arguments": {"days": 3}}
@@ -182,17 +189,17 @@ NAMED = {"type": "function", "function": {"name": "snow"}}
 )
 def test_what_is_wrong_with_tools_is_told_by_name(fields, named):
     with pytest.raises(RequestError, match=named):
-        task_of_body("chat", None, ASKED | fields, {}, None)
+        parse_task("chat", None, ASKED | fields, {}, None)
 
 
-def test_a_model_whose_notation_nobody_knows_calls_nothing():
-    plain = Replies("demo", Tokenizer.from_folder(DEMO))
+def test_models_with_unknown_formats_call_no_tools():
+    plain = Replies("demo", Tokenizer.from_folder(DEMO_FOLDER))
     for choice in ("auto", "required"):
-        task = task_of_body("chat", None, ASKED | {"tool_choice": choice}, {}, None)
+        task = parse_task("chat", None, ASKED | {"tool_choice": choice}, {}, None)
         with pytest.raises(RequestError, match="tools is not allowed: .*--tool-call-parser"):
-            params_for(task, plain.dialect, [5])
+            task_sampling_params(task, plain.dialect, [5])
         named = Replies("demo", plain.tokenizer, "hermes").dialect
-        shape = params_for(task, named, [5]).structured_outputs
+        shape = task_sampling_params(task, named, [5]).structured_outputs
         assert (shape is not None) is (choice == "required")
-    task = task_of_body("chat", None, ASKED | {"tool_choice": "none"}, {}, None)
-    assert params_for(task, plain.dialect, [5]) is task.params
+    task = parse_task("chat", None, ASKED | {"tool_choice": "none"}, {}, None)
+    assert task_sampling_params(task, plain.dialect, [5]) is task.params

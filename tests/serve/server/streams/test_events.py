@@ -8,10 +8,11 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 from duetto.serve.server.streams import completion_stream
 from duetto.serve.server.streams import responses_stream as responses
 from duetto.serve.server.streams.completion_request import parse_completion, parse_response
+from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.outputs import CompletionOutput, RequestOutput
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
@@ -24,7 +25,7 @@ INPUT = {"input": "Is it?", "max_output_tokens": 6}
 
 @pytest.fixture(scope="module")
 def replies() -> Replies:
-    tokenizer = Tokenizer.from_folder(DEMO)
+    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
     assert tokenizer is not None
     tokenizer.chat_template = TEMPLATE
     return Replies("demo", tokenizer)
@@ -48,13 +49,13 @@ def records(written: bytes) -> list[dict[str, Any]]:
 
 
 def streamed(events: Any, outputs: list[CompletionOutput]) -> list[dict[str, Any]]:
-    written = events.begin() + b"".join(events.chunks([one]) for one in outputs)
-    return records(written + events.end(3, 1))
+    written = events.encode_start() + b"".join(events.encode_chunks([one]) for one in outputs)
+    return records(written + events.encode_end(3, 1))
 
 
 def test_a_chat_has_its_reasoning_beside_its_answer(replies):
     asked = parse_completion("chat", ASKED, {})
-    reply = completion_stream.whole(replies, "1", asked, [result(PIECES, [5])])
+    reply = completion_stream.build_completion(replies, "1", asked, [result(PIECES, [5])])
     ChatCompletion.model_validate(reply)
     message = reply["choices"][0]["message"]
     assert (message["reasoning"], message["reasoning_content"], message["content"]) == (
@@ -73,31 +74,33 @@ def test_a_chat_has_its_reasoning_beside_its_answer(replies):
 
 def test_reasoning_that_nobody_wants_is_left_out(replies):
     asked = parse_completion("chat", ASKED | {"include_reasoning": False}, {})
-    message = completion_stream.whole(replies, "1", asked, [result(PIECES, [5])])["choices"][0]["message"]
+    message = completion_stream.build_completion(replies, "1", asked, [result(PIECES, [5])])["choices"][0][
+        "message"
+    ]
     assert message == {"role": "assistant", "content": "yes"}
 
 
 def test_a_template_may_begin_the_reasoning(replies):
     begun = replies.tokenizer.encode("Is it?<think>\n")
     asked = parse_completion("chat", ASKED, {})
-    message = completion_stream.whole(replies, "1", asked, [result(["maybe</think>yes"], begun)])["choices"][
-        0
-    ]["message"]
+    message = completion_stream.build_completion(replies, "1", asked, [result(["maybe</think>yes"], begun)])[
+        "choices"
+    ][0]["message"]
     assert (message["reasoning"], message["content"]) == ("maybe", "yes")
 
 
-def test_models_that_do_not_reason_have_their_text_as_it_is():
-    plain = Replies("demo", Tokenizer.from_folder(DEMO))
-    message = completion_stream.whole(plain, "1", parse_completion("chat", ASKED, {}), [result(PIECES, [5])])[
-        "choices"
-    ][0]["message"]
+def test_text_of_models_without_reasoning_is_unchanged():
+    plain = Replies("demo", Tokenizer.from_folder(DEMO_FOLDER))
+    message = completion_stream.build_completion(
+        plain, "1", parse_completion("chat", ASKED, {}), [result(PIECES, [5])]
+    )["choices"][0]["message"]
     assert message == {"role": "assistant", "content": "".join(PIECES)}
 
 
 @pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
 def test_a_response_is_an_item_of_reasoning_and_a_message(replies, reason, status):
     asked = parse_response(INPUT, {})
-    whole = responses.whole(replies, "1", asked, [result(PIECES, [5, 6, 7], reason)])
+    whole = responses.build_response(replies, "1", asked, [result(PIECES, [5, 6, 7], reason)])
     response: Any = Response.model_validate(whole)
     assert response.output_text == "yes" and response.status == status
     assert [item.type for item in response.output] == ["reasoning", "message"]
@@ -128,3 +131,42 @@ def test_an_answer_without_text_is_an_empty_message(replies):
     assert [item["content"] for item in events[-1]["response"]["output"]] == [
         [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
     ]
+
+
+@pytest.mark.parametrize(
+    ("texts", "statuses"),
+    [
+        (["<think>may"], {"reasoning": "incomplete"}),
+        (["<think>maybe</think>", "ye"], {"reasoning": "completed", "message": "incomplete"}),
+        (["<think>maybe</think>"], {"reasoning": "completed", "message": "incomplete"}),
+        (["ye"], {"message": "incomplete"}),
+        ([""], {"message": "incomplete"}),
+    ],
+)
+@pytest.mark.parametrize("reason", ["length", "abort"])
+def test_the_last_item_of_a_cut_response_is_incomplete(replies, texts, statuses, reason):
+    asked = parse_response(INPUT, {})
+    whole = responses.build_response(replies, "1", asked, [result(texts, [5], reason)])
+    Response.model_validate(whole)
+    assert whole["status"] == "incomplete"
+    assert {item["type"]: item["status"] for item in whole["output"]} == statuses
+    events = streamed(responses.ResponseEvents(replies, "1", asked, [5]), pieces(texts, reason))
+    assert events[-1]["type"] == "response.incomplete" and events[-1]["response"]["output"] == whole["output"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == whole["output"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({str(i): "x" for i in range(17)}, "metadata=an object of 17 is not allowed.*at most 16 pairs"),
+        ({"k" * 65: "x"}, "metadata.k*.=.* is not allowed.*keys of at most 64 characters"),
+        ({"k": "x" * 513}, r"metadata\[k\]=.* is not allowed.*values of at most 512"),
+        ({"k": 1}, r"metadata\[k\]=1 is not allowed"),
+    ],
+)
+def test_metadata_that_each_event_repeats_are_short(metadata, named):
+    with pytest.raises(RequestError, match=named):
+        parse_response(INPUT | {"metadata": metadata}, {})
+    most = {"k" * 64: "x" * 512} | {str(i): "x" for i in range(15)}
+    assert parse_response(INPUT | {"metadata": most}, {}).repeated_fields == {"metadata": most}

@@ -16,8 +16,8 @@ from cases.waiting import until
 from tokenizers import AddedToken
 
 from duetto.sampling.structured import StructuredOutputsParams
-from duetto.serve.text.grammar.gauge import CompileLimits
-from duetto.serve.text.grammar.grammars import BOUNDS, Grammars
+from duetto.serve.text.grammar.compile_probe import CompileLimits
+from duetto.serve.text.grammar.compiler import DEFAULT_LIMITS, GrammarCompiler
 
 END, V = 256, 300
 SMALL = StructuredOutputsParams(choice=["yes", "no"])
@@ -38,11 +38,11 @@ SECONDS = 60.0  # a test that waits for longer has failed
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Grammars]]:
-    made: list[Grammars] = []
+def make() -> Iterator[Callable[..., GrammarCompiler]]:
+    made: list[GrammarCompiler] = []
 
-    def one(bounds: CompileLimits = BOUNDS) -> Grammars:
-        made.append(Grammars(letters(None, AddedToken("<end>", special=True)), V, [END], bounds))
+    def one(bounds: CompileLimits = DEFAULT_LIMITS) -> GrammarCompiler:
+        made.append(GrammarCompiler(letters(None, AddedToken("<end>", special=True)), V, [END], bounds))
         return made[-1]
 
     yield one
@@ -68,27 +68,27 @@ def test_a_costly_grammar_is_refused_by_the_option(make, asked):
     ):
         grammars = make(bounds)
         with pytest.raises(ValueError, match=f"^structured_outputs is not allowed: {why}"):
-            grammars.constraint(asked, 0)
-        assert grammars.constraint(SMALL, 0).failure is None and not grammars._jobs
+            grammars.compile_constraint(asked, 0)
+        assert grammars.compile_constraint(SMALL, 0).failure is None and not grammars.jobs
 
 
 @pytest.mark.parametrize("gbnf", LONG_GBNF, ids=["lines", "rules"])
 def test_translating_gbnf_has_the_same_bound(make, gbnf):
     grammars = make(CompileLimits(0.1, 1 << 30))
     with pytest.raises(ValueError, match=r"takes more than the 0\.1 s that max_grammar_seconds allows"):
-        grammars.constraint(StructuredOutputsParams(grammar=gbnf), 0)
+        grammars.compile_constraint(StructuredOutputsParams(grammar=gbnf), 0)
 
 
 def test_a_request_leaves_while_the_source_of_another_is_made(make, monkeypatch):
     """Requests leave in a server's event loop, which must not wait for another request's schema."""
     grammars, begun, end = make(), threading.Event(), threading.Event()
-    wanted = grammars.wanted(SMALL)
+    wanted = grammars.submit(SMALL)
     slow = lambda _: begun.set() or end.wait(SECONDS) or "start: /a/"
-    monkeypatch.setattr("duetto.serve.text.grammar.grammars.source", slow)
-    other = threading.Thread(target=lambda: grammars.wanted(SMALL).leave())
+    monkeypatch.setattr("duetto.serve.text.grammar.compiler.grammar_source", slow)
+    other = threading.Thread(target=lambda: grammars.submit(SMALL).release())
     other.start()
     assert begun.wait(SECONDS)
-    leaving = threading.Thread(target=wanted.leave)
+    leaving = threading.Thread(target=wanted.release)
     leaving.start()
     leaving.join(5.0)
     is_blocked = leaving.is_alive()
@@ -99,67 +99,67 @@ def test_a_request_leaves_while_the_source_of_another_is_made(make, monkeypatch)
 
 def test_many_choices_are_compiled(make):
     grammars = make()
-    grammars.constraint(StructuredOutputsParams(choice=[f"choice {i}" for i in range(50_000)]), 0)
-    assert 0 < grammars._kept.bytes <= BOUNDS.bytes
+    grammars.compile_constraint(StructuredOutputsParams(choice=[f"choice {i}" for i in range(50_000)]), 0)
+    assert 0 < grammars.grammar_cache.cached_bytes <= DEFAULT_LIMITS.bytes
 
 
 def test_kept_grammars_are_bounded_by_their_bytes(make):
     """And those that requests still have are found, kept or not."""
     grammars = make(CompileLimits(10.0, 12 << 20))
-    held = grammars.constraint(multiple(9973), 0)
+    held = grammars.compile_constraint(multiple(9973), 0)
     for n in (9967, 9949, 9941, 9931, 9929, 9923):
-        grammars.constraint(multiple(n), 0)
-        assert 0 < grammars._kept.bytes <= 12 << 20
-    until(lambda: grammars._kept.alive <= 16 << 20)
-    wanted = grammars.wanted(multiple(9973))
+        grammars.compile_constraint(multiple(n), 0)
+        assert 0 < grammars.grammar_cache.cached_bytes <= 12 << 20
+    until(lambda: grammars.grammar_cache.alive_bytes <= 16 << 20)
+    wanted = grammars.submit(multiple(9973))
     assert wanted.future.done() and wanted.future.result() is held._origin
-    wanted.leave()
+    wanted.release()
 
 
 def test_a_grammar_for_which_no_request_waits_is_dropped(make):
     grammars = make(CompileLimits(600.0, 64 << 30))
-    first, second = (grammars.wanted(multiple(999979)) for _ in range(2))
+    first, second = (grammars.submit(multiple(999979)) for _ in range(2))
     assert first.future is second.future
-    until(lambda: grammars._slow.job is not None)
-    queued = grammars.wanted(multiple(999983))
-    first.leave()
-    queued.leave()
-    assert grammars._slow.job is not None and not second.future.done()
-    second.leave()
-    until(lambda: not grammars._jobs)
-    assert not second.future.done() and grammars.constraint(SMALL, 0).failure is None
+    until(lambda: grammars.slow_lane.job is not None)
+    queued = grammars.submit(multiple(999983))
+    first.release()
+    queued.release()
+    assert grammars.slow_lane.job is not None and not second.future.done()
+    second.release()
+    until(lambda: not grammars.jobs)
+    assert not second.future.done() and grammars.compile_constraint(SMALL, 0).failure is None
 
 
 def test_small_grammars_do_not_wait_for_large_ones(make):
     grammars = make(CompileLimits(600.0, 64 << 30))
-    slow = [grammars.wanted(multiple(n)) for n in (999979, 999983, 999961)]
-    grammars.constraint(SMALL, 0)
+    slow = [grammars.submit(multiple(n)) for n in (999979, 999983, 999961)]
+    grammars.compile_constraint(SMALL, 0)
     assert not any(wanted.future.done() for wanted in slow)
     for wanted in slow:
-        wanted.leave()
-    until(lambda: not grammars._jobs)
+        wanted.release()
+    until(lambda: not grammars.jobs)
 
 
 def test_a_process_that_is_lost_is_replaced(make):
     grammars = make()
-    grammars.constraint(SMALL, 0)
-    running = grammars._quick.gauge._running
+    grammars.compile_constraint(SMALL, 0)
+    running = grammars.quick_lane.probe._running
     os.killpg(running[0].pid, signal.SIGKILL)
-    assert grammars.constraint(StructuredOutputsParams(regex="a+"), 0).failure is None
+    assert grammars.compile_constraint(StructuredOutputsParams(regex="a+"), 0).failure is None
 
 
 def test_large_grammars_wait_for_memory_of_others(make):
     """Unless the thread that wants one makes requests ahead of those that give it back."""
     most = 40 << 20
     grammars = make(CompileLimits(60.0, most))
-    held = [grammars.constraint(multiple(n), 0) for n in range(39_970, 39_990, 2)]
-    assert grammars._kept.alive > 2 * most >= 2 * grammars._kept.bytes
-    wanted = grammars.wanted(multiple(39_989))
+    held = [grammars.compile_constraint(multiple(n), 0) for n in range(39_970, 39_990, 2)]
+    assert grammars.grammar_cache.alive_bytes > 2 * most >= 2 * grammars.grammar_cache.cached_bytes
+    wanted = grammars.submit(multiple(39_989))
     time.sleep(1.0)
     assert not wanted.future.done()
     held.clear()
     assert 8 << 20 < wanted.future.result(SECONDS).bytes <= most
-    wanted.leave()
+    wanted.release()
 
 
 OWNER = f"""
@@ -168,10 +168,10 @@ sys.path[:0] = {[str(Path(__file__).resolve().parents[3])]!r}
 from cases.text.letters import letters
 from tokenizers import AddedToken
 from duetto.sampling.structured import StructuredOutputsParams
-from duetto.serve.text.grammar.grammars import Grammars
-grammars = Grammars(letters(None, AddedToken("<end>", special=True)), {V}, [{END}])
-grammars.constraint(StructuredOutputsParams(choice=["yes"]), 0)
-print(grammars._quick.gauge._running[0].pid, "jax" in sys.modules, flush=True)
+from duetto.serve.text.grammar.compiler import GrammarCompiler
+grammars = GrammarCompiler(letters(None, AddedToken("<end>", special=True)), {V}, [{END}])
+grammars.compile_constraint(StructuredOutputsParams(choice=["yes"]), 0)
+print(grammars.quick_lane.probe._running[0].pid, "jax" in sys.modules, flush=True)
 time.sleep(600)
 """
 

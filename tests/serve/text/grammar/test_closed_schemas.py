@@ -11,13 +11,13 @@ import pytest
 from pydantic import BaseModel, Field, create_model
 
 from duetto.sampling.structured import StructuredOutputsParams
-from duetto.serve.engine.startup.folder import DEMO
-from duetto.serve.text.grammar.grammars import Grammars
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
+from duetto.serve.text.grammar.compiler import GrammarCompiler
 from duetto.serve.text.openai.errors import RequestError
-from duetto.serve.text.openai.tasks import task_of_body
+from duetto.serve.text.openai.tasks import parse_task
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
-from duetto.serve.text.tools import json_schema
-from duetto.serve.text.tools.json_schema import closed
+from duetto.serve.text.tools.schemas import json_schema
+from duetto.serve.text.tools.schemas.json_schema import close_objects
 
 pytest.importorskip("llguidance")
 
@@ -32,14 +32,14 @@ CLOSED = {"additionalProperties": False}
 
 @pytest.fixture(scope="module")
 def words() -> Tokenizer:
-    own = Tokenizer.from_folder(DEMO)
+    own = Tokenizer.from_folder(DEMO_FOLDER)
     assert own is not None
     return own
 
 
 @pytest.fixture(scope="module")
-def grammars(words) -> Grammars:
-    return Grammars(words, len(words), [words.eos_token_id])
+def grammars(words) -> GrammarCompiler:
+    return GrammarCompiler(words, len(words), [words.eos_token_id])
 
 
 def drawn_model(seed: int) -> type[BaseModel]:
@@ -73,18 +73,20 @@ def strict(schema: dict[str, Any]) -> dict[str, Any]:
     return schema | CLOSED | ({"$defs": parts} if parts else {})
 
 
-def drawn(grammars: Grammars, words: Tokenizer, asked: StructuredOutputsParams, seed: int) -> str | None:
+def drawn(
+    grammars: GrammarCompiler, words: Tokenizer, asked: StructuredOutputsParams, seed: int
+) -> str | None:
     """A random text that a grammar allows, which ends where it may; None if it becomes too long."""
     rng, ids, end = random.Random(seed), list[int](), words.eos_token_id
-    constraint = grammars.constraint(asked, 0)
+    constraint = grammars.compile_constraint(asked, 0)
     while len(ids) < LONGEST:
-        bits = np.unpackbits(constraint.masks()[0].view(np.uint8), bitorder="little")
+        bits = np.unpackbits(constraint.token_masks()[0].view(np.uint8), bitorder="little")
         found = np.flatnonzero(bits).tolist()
         if end in found:
             return words.decode(ids)
         marks = [id for id in found if set(words.decode([id])) & set('"}]')]
         ids.append(rng.choice(marks if marks and rng.random() < 0.5 else found))
-        constraint.follow(ids)
+        constraint.advance(ids)
         assert constraint.failure is None
     return None
 
@@ -93,7 +95,7 @@ def asked_of(schema: dict[str, Any], **fields: Any) -> StructuredOutputsParams:
     """As a body of OpenAI's asks for a schema."""
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, **fields}}
     chat = {"messages": [{"role": "user", "content": "x"}], "response_format": form}
-    found = task_of_body("chat", None, chat, {}, None).params.structured_outputs
+    found = parse_task("chat", None, chat, {}, None).params.structured_outputs
     assert found is not None
     return found
 
@@ -116,18 +118,18 @@ def test_models_of_pydantic_get_no_foreign_key(grammars, words):
 @pytest.mark.parametrize("fields", [{}, {"strict": False}, {"strict": True}])
 def test_a_schema_decides_whether_other_keys_are_allowed(grammars, words, fields):
     """As xgrammar's grammars for vLLM: `strict` changes nothing."""
-    shut = grammars.constraint(asked_of(X, **fields), 0)
-    shut.follow(words.encode('{"x": 1, "y"'))
+    shut = grammars.compile_constraint(asked_of(X, **fields), 0)
+    shut.advance(words.encode('{"x": 1, "y"'))
     assert "is not allowed" in (shut.failure or "")
-    opened = grammars.constraint(asked_of(X | {"additionalProperties": True}, **fields), 0)
-    opened.follow(words.encode('{"x": 1, "y": []}'))
+    opened = grammars.compile_constraint(asked_of(X | {"additionalProperties": True}, **fields), 0)
+    opened.advance(words.encode('{"x": 1, "y": []}'))
     assert opened.failure is None
 
 
 @pytest.mark.parametrize("value", [True, False, None])
 def test_vllms_switch_of_other_keys_is_accepted(value):
     asked = {"json": X, "disable_additional_properties": value}
-    task = task_of_body("completion", None, {"prompt": "x", "structured_outputs": asked}, {}, None)
+    task = parse_task("completion", None, {"prompt": "x", "structured_outputs": asked}, {}, None)
     assert task.params.structured_outputs == StructuredOutputsParams(json=X)
 
 
@@ -154,15 +156,15 @@ def test_strict_is_true_or_false():
     ],
 )  # fmt: skip
 def test_which_objects_are_closed(schema, wanted):
-    assert closed(schema) == wanted
+    assert close_objects(schema) == wanted
 
 
 def test_what_a_reference_combines_stays_open():
     parts = {"A": X, "B": {"$ref": "#/$defs/A"}, "C": X}
     both = {"allOf": [{"$ref": "#/$defs/B"}, X | {"title": "B"}], "$defs": parts}
-    assert closed(both) == both | {"$defs": parts | {"C": X | CLOSED}}
+    assert close_objects(both) == both | {"$defs": parts | {"C": X | CLOSED}}
     loop = {"$ref": "#/$defs/A", "properties": {}, "$defs": {"A": {"$ref": "#/$defs/A"}}}
-    assert closed(loop) == loop
+    assert close_objects(loop) == loop
 
 
 def having(name: str, **others: Any) -> dict[str, Any]:
@@ -185,12 +187,12 @@ KEYS = (*TABLES, "allOf", "anyOf", "oneOf", "prefixItems", "items", "additionalI
 @pytest.mark.parametrize("key", KEYS)
 def test_each_schema_is_visited_once(key):
     depth = 12
-    assert len([*islice(json_schema.schemas_in(nested(key, depth)), depth + 2)]) <= depth + 1
+    assert len([*islice(json_schema.iterate_schemas(nested(key, depth)), depth + 2)]) <= depth + 1
 
 
 def visits(monkeypatch, depth: int) -> int:
     """How often keys of schemas are read when each of a chain of schemas is combined with the next."""
-    seen, parts = list[str](), json_schema.parts
+    seen, parts = list[str](), json_schema.keyword_schemas
 
     def counted(name: str, schema: Any) -> list[Any]:
         seen.append(name)
@@ -200,8 +202,8 @@ def visits(monkeypatch, depth: int) -> int:
     for _ in range(depth):
         own = X | {"allOf": [own]}
     with monkeypatch.context() as patch:
-        patch.setattr(json_schema, "parts", counted)
-        closed(own)
+        patch.setattr(json_schema, "keyword_schemas", counted)
+        close_objects(own)
     return len(seen)
 
 
@@ -241,14 +243,14 @@ ELSEWHERE = {
 )
 def test_values_that_several_schemas_describe_stay_possible(grammars, words, schema, value):
     jsonschema.validate(value, schema)
-    constraint = grammars.constraint(StructuredOutputsParams(json=schema), 0)
-    constraint.follow(words.encode(json.dumps(value)))
+    constraint = grammars.compile_constraint(StructuredOutputsParams(json=schema), 0)
+    constraint.advance(words.encode(json.dumps(value)))
     assert constraint.failure is None
 
 
 def test_values_of_other_names_are_closed():
     both = {"allOf": [{"properties": {"x": X, "y": X}}, {"properties": {"x": X, "z": X}}]}
-    first, second = closed(both)["allOf"]
+    first, second = close_objects(both)["allOf"]
     assert first == {"properties": {"x": X, "y": X | CLOSED}}
     assert second == {"properties": {"x": X, "z": X | CLOSED}}
 
@@ -271,22 +273,22 @@ def test_values_of_other_names_are_closed():
 )
 def test_what_references_mean(reference, wanted):
     root = {"a b": [1, 2], "c/d": {"~": 3}, "anchor": 4}
-    assert json_schema.at(root, reference) == (root if wanted is True else wanted)
+    assert json_schema.resolve_reference(root, reference) == (root if wanted is True else wanted)
 
 
 @pytest.mark.parametrize("text", ['{"x":1}', '{ "x" : 1 }', '{\n  "x": 1\n}', '{\r\n\t\t"x": 1}'])
 def test_json_as_programs_write_it_is_allowed(grammars, words, text):
-    constraint = grammars.constraint(StructuredOutputsParams(json=X), 0)
-    constraint.follow(words.encode(text))
+    constraint = grammars.compile_constraint(StructuredOutputsParams(json=X), 0)
+    constraint.advance(words.encode(text))
     assert constraint.failure is None
 
 
 @pytest.mark.parametrize("space", ["  ", "\n\n", "\n" + " " * 21, "\t"])
 def test_whitespace_has_a_bound(grammars, words, space):
     own = {"bounded": StructuredOutputsParams(json=X), "free": {"whitespace_pattern": r"[ \t\r\n]*"}}
-    constraint = grammars.constraint(own["bounded"], 0)
-    constraint.follow(words.encode("{" + space + '"x": 1}'))
+    constraint = grammars.compile_constraint(own["bounded"], 0)
+    constraint.advance(words.encode("{" + space + '"x": 1}'))
     assert "is not allowed" in (constraint.failure or "")
-    free = grammars.constraint(StructuredOutputsParams(json=X, **own["free"]), 0)
-    free.follow(words.encode("{" + space + '"x": 1}'))
+    free = grammars.compile_constraint(StructuredOutputsParams(json=X, **own["free"]), 0)
+    free.advance(words.encode("{" + space + '"x": 1}'))
     assert free.failure is None

@@ -24,12 +24,12 @@ from tokenizers import AddedToken
 
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.lora.request import LoRARequest
-from duetto.sampling.params import fold_seed, knobs_row
-from duetto.sampling.state import empty_state, load_masks, words_of
+from duetto.sampling.params import fold_seed, request_knobs
+from duetto.sampling.state import empty_sampling_state, load_masks, num_mask_words
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.core.request import Request
 from duetto.serve.runtime.compiled.futures import PendingSample
-from duetto.serve.text.grammar.grammars import Grammars
+from duetto.serve.text.grammar.compiler import GrammarCompiler
 
 MASKBENCH = Path(__file__).resolve().parents[5] / "shared" / "data" / "json_schemas" / "maskbench_240.jsonl"
 END = 256  # behind the bytes; the model's vocabulary is larger
@@ -79,7 +79,7 @@ def base(serve):
 
 @pytest.fixture(scope="module")
 def expected(tiny, tokenizer):
-    grammars = Grammars(tokenizer, tiny.config.vocab_size, [END])
+    grammars = GrammarCompiler(tokenizer, tiny.config.vocab_size, [END])
     return [continue_plainly(tiny, grammars, *one) for one in zip(prompts(), PARAMS, strict=True)]
 
 
@@ -87,20 +87,22 @@ masks_jit = StoredJit(load_masks)
 
 
 def continue_plainly(
-    model: Model, grammars: Grammars, prompt: list[int], params: SamplingParams
+    model: Model, grammars: GrammarCompiler, prompt: list[int], params: SamplingParams
 ) -> list[int]:
     """The whole text forward for every token, under the mask of that position."""
     tokens, V = list(prompt), model.config.vocab_size
-    constraint = params.structured_outputs and grammars.constraint(params.structured_outputs, len(prompt))
-    knobs = knobs_row(params, seed=fold_seed(params.seed), stop_ids=(END,), prompt_len=len(prompt))
-    state, zero = admit_jit(empty_state(1, V), np.int32(0), knobs), np.zeros(1, np.int32)
+    constraint = params.structured_outputs and grammars.compile_constraint(
+        params.structured_outputs, len(prompt)
+    )
+    knobs = request_knobs(params, seed=fold_seed(params.seed), stop_ids=(END,), prompt_len=len(prompt))
+    state, zero = admit_jit(empty_sampling_state(1, V), np.int32(0), knobs), np.zeros(1, np.int32)
     most = len(prompt) + (params.max_tokens or 16)
     while tokens[-1] != END and len(tokens) < most:
         if constraint:
-            constraint.follow(tokens)
-            masks = constraint.masks()[:, : words_of(V)]
+            constraint.advance(tokens)
+            masks = constraint.token_masks()[:, : num_mask_words(V)]
             given = zero, np.full(1, len(tokens), np.int32), masks[None]
-            state = replace(state, allowed=masks_jit(state.allowed, *given))
+            state = replace(state, token_masks=masks_jit(state.token_masks, *given))
         padded = np.zeros((1, 256), np.int32)
         padded[0, : len(tokens)] = tokens
         position = np.full(1, len(tokens), np.int32)
@@ -116,7 +118,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
     alone = [base.generate(p, s, use_tqdm=False)[0] for p, s in zip(prompts(), PARAMS, strict=True)]
     assert tokens_of(alone) == expected
-    base.engine.tables.forget()
+    base.engine.tables.reset_prefix_cache()
     for _ in range(2):  # the second time with prefixes found
         together = base.generate(prompts(), PARAMS, use_tqdm=False)
         assert [bits(o) for o in together] == [bits(o) for o in alone]
@@ -141,7 +143,7 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
         end = time.monotonic() + 600.0
         while "deferred[8,1]" not in llm.report()["steps"] or llm.engine.warmup is not None:
             assert time.monotonic() < end
-            llm.engine.tables.forget()
+            llm.engine.tables.reset_prefix_cache()
             assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
         draw, turns = PendingSample.draw, iter([True, True, False])
 
@@ -168,7 +170,7 @@ def test_neighbours_with_adapters_wait_for_no_grammar(serve, one_layer, few_shap
     lora = {"enable_lora": True, "max_loras": 2}
 
     def answered(llm: LLM) -> list[Any]:
-        llm.engine.tables.forget()
+        llm.engine.tables.reset_prefix_cache()
         return [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False, lora_request=whose)]
 
     with serve(one_layer, background_compilation=False, **lora) as llm:
@@ -183,7 +185,7 @@ def test_neighbours_with_adapters_wait_for_no_grammar(serve, one_layer, few_shap
         assert llm.report()["compilations"] == 0 and not llm.engine.classes.verify
 
 
-def test_what_ends_obeys(base, tokenizer):
+def test_ended_outputs_match_the_grammar(base, tokenizer):
     """At any temperature, and with parameters that would rather have something else."""
     odd = {
         "max_tokens": 64,
@@ -207,7 +209,7 @@ SCHEMAS = [
 ]
 
 
-def test_what_is_finished_validates(base):
+def test_finished_outputs_validate(base):
     """Of a model that says anything: what is not finished was cut by its length."""
     asked = [StructuredOutputsParams(json=schema, disable_any_whitespace=True) for schema in SCHEMAS]
     params = [SamplingParams(structured_outputs=a, seed=3, n=8, max_tokens=120) for a in asked]
@@ -225,7 +227,7 @@ def test_what_is_finished_validates(base):
 
 @pytest.mark.minutes
 @pytest.mark.skipif(not MASKBENCH.exists(), reason=f"there is no {MASKBENCH.name} beside the clone")
-def test_what_is_finished_validates_of_all_schemas():
+def test_finished_outputs_of_all_schemas_validate():
     """Four answers of the model that ships to each schema of MaskBench that llguidance knows."""
     schemas = [json.loads(line)["schema"] for line in MASKBENCH.read_text().splitlines()]
     ended = cut = refused = 0
@@ -256,13 +258,13 @@ class Scripted:
     def __init__(self, texts: Sequence[Sequence[int]], wrong: bool):
         self.texts, self.wrong, self.known = texts, wrong, dict[Request, list[int]]()
 
-    def begin(self, request: Request, prompt: Sequence[int]) -> None:
+    def begin(self, request: Request, prompt: Sequence[int], salt: bytes = b"") -> None:
         self.known[request] = list(prompt)
 
     def extend(self, request: Request, tokens: Sequence[int]) -> None:
         self.known[request] += tokens
 
-    def guess(self, request: Request, k: int) -> list[int]:
+    def propose(self, request: Request, k: int) -> list[int]:
         known = self.known[request]
         whole = next(text for text in self.texts if text[: len(known)] == known)
         guess = whole[len(known) : len(known) + k]
@@ -281,11 +283,12 @@ def guessing(serve):
         yield llm
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", [False, True])
-def test_guesses_and_preemption_change_no_token(guessing, base, expected, wrong):
+def test_draft_tokens_and_preemption_change_no_token(guessing, base, expected, wrong):
     texts = [prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]
     guessing.engine.speculation.drafter = Scripted(texts, wrong)
-    guessing.engine.tables.forget()
+    guessing.engine.tables.reset_prefix_cache()
     before = guessing.report()
     assert tokens_of(guessing.generate(prompts(), PARAMS, use_tqdm=False)) == expected
     after = guessing.report()

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 from cases.requests import SIZES, SMALLEST
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
@@ -18,13 +19,13 @@ def llm():
 
 
 def resumed(llm: LLM, params: SamplingParams, known: list[int]) -> list[int]:
-    make = partial(llm.input_processor.group, prompt=PROMPT, params=params, known=[known])
-    (group,) = llm.session.complete([make])
-    return group.requests[0].outputs
+    make = partial(llm.input_processor.make_group, prompt=PROMPT, params=params, known=[known])
+    (group,) = llm.session.make_and_run_groups([make])
+    return group.requests[0].output_tokens
 
 
-@pytest.mark.parametrize("choice", [["yes please", "no thank you"], ["yes", "no"]])
-def test_an_answer_goes_on_alike_from_everywhere(llm, choice):
+@pytest.mark.parametrize("choice", [full(["yes please", "no thank you"]), ["yes", "no"]])
+def test_an_answer_resumes_alike_from_any_token(llm, choice):
     """Also where several tokens are read at once, of which one is an end token."""
     params = SamplingParams(
         temperature=0.0,

@@ -33,11 +33,12 @@ def task(n: int | None = None, words: Sequence[str] = ()) -> Task:
 
 async def seconds(service: Service, one: Task) -> float:
     began = time.monotonic()
-    async with service.call([one], "") as call:
-        await service.outputs(call)
+    async with service.open_call([one], service.admission.new_body()) as call:
+        await service.answer_call(call, "", lambda outputs: outputs)
     return time.monotonic() - began
 
 
+@pytest.mark.full
 def test_a_flood_of_costly_grammars_delays_no_other_request(llm):
     """It took more than the time of all of them; each is refused by the option's name."""
 
@@ -62,6 +63,7 @@ def test_a_flood_of_costly_grammars_delays_no_other_request(llm):
     assert max(plain[:3]) < whole / 4, (plain, whole)
 
 
+@pytest.mark.full
 def test_the_longest_wait_counts_from_the_arrival(llm):
     """A grammar for which no request waits any more is compiled no further."""
 
@@ -73,7 +75,7 @@ def test_the_longest_wait_counts_from_the_arrival(llm):
         assert time.monotonic() - began < 60
         late = [one for one in found if isinstance(one, HttpError)]
         assert late and all(one.status == 503 and "within 0.5 s" in str(one) for one in late)
-        while llm.input_processor.grammars._jobs:
+        while llm.input_processor.grammars.jobs:
             await asyncio.sleep(0.01)
         await service.close()
 
@@ -84,13 +86,13 @@ def test_a_client_that_leaves_ends_the_work_for_it(llm):
     async def served() -> None:
         service = Service(llm, ServerOptions(), {})
         waiting = asyncio.ensure_future(seconds(service, task(PRIMES[0])))
-        while not llm.input_processor.grammars._jobs:
+        while not llm.input_processor.grammars.jobs:
             await asyncio.sleep(0.001)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        while llm.input_processor.grammars._jobs:
+        while llm.input_processor.grammars.jobs:
             await asyncio.sleep(0.01)
-        assert not service._coming and not service._calls
+        assert not service._tokenizing and not service._num_calls
         await service.close()
 
     asyncio.run(asyncio.wait_for(served(), 300))

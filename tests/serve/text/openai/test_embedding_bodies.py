@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from duetto import PoolingParams
-from duetto.serve.text.openai.embeddings import MOST_INPUTS, inputs_of, reply
+from duetto.serve.text.openai.embeddings import MAX_INPUTS, embedding_reply, parse_embedding_body
 from duetto.serve.text.openai.errors import RequestError
 
 
@@ -21,8 +21,10 @@ from duetto.serve.text.openai.errors import RequestError
     ],
 )
 def test_inputs_are_texts_or_token_ids(given, prompts):
-    inputs = inputs_of({"input": given, "model": "m", "dimensions": 8, "normalize": False, "user": "u"})
-    assert [task.prompt for task in inputs.tasks] == prompts and not inputs.base64
+    inputs = parse_embedding_body(
+        {"input": given, "model": "m", "dimensions": 8, "normalize": False, "user": "u"}
+    )
+    assert [task.prompt for task in inputs.tasks] == prompts and not inputs.is_base64
     assert {task.pooling for task in inputs.tasks} == {PoolingParams(8, normalize=False)}
 
 
@@ -31,7 +33,7 @@ def test_inputs_are_texts_or_token_ids(given, prompts):
     [
         ({"input": None}, "input"),
         ({"input": 3}, "input"),
-        ({"input": ["a"] * (MOST_INPUTS + 1)}, f"at most {MOST_INPUTS}"),
+        ({"input": ["a"] * (MAX_INPUTS + 1)}, f"at most {MAX_INPUTS}"),
         ({"input": [[1.5]]}, "input"),
         ({"encoding_format": "hex"}, "encoding_format"),
         ({"dimensions": 0}, "dimensions 0"),
@@ -46,13 +48,13 @@ def test_inputs_are_texts_or_token_ids(given, prompts):
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_not_allowed_is_named(fields, named):
     with pytest.raises(RequestError, match=named):
-        inputs_of({"input": "x"} | fields)
+        parse_embedding_body({"input": "x"} | fields)
 
 
 def test_numbers_are_written_exactly():
     numbers = np.array([0.1, -2.5, 1e-9], np.float32)
     plain, packed = (
-        reply("m", inputs_of({"input": "x", "encoding_format": form}), [numbers], 3)
+        embedding_reply("m", parse_embedding_body({"input": "x", "encoding_format": form}), [numbers], 3)
         for form in ("float", "base64")
     )
     assert plain["data"][0]["embedding"] == numbers.tolist() and plain["usage"]["total_tokens"] == 3

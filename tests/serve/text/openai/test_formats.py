@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from duetto.sampling.structured import StructuredOutputsParams
-from duetto.serve.jobs.batch.lines import task_of
+from duetto.serve.jobs.batch.lines import read_line_task
 from duetto.serve.text.openai.errors import RequestError
-from duetto.serve.text.openai.responses import task_of_response
-from duetto.serve.text.openai.tasks import task_of_body
+from duetto.serve.text.openai.fields import parse_allowed_tools
+from duetto.serve.text.openai.responses import parse_response_task
+from duetto.serve.text.openai.tasks import parse_task
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 OPENAI = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
@@ -20,9 +21,9 @@ def asked(body: dict[str, Any]) -> StructuredOutputsParams | None:
     completion, chat = {"prompt": "x"} | body, CHAT | body
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
     tasks = [
-        task_of_body("completion", None, completion, {}, None),
-        task_of_body("chat", None, chat, {}, None),
-        task_of(line, {}, 0),
+        parse_task("completion", None, completion, {}, None),
+        parse_task("chat", None, chat, {}, None),
+        read_line_task(line, {}, 0),
     ]
     first, *others = [task.params.structured_outputs for task in tasks]
     assert all(other == first for other in others)
@@ -46,19 +47,39 @@ def test_names_of_an_outputs_form(body, meant):
     assert asked(body) == StructuredOutputsParams(**meant)
 
 
+def test_a_field_that_is_nested_too_deeply_is_refused():
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(RequestError, match="nested too deeply"):
+        asked({"stop": deep})
+
+
+def test_each_allowed_tool_is_looked_up_once():
+    """Not compared with all names: a body may have many of both."""
+
+    class Names(list[str]):
+        def __contains__(self, name: object) -> bool:
+            raise AssertionError("the list is searched")
+
+    tools = [{"type": "function", "function": {"name": name}} for name in "abc"]
+    mode = {"mode": "auto", "tools": tools[:2]}
+    assert parse_allowed_tools(tools, mode, Names("abc"), True).allowed_names == {"a", "b"}
+
+
 def test_text_is_no_form():
     assert asked({"response_format": {"type": "text"}, "guided_json": None}) is None
     line = {"prompt": "x", "structured_outputs": {"choice": ["a"]}}
-    assert task_of(line, {}, 0).params.structured_outputs == StructuredOutputsParams(choice=["a"])
+    assert read_line_task(line, {}, 0).params.structured_outputs == StructuredOutputsParams(choice=["a"])
 
 
 def test_a_responses_format_is_in_its_text():
     own = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
-    found = task_of_response({"input": "x", "text": {"format": own, "verbosity": "low"}}, {})
+    found = parse_response_task({"input": "x", "text": {"format": own, "verbosity": "low"}}, {})
     assert found.params.structured_outputs == StructuredOutputsParams(json=SCHEMA)
-    assert task_of_response({"input": "x", "text": {}}, {}).params.structured_outputs is None
+    assert parse_response_task({"input": "x", "text": {}}, {}).params.structured_outputs is None
     with pytest.raises(RequestError, match='text="schema"'):
-        task_of_response({"input": "x", "text": {"schema": SCHEMA}}, {})
+        parse_response_task({"input": "x", "text": {"schema": SCHEMA}}, {})
 
 
 @pytest.mark.parametrize(
@@ -101,12 +122,12 @@ TOOLS = [function("f"), function("g")]
 def test_a_choice_may_allow_some_tools(mode):
     """In a chat and in a response; the chat template gets all tools."""
     some = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [function("g")]}}
-    chat = task_of_body("chat", None, CHAT | {"tools": TOOLS, "tool_choice": some}, {}, None)
+    chat = parse_task("chat", None, CHAT | {"tools": TOOLS, "tool_choice": some}, {}, None)
     flat = [{"type": "function", "name": name} for name in ("f", "g")]
     same = {"type": "allowed_tools", "mode": mode, "tools": flat[1:]}
-    response = task_of_response({"input": "x", "tools": flat, "tool_choice": same}, {})
+    response = parse_response_task({"input": "x", "tools": flat, "tool_choice": same}, {})
     for box in (chat.toolbox, response.toolbox):
-        assert box is not None and [tool.name for tool in box.tools] == ["g"] and len(box.given) == 2
+        assert box is not None and [tool.name for tool in box.tools] == ["g"] and len(box.body_tools) == 2
         assert box.is_forced == (mode == "required")
 
 
@@ -123,30 +144,34 @@ def test_a_choice_may_allow_some_tools(mode):
 def test_a_wrong_choice_of_some_tools_is_named(allowed, named):
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     with pytest.raises(RequestError, match=named):
-        task_of_body("chat", None, CHAT | {"tools": TOOLS, "tool_choice": choice}, {}, None)
+        parse_task("chat", None, CHAT | {"tools": TOOLS, "tool_choice": choice}, {}, None)
 
 
-def test_a_call_that_must_come_has_no_text_of_a_format():
+def test_a_required_call_overrides_the_text_format():
     """As instructor asks for in the Responses API; other constraints stay refused beside it."""
     flat = {"type": "function", "name": "f", "strict": True, "parameters": SCHEMA}
     own = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}
     body = {"input": "x", "tools": [flat], "tool_choice": {"type": "function", "name": "f"}, "text": own}
-    task = task_of_response(body | {"include": ["reasoning.encrypted_content"], "store": False}, {})
-    assert task.params.structured_outputs is None and task.toolbox is not None and task.toolbox.only == "f"
+    task = parse_response_task(body | {"include": ["reasoning.encrypted_content"], "store": False}, {})
+    assert (
+        task.params.structured_outputs is None
+        and task.toolbox is not None
+        and task.toolbox.forced_name == "f"
+    )
     forced = CHAT | {"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}
     with pytest.raises(RequestError, match="tool_choice"):
-        task_of_body("chat", None, forced, {}, None)
+        parse_task("chat", None, forced, {}, None)
 
 
 @pytest.mark.parametrize("name", ["extra_args", "vllm_xargs"])
 def test_numbers_for_logits_processors_have_two_names(name):
     own = {name: {"ngram_size": 2, "banned": [1, 2]}}
-    chat = task_of_body("chat", None, CHAT | own, {}, None)
-    completion = task_of_body("completion", None, {"prompt": "x"} | own, {}, None)
-    response = task_of_response({"input": "x"} | own, {})
+    chat = parse_task("chat", None, CHAT | own, {}, None)
+    completion = parse_task("completion", None, {"prompt": "x"} | own, {}, None)
+    response = parse_response_task({"input": "x"} | own, {})
     assert all(task.params.extra_args == own[name] for task in (chat, completion, response))
     with pytest.raises(RequestError, match="extra_args"):
-        task_of_body("chat", None, CHAT | {name: {"a": "b"}}, {}, None)
+        parse_task("chat", None, CHAT | {name: {"a": "b"}}, {}, None)
     both = CHAT | {"extra_args": {"a": 1}, "vllm_xargs": {"a": 2}}
     with pytest.raises(RequestError, match="vllm_xargs"):
-        task_of_body("chat", None, both, {}, None)
+        parse_task("chat", None, both, {}, None)

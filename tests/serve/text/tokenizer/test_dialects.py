@@ -18,9 +18,9 @@ from cases.text.dialects import (
 )
 from cases.text.letters import letters
 
-from duetto.checkpoints.dialects import CALLS, REASONING, calls_of, marks_of
-from duetto.serve.text.tokenizer.chat import ChatTemplateError, render_chat
-from duetto.serve.text.tokenizer.reasoning import Reasoning
+from duetto.checkpoints.dialects import REASONING, TOOL_CALLS, find_reasoning_marks, find_tool_call_marks
+from duetto.serve.text.tokenizer.chats.chat import ChatTemplateError, render_chat
+from duetto.serve.text.tokenizer.reasoning_parser import ReasoningParser
 
 GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
 LETTERS = letters()
@@ -45,7 +45,7 @@ def test_the_transformers_installed_renders_the_same():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_template_says_how_its_model_reasons_and_calls(family):
-    calls, marks = calls_of(template(family)), marks_of(template(family))
+    calls, marks = find_tool_call_marks(template(family)), find_reasoning_marks(template(family))
     assert (calls and calls.name, marks and marks.begin) == FAMILIES[family][:2]
 
 
@@ -63,10 +63,13 @@ def written(family: str, message: dict, **options) -> tuple[str, str]:
 )
 def test_reasoning_and_calls_are_found_in_what_the_template_writes(family):
     prompt, text = written(family, ANSWER)
-    calls, marks = calls_of(template(family)), marks_of(template(family))
+    calls, marks = find_tool_call_marks(template(family)), find_reasoning_marks(template(family))
     if marks is not None:
-        reasoning = Reasoning.after(LETTERS, marks, LETTERS.encode(prompt))
-        assert [part.strip() for part in reasoning.take(text, at_end=True)] == ["it will", "Yes, 3 mm."]
+        reasoning = ReasoningParser.from_prompt(LETTERS, marks, LETTERS.encode(prompt))
+        assert [part.strip() for part in reasoning.parse_chunk(text, at_end=True)] == [
+            "it will",
+            "Yes, 3 mm.",
+        ]
     _, text = written(family, CALLED, tools=[TOOL])
     before, begin, call = text.partition(calls.begin)
     inside, end, after = call.partition(calls.end) if calls.end else (call, "", "")
@@ -74,9 +77,9 @@ def test_reasoning_and_calls_are_found_in_what_the_template_writes(family):
     assert "rain" not in before and after.strip() == ""
 
 
-def test_no_row_hides_another():
-    for find, rows in ((marks_of, REASONING), (calls_of, CALLS)):
-        assert all(find(" ".join(row.signs)) is row for row in rows)
+def test_no_format_hides_another():
+    for find, rows in ((find_reasoning_marks, REASONING), (find_tool_call_marks, TOOL_CALLS)):
+        assert all(find(" ".join(row.template_substrings)) is row for row in rows)
         assert find("no marks") is None
 
 
@@ -90,6 +93,6 @@ def test_no_row_hides_another():
         ("<tool_calls></think><answer>", "hunyuan_a13b", "<think>"),
     ],
 )
-def test_marks_of_others(source, calls, begin):
-    found, marks = calls_of(source), marks_of(source)
+def test_marks_of_other_templates_are_found(source, calls, begin):
+    found, marks = find_tool_call_marks(source), find_reasoning_marks(source)
     assert (found.name, marks and marks.begin) == (calls, begin)

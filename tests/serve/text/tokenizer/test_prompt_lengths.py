@@ -9,11 +9,11 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from duetto import LLM, SamplingParams
-from duetto.serve.engine.startup.folder import DEMO
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 from duetto.serve.llm.input_processor import InputProcessor
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.text.tokenizer import lengths
-from duetto.serve.text.tokenizer.chat import apply_chat
+from duetto.serve.text.tokenizer import length_bounds
+from duetto.serve.text.tokenizer.chats.chat import tokenize_chat
 from duetto.serve.text.tokenizer.stream import byte_alphabet
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
@@ -95,10 +95,10 @@ def mixtures(count: int) -> list[str]:
 def test_no_text_has_fewer_tokens_than_it_surely_reaches(name):
     tokenizer = Tokenizer(BOUNDED[name], {})
     for text in TEXTS + mixtures(40):
-        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False)), text[
+        assert tokenizer.min_num_tokens(text) <= len(tokenizer.encode(text, add_special_tokens=False)), text[
             :50
         ]
-    assert tokenizer.least_tokens("word " * 10_000) > 200
+    assert tokenizer.min_num_tokens("word " * 10_000) > 200
 
 
 UNBOUNDED = {
@@ -115,17 +115,20 @@ UNBOUNDED = {
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)
-def test_nothing_is_told_where_a_tokenizer_may_drop_or_join_characters(name):
-    assert Tokenizer(UNBOUNDED[name], {}).least_tokens("a b" * 10_000) == 0
+def test_tokenizers_that_drop_or_join_characters_have_no_bound(name):
+    assert Tokenizer(UNBOUNDED[name], {}).min_num_tokens("a b" * 10_000) == 0
 
 
-def test_nothing_is_told_where_another_library_encodes():
-    assert Tokenizer(byte_level(), {}, encode=lambda text, special: [1]).least_tokens("a" * 10_000) == 0
+def test_other_encoders_have_no_length_bound():
+    assert Tokenizer(byte_level(), {}, encode=lambda text, special: [1]).min_num_tokens("a" * 10_000) == 0
 
 
 def test_composition_joins_no_more_characters_than_is_assumed():
     whole = (chr(i) for i in range(0x110000) if not 0xD800 <= i < 0xE000)
-    assert max(len(unicodedata.normalize("NFD", character)) for character in whole) == lengths.COMPOSED
+    assert (
+        max(len(unicodedata.normalize("NFD", character)) for character in whole)
+        == length_bounds.MAX_COMPOSED_CHARS
+    )
 
 
 # ------------------------------------------------------------ refused
@@ -134,7 +137,7 @@ def test_composition_joins_no_more_characters_than_is_assumed():
 @pytest.fixture
 def strict() -> Tokenizer:
     """The demo model's tokenizer, which tokenizes nothing that is long."""
-    tokenizer = Tokenizer.from_folder(DEMO)
+    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
     assert tokenizer is not None
     encode = tokenizer._encode
 
@@ -154,23 +157,33 @@ def test_a_prompt_of_megabytes_is_not_tokenized(strict):
     intake = InputProcessor(strict.vocab_size, 1024, EngineOptions(), strict, ())
     for prompt in (LONG, {"prompt": LONG}):
         with pytest.raises(ValueError, match=r"the prompt has \d+ tokens or more, at most 1023 are allowed"):
-            intake.group("0", prompt, SamplingParams())
+            intake.make_group("0", prompt, SamplingParams())
 
 
-def test_nor_is_a_conversation(strict):
+def test_completions_of_a_prompt_share_their_stop_strings(strict):
+    intake = InputProcessor(strict.vocab_size, 1024, EngineOptions(), strict, ())
+    first, second = intake.make_group("0", "x", SamplingParams(n=2, stop=["\n", "def"])).requests
+    assert first.detokenizer is not None and second.detokenizer is not None
+    assert (
+        first.detokenizer is not second.detokenizer
+        and first.detokenizer._stop_strings is second.detokenizer._stop_strings
+    )
+
+
+def test_long_conversations_are_not_tokenized(strict):
     with pytest.raises(ValueError, match=r"tokens or more, at most 1023 are allowed"):
-        apply_chat(strict, [{"role": "user", "content": LONG}], 1023)
+        tokenize_chat(strict, [{"role": "user", "content": LONG}], 1023)
 
 
-def test_a_prompt_that_is_just_too_long_is_told_its_tokens(strict):
+def test_a_slightly_too_long_prompt_is_refused_by_tokens(strict):
     intake = InputProcessor(strict.vocab_size, 64, EngineOptions(), strict, ())
     text = "x = [1]\n" * 20
     count = len(strict.encode(text))
     assert 63 < count
     with pytest.raises(ValueError, match=f"the prompt has {count} tokens, at most 63 are allowed"):
-        intake.group("0", text, SamplingParams())
+        intake.make_group("0", text, SamplingParams())
     wide = InputProcessor(strict.vocab_size, count + 1, EngineOptions(), strict, ())
-    assert len(wide.group("0", text, SamplingParams()).requests[0].prompt) == count
+    assert len(wide.make_group("0", text, SamplingParams()).requests[0].prompt) == count
 
 
 def test_an_llm_says_how_long_a_prompt_may_be(strict):

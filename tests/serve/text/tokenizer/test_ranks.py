@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duetto.checkpoints.dialects import PRETOKENIZERS
-from duetto.serve.text.tokenizer.chat import ChatTemplateError
+from duetto.serve.text.tokenizer.chats.chat import ChatTemplateError
 from duetto.serve.text.tokenizer.detokenizer import Detokenizer
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ def test_patterns_are_those_that_the_ids_were_made_with():
 
 
 @pytest.mark.parametrize("kind", PATTERNS)
-def test_bytes_that_are_no_character_are_replaced_and_every_byte_has_a_token(tokenizers, kind):
+def test_invalid_bytes_are_replaced_and_every_byte_has_a_token(tokenizers, kind):
     tokenizer = tokenizers[kind]
     first = RESERVED if kind == "tekken" else 0
     assert [tokenizer.token_bytes(first + i) for i in range(256)] == [bytes([i]) for i in range(256)]
@@ -153,7 +153,7 @@ def test_a_tekken_file_says_how_a_conversation_is_written(tmp_path, version, tex
             tokenizer.apply_chat_template(wrong, **options)
 
 
-def test_a_template_of_the_folder_comes_before_it_and_other_versions_have_none(tmp_path):
+def test_the_folders_template_overrides_the_versions(tmp_path):
     assert instruct(tmp_path, "v15").chat_template is None
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "own"}')
     assert instruct(tmp_path, "v13").chat_template == "own"

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from duetto.serve.text.tokenizer.detokenizer import Detokenizer
+from duetto.serve.text.tokenizer.stop_strings import StopStrings
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 spm = pytest.importorskip("sentencepiece", reason="the models are trained with it")
@@ -132,7 +133,7 @@ def test_every_piece_decodes_as_in_the_library(tmp_path):
     assert ours.decode_token(ours.token_id("▁the")) == " the"
 
 
-def test_special_tokens_split_a_text_and_only_its_beginning_gets_a_space(tmp_path):
+def test_text_split_by_special_tokens_gets_one_leading_space(tmp_path):
     """As transformers 5 does it; with `legacy` every part is encoded as a text of its own, as it was
     before."""
     kind = ("bpe", True, "identity")
@@ -154,7 +155,7 @@ def test_special_tokens_split_a_text_and_only_its_beginning_gets_a_space(tmp_pat
 
 def test_stop_strings_and_streams_work_on_such_a_tokenizer(tmp_path):
     ours, _ = both(tmp_path, ("unigram", True, "identity"))
-    stream = Detokenizer(ours, stop=["sat on"])
+    stream = Detokenizer(ours, stop_strings=StopStrings(["sat on"]))
     given_out = [stream.push([i]) for i in ours.encode("the cat sat on the mat", add_special_tokens=False)]
     assert "".join(given_out) == "the cat " and stream.stop_hit == "sat on"
     prompt = ours.encode("the cat")
@@ -255,7 +256,7 @@ def test_without_the_package_the_command_that_adds_it_is_named(tmp_path, monkeyp
         Tokenizer.from_folder(tmp_path)
 
 
-def test_two_files_of_bytes_are_the_tokenizer_json_they_were_taken_from(tmp_path):
+def test_vocab_and_merges_files_equal_their_tokenizer_json(tmp_path):
     """As GPT-2's are stored."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from duetto.serve.text.tokenizer.detokenizer import Detokenizer, StopPrefix, first_match, overlap
+from duetto.serve.text.tokenizer.detokenizer import Detokenizer, overlap_length
+from duetto.serve.text.tokenizer.stop_strings import StopStrings
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
 TEXT = ["def hello(world):\n    return 'naïve café 🤗 — 東京'\n", "the cat sat on the mat. the end\n\n"] * 8
@@ -109,9 +111,9 @@ def test_stop_strings_equal_a_search_after_every_token(kind, data, below, includ
     stops = data.draw(st.lists(piece | st.sampled_from(["st", "stop", "\n\n"]), max_size=3))
     stops = [s for s in stops if s]
 
-    stream, used, text = Detokenizer(tokenizer, True, stops, include), 0, ""
+    stream, used, text = Detokenizer(tokenizer, True, StopStrings(stops), include), 0, ""
     for chunk in chunked(ids, cuts):
-        text += stream.push(chunk, below_min=max(0, below - used))
+        text += stream.push(chunk, num_below_min=max(0, below - used))
         used += len(chunk)
     text += stream.finish()
 
@@ -138,7 +140,7 @@ def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
     return [i for i in ids if i is not None]
 
 
-def test_bytes_wait_for_their_character_and_a_broken_one_is_replaced_at_once():
+def test_bytes_wait_for_their_character_or_are_replaced():
     tokenizer = KINDS["byte-level"]
     alphabet = {b: c for c, b in tokenizer._alphabet.items()}  # type: ignore[union-attr]
     ids = ids_of(tokenizer, *(alphabet[b] for b in "é".encode() + b"\xf0\x9f" + b"A"))
@@ -146,7 +148,7 @@ def test_bytes_wait_for_their_character_and_a_broken_one_is_replaced_at_once():
     assert [stream.push([i]) for i in ids] == ["", "é", "", "", "\ufffdA"]
 
 
-def test_a_run_of_byte_tokens_is_given_out_when_nothing_can_spoil_it():
+def test_byte_tokens_are_emitted_once_their_text_is_final():
     tokenizer = KINDS["pieces"]
     stream = Detokenizer(tokenizer)
     assert [stream.push([i]) for i in ids_of(tokenizer, "a", "<0x0A>", "b")] == ["a", "", "\nb"]
@@ -158,9 +160,9 @@ def test_a_run_of_byte_tokens_is_given_out_when_nothing_can_spoil_it():
     ]
 
 
-def test_a_stop_string_of_byte_tokens_is_found_on_its_last_token():
+def test_stop_strings_of_byte_tokens_match_on_their_last_token():
     tokenizer = KINDS["pieces"]
-    stream = Detokenizer(tokenizer, stop=["\n"])
+    stream = Detokenizer(tokenizer, stop_strings=StopStrings(["\n"]))
     stream.push(ids_of(tokenizer, "ab", "<0x0A>", "c"))
     assert (stream.text, stream.stop_hit, stream.tokens_used, stream.finish()) == ("ab", "\n", 2, "")
 
@@ -168,40 +170,92 @@ def test_a_stop_string_of_byte_tokens_is_found_on_its_last_token():
 def test_only_what_may_begin_a_stop_string_is_held_back():
     tokenizer = KINDS["pieces"]
     tokens = ids_of(tokenizer, "a", "st", "a", "st", "op", "b")
-    stream = Detokenizer(tokenizer, stop=["stop"])
+    stream = Detokenizer(tokenizer, stop_strings=StopStrings(["stop"]))
     assert [stream.push([i]) for i in tokens] == ["a", "", "sta", "", "", ""]
     assert (stream.text, stream.tokens_used) == ("asta", 5)
-    kept = Detokenizer(tokenizer, True, ["stop"], True)
+    kept = Detokenizer(tokenizer, True, StopStrings(["stop"]), True)
     assert [kept.push([i]) for i in tokens] == ["a", "st", "a", "st", "op", ""]
 
 
+def first_stop(text: str, stops: list[str], floor: int = 0) -> tuple[int, int]:
+    """Its end and length."""
+    return StopStrings(stops).find_stop(StopStrings.ROOT, text, floor)[1:]
+
+
 def test_the_stop_string_complete_first_wins_then_the_longest():
-    assert first_match("xabcd", ["abcd", "bc"], 0) == (2, 4)
-    assert first_match("xabcd", ["bc", "abc"], 0) == (1, 4)
-    assert first_match("abab", ["ab"], 2) == (2, 4)
-    assert first_match("abab", ["ab"], 4) is None
-    assert (overlap("xab", ["abc", "bd"]), overlap("abc", ["abc"]), overlap("aab", ["aabaa"])) == (2, 0, 3)
+    assert first_stop("xabcd", ["abcd", "bc"]) == (4, 2)
+    assert first_stop("xabcd", ["bc", "abc"]) == (4, 3)
+    assert first_stop("abab", ["ab"], 2) == (4, 2)
+    assert first_stop("abab", ["ab"], 4) == (4, 0)
+    assert (
+        overlap_length("xab", ["abc", "bd"]),
+        overlap_length("abc", ["abc"]),
+        overlap_length("aab", ["aabaa"]),
+    ) == (2, 0, 3)
 
 
-def test_the_end_of_a_text_that_begins_a_stop_string_however_the_text_is_divided():
-    for word in map("".join, itertools.product("ab", repeat=6)):
-        for size, stop in itertools.product((1, 2, 6), ("a", "ab", "aab", "aabaa", "abab", "abaabaab")):
-            begun = StopPrefix(stop)
-            for i in range(0, len(word), size):
-                found, text = begun.push(word[i : i + size]), word[: i + size]
-                assert found == max(n for n in range(len(stop)) if text.endswith(stop[:n])), (text, stop)
+STOPS = "a", "ab", "aab", "aabaa", "abab", "abaabaab"
 
 
-def test_many_long_stop_strings_cost_no_more_than_short_ones_per_token():
+@pytest.mark.parametrize(
+    "stops", [*((stop,) for stop in STOPS), *itertools.combinations(STOPS[1:], 2), STOPS]
+)
+def test_stop_strings_in_pieces_equal_a_search_of_the_whole(stops):
+    automaton = StopStrings(stops)
+    for word, floor in itertools.product(map("".join, itertools.product("ab", repeat=6)), (0, 3, 6)):
+        endings = [(i, [s for s in stops if word[:i].endswith(s)]) for i in range(floor + 1, 7)]
+        expected = next(((i, max(map(len, found))) for i, found in endings if found), (6, 0))
+        for size in (1, 2, 6):
+            state, count, length = StopStrings.ROOT, 0, 0
+            while count < 6 and not length:
+                state, more, length = automaton.find_stop(state, word[count : count + size], floor - count)
+                count += more
+            assert (count, length) == expected, (word, size)
+            begun = (n for stop in stops for n in range(len(stop)) if word[:count].endswith(stop[:n]))
+            assert automaton.held_length(state) == max(begun), (word, size)
+
+
+class ReadLog(list):
+    """A list that counts how often it is read."""
+
+    reads = 0
+
+    def __getitem__(self, i):
+        self.reads += 1
+        return super().__getitem__(i)
+
+
+def test_a_letter_costs_two_steps_whatever_the_stop_strings():
+    stops = [" " * 4000 + str(i) for i in range(1024)] + ["x" * i + "y" for i in range(1, 200)]
+    automaton, state = StopStrings(stops), StopStrings.ROOT
+    automaton._suffix_nodes = log = ReadLog(automaton._suffix_nodes)  # type: ignore[assignment]
+    for letter in (" " * 5000 + "x" * 300) * 2:
+        state, _, length = automaton.find_stop(state, letter)
+        assert not length
+    assert log.reads <= 2 * 5300
+
+
+@pytest.mark.parametrize("stops", [["ab" * 8192], [f"{i:016d}" for i in range(1024)]], ids=len)
+def test_stop_strings_take_little_more_than_their_text(stops):
+    tracemalloc.start()
+    try:
+        automaton = StopStrings(stops)
+        assert tracemalloc.get_traced_memory()[0] < 1 << 19
+    finally:
+        tracemalloc.stop()
+    assert automaton.find_stop(StopStrings.ROOT, stops[-1])[1:] == 2 * (len(stops[-1]),)
+
+
+def test_many_long_stop_strings_cost_no_more_per_token():
     """Looking for each of their beginnings at each token would take half an hour."""
     tokenizer = KINDS["byte-level"]
     stops = [*("a" * 3 + "b" * 9000 + str(i) for i in range(200)), "a" * 9000]
-    stream, a = Detokenizer(tokenizer, stop=stops), tokenizer.encode("a")
+    stream, a = Detokenizer(tokenizer, stop_strings=StopStrings(stops)), tokenizer.encode("a")
     assert "".join(stream.push(a) for _ in range(5000)) == ""
     assert stream.finish() == "a" * 5000
 
 
-def test_text_after_a_prompt_keeps_its_space_and_a_text_of_its_own_does_not():
+def test_only_text_after_a_prompt_keeps_its_space():
     tokenizer = KINDS["pieces, first space stripped"]
     cat = ids_of(tokenizer, "▁cat")
     assert Detokenizer(tokenizer, prompt_ids=ids_of(tokenizer, "<s>", "▁the")).push(cat) == " cat"
@@ -214,7 +268,7 @@ def test_a_long_text_costs_the_same_per_token():
     """Ten thousand tokens in one second: decoding the whole text again for each would take minutes."""
     tokenizer = KINDS["byte-level"]
     ids = tokenizer.encode(TEXT[0] * 300)
-    stream = Detokenizer(tokenizer, stop=["never"])
+    stream = Detokenizer(tokenizer, stop_strings=StopStrings(["never"]))
     calls = []
     tokenizer_decode, tokenizer.decode = tokenizer.decode, lambda *a: calls.append(a)  # type: ignore
     try:
@@ -249,7 +303,7 @@ def folder(path: Path, config: dict | str, post: bool = False) -> Path:
 
 @pytest.mark.parametrize("post", [False, True])
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
-def test_special_tokens_are_those_of_the_post_processor_and_bos_comes_once(tmp_path, flags, post):
+def test_special_tokens_follow_the_post_processor_with_one_bos(tmp_path, flags, post):
     named = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     tokenizer = Tokenizer.from_folder(folder(tmp_path, named | flags, post))
     assert tokenizer is not None and (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
@@ -270,7 +324,7 @@ def test_special_tokens_equal_transformers_with_a_post_processor(tmp_path):
         assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
 
 
-def test_a_folder_without_tokenizer_is_none_and_broken_files_are_named(tmp_path):
+def test_folders_without_tokenizer_are_none_and_broken_files_named(tmp_path):
     assert Tokenizer.from_folder(tmp_path) is None
     with pytest.raises(ValueError, match=r"tokenizer_config.json: (not valid JSON|holds a JSON)"):
         Tokenizer.from_folder(folder(tmp_path, "[1]"))
@@ -295,7 +349,7 @@ def test_a_folder_without_tokenizer_is_none_and_broken_files_are_named(tmp_path)
         ),
     ],
 )
-def test_a_field_of_the_wrong_type_is_named_with_its_file(tmp_path, config, said):
+def test_fields_of_the_wrong_type_are_named_with_their_file(tmp_path, config, said):
     with pytest.raises(ValueError, match=re.escape("tokenizer_config.json: " + said)) as error:
         Tokenizer.from_folder(folder(tmp_path, config))
     assert "\n" not in str(error.value)

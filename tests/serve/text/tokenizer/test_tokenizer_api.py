@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from duetto.serve.engine.startup.folder import DEMO
-from duetto.serve.text.tokenizer.chat import ChatTemplateError
-from duetto.serve.text.tokenizer.tokenizer import HELD, Tokenizer
+from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
+from duetto.serve.text.tokenizer.chats.chat import ChatTemplateError
+from duetto.serve.text.tokenizer.tokenizer import MAX_UNBATCHED_CHARS, Tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", "the", "cat", "sat", "user", "assistant", "."]
 TEMPLATE = (
@@ -44,7 +44,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return found
 
 
-def test_a_call_gives_ids_and_a_mask_by_key_and_by_name(tokenizer: Tokenizer):
+def test_a_call_gives_ids_and_mask_by_key_and_attribute(tokenizer: Tokenizer):
     one = tokenizer("the cat")
     assert one == {"input_ids": [1, 3, 4], "attention_mask": [1, 1, 1]}
     assert one.input_ids is one["input_ids"] and dict(**one) == one
@@ -133,17 +133,20 @@ def test_without_names_there_are_none(tmp_path: Path):
 @pytest.mark.parametrize("special", [False, True])
 def test_long_texts_have_the_tokens_of_short_ones(special):
     """Those are encoded in another way."""
-    tokenizer = Tokenizer.from_folder(DEMO)
+    tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
     text = "def naïve(a, b):\n    return '東京 🤗' * 3  # <|endoftext|>\n" * 200
     ids = tokenizer.encode(text, add_special_tokens=special)
-    assert len(text) > HELD and ids == tokenizer._backend.encode(text, add_special_tokens=special).ids
+    assert (
+        len(text) > MAX_UNBATCHED_CHARS
+        and ids == tokenizer._backend.encode(text, add_special_tokens=special).ids
+    )
     with pytest.raises(UnicodeEncodeError):
         tokenizer.encode(text + "\ud800")
 
 
 def test_threads_run_while_a_long_text_is_encoded():
     """A server's event loop is one: of a text of one word nothing could be awaited otherwise."""
-    tokenizer, looks = Tokenizer.from_folder(DEMO), 0
+    tokenizer, looks = Tokenizer.from_folder(DEMO_FOLDER), 0
     with ThreadPoolExecutor(1) as other:
         done = other.submit(tokenizer.encode, "x" * 500_000)
         while not done.done():

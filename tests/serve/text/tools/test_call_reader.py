@@ -18,11 +18,11 @@ from cases.text.dialects import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duetto.checkpoints.dialects import calls_of
-from duetto.serve.text.tokenizer.chat import render_chat
-from duetto.serve.text.tools.formats import FORMATS, format_named, template_format
+from duetto.checkpoints.dialects import find_tool_call_marks
+from duetto.serve.text.tokenizer.chats.chat import render_chat
+from duetto.serve.text.tools.formats import TOOL_FORMATS, find_template_format, find_tool_format
 from duetto.serve.text.tools.stream_reader import (
-    Event,
+    ParserEvent,
     TextDelta,
     ToolCallArguments,
     ToolCallEnd,
@@ -49,9 +49,9 @@ TYPED = Tool(
 TOOLS = (RAIN, TYPED, Tool("now"))
 
 
-def joined(events: list[Event]) -> list[Event]:
+def joined(events: list[ParserEvent]) -> list[ParserEvent]:
     """Neighbours of a kind as one."""
-    found: list[Event] = []
+    found: list[ParserEvent] = []
     for event in events:
         last = found[-1] if found else None
         if isinstance(event, TextDelta) and isinstance(last, TextDelta):
@@ -63,11 +63,11 @@ def joined(events: list[Event]) -> list[Event]:
     return found
 
 
-def read(name: str, text: str, is_several: bool = True) -> list[Event]:
-    return joined(ToolParser(format_named(name), TOOLS, is_several).take(text, at_end=True))
+def read(name: str, text: str, is_several: bool = True) -> list[ParserEvent]:
+    return joined(ToolParser(find_tool_format(name), TOOLS, is_several).parse_chunk(text, at_end=True))
 
 
-def call(name: str, arguments: str, id: str | None = None) -> list[Event]:
+def call(name: str, arguments: str, id: str | None = None) -> list[ParserEvent]:
     return [ToolCallStart(name, id), ToolCallArguments(arguments), ToolCallEnd()]
 
 
@@ -128,13 +128,13 @@ TAGGED = [
 
 
 @pytest.mark.parametrize(("key", "written", "value"), TAGGED)
-def test_values_between_tags_are_of_the_kinds_that_the_schema_says(key, written, value):
+def test_values_between_tags_have_the_types_of_the_schema(key, written, value):
     for name, text in {
         "qwen3_coder": f"<function=typed>\n<parameter={key}>\n{written}\n</parameter>\n</function>\n",
         "minimax_m2": f'<invoke name="typed"><parameter name="{key}">{written}</parameter></invoke>',
         "glm45": f"typed\n<arg_key>{key}</arg_key>\n<arg_value>{written}</arg_value>\n",
     }.items():
-        text = format_named(name).begin + text + format_named(name).end
+        text = find_tool_format(name).begin + text + find_tool_format(name).end
         assert read(name, text) == call("typed", f'{{"{key}": {value}}}'), name
 
 
@@ -175,7 +175,7 @@ def test_what_is_no_call_of_a_tool_stays_text(name, text):
          [ToolCallStart("typed"), ToolCallArguments("{"), ToolCallEnd(), TextDelta("<parameter=cou")]),
     ],
 )  # fmt: skip
-def test_calls_that_are_cut_off_or_broken_keep_what_there_is(name, text, events):
+def test_cut_off_or_broken_calls_keep_their_text(name, text, events):
     assert read(name, text) == events
 
 
@@ -184,7 +184,12 @@ def test_where_one_call_is_allowed_the_others_are_text():
 
 
 MARKS = sorted(
-    {mark for own in map(format_named, FORMATS) for mark in (own.begin, own.end, *own.also) if mark}
+    {
+        mark
+        for own in map(find_tool_format, TOOL_FORMATS)
+        for mark in (own.begin, own.end, *own.other_begins)
+        if mark
+    }
 )
 FRAGMENTS = [
     *MARKS, *"{}[]\":,;\\ \n<a", '"name": ', '"arguments": ', '{"name": "now", "arguments": {}}', "now",
@@ -196,22 +201,22 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TOOL_FORMATS)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12), data=st.data())
 def test_how_a_text_is_cut_makes_no_difference(name, parts, data):
-    begin = format_named(name).begin if data.draw(st.booleans()) else ""
+    begin = find_tool_format(name).begin if data.draw(st.booleans()) else ""
     text = begin + "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     whole = read(name, text)
-    reader, found = ToolParser(format_named(name), TOOLS), []
+    reader, found = ToolParser(find_tool_format(name), TOOLS), []
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        found += reader.take(text[start:end])
-    assert joined(found + reader.take("", at_end=True)) == whole
+        found += reader.parse_chunk(text[start:end])
+    assert joined(found + reader.parse_chunk("", at_end=True)) == whole
     if not any(isinstance(event, ToolCallStart) for event in whole):
         assert whole == ([TextDelta(text)] if text else [])
 
 
-@pytest.mark.parametrize("family", [name for name, about in FAMILIES.items() if about.calls in FORMATS])
+@pytest.mark.parametrize("family", [name for name, about in FAMILIES.items() if about.calls in TOOL_FORMATS])
 def test_calls_are_found_in_what_templates_write(family):
     """Two of them, or one where a message has one, whose arguments are as they were."""
     source, calls = template(family), [CALL, {**CALL, "id": "functions.rain:1"}]
@@ -219,10 +224,10 @@ def test_calls_are_found_in_what_templates_write(family):
         calls = [{**one, "function": SPELLED} for one in calls]
     message = {**CALLED, "reasoning": None, "tool_calls": calls}
     whole = render_chat(source, [ASKED, message], **TOKENS, add_generation_prompt=False)
-    notation = template_format(source)
-    assert notation is not None and calls_of(source).begin == notation.begin
+    notation = find_template_format(source)
+    assert notation is not None and find_tool_call_marks(source).begin == notation.begin
     text = whole[whole.index(notation.begin) :].removesuffix(FAMILIES[family].ends)
-    found: list[Any] = joined(ToolParser(notation, [RAIN]).take(text, at_end=True))
+    found: list[Any] = joined(ToolParser(notation, [RAIN]).parse_chunk(text, at_end=True))
     count = 1 if notation.is_single else 2
     assert [type(event) for event in found] == [ToolCallStart, ToolCallArguments, ToolCallEnd] * count
     assert [json.loads(event.text) for event in found[1::3]] == [ARGUMENTS] * count

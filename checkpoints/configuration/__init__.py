@@ -1,0 +1,1 @@
+"""Configuration of a folder: text models inside of multimodal ones, and overrides."""

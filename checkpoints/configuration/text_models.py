@@ -1,0 +1,70 @@
+"""Text models inside of multimodal ones: one level down in `config.json`, and behind a prefix in tensor
+names."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ...refusals import quote
+from ..tensors import CheckpointError
+
+T = TypeVar("T")
+# `model_type` of multimodal folders, and the default `model_type` of their `text_config`
+TEXT_MODEL_TYPES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "llava": "llama",
+    "llava_next": "llama",
+    "internvl": "qwen2",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+SHARED_FIELDS = (  # fields that a folder may state outside of `text_config`
+    "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id",
+    "pad_token_id",
+)  # fmt: skip
+TEXT_PREFIXES, HEAD_PREFIX = ("language_model.", "model.language_model."), "lm_head."
+
+
+def is_nested(raw: Mapping[str, Any]) -> bool:
+    """Return True if a `config.json` describes a multimodal model with a text model inside."""
+    kind = raw.get("model_type")
+    return isinstance(kind, str) and kind in TEXT_MODEL_TYPES
+
+
+def text_fields(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Return the fields of the text model; fields of a plain text model are returned as a copy.
+
+    Raises CheckpointError if `text_config` is no object.
+    """
+    if not is_nested(raw):
+        return dict(raw)
+    inner = raw.get("text_config")
+    if not isinstance(inner, Mapping):
+        raise CheckpointError(f"{file}: text_config is {quote(inner)}, expected an object")
+    shared = {
+        name: raw[name] for name in SHARED_FIELDS if raw.get(name) is not None and inner.get(name) is None
+    }
+    return {"model_type": TEXT_MODEL_TYPES[raw["model_type"]], **inner, **shared}
+
+
+def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
+    """Return the tensors of the text model, under the names that a folder of this model alone has."""
+    if not any(name.startswith(TEXT_PREFIXES) for name in tensors):
+        return dict(tensors)
+    return {
+        text_tensor_name(n): tensor
+        for n, tensor in tensors.items()
+        if n.startswith((*TEXT_PREFIXES, HEAD_PREFIX))
+    }
+
+
+def text_tensor_name(name: str) -> str:
+    """Return the name that a tensor has in a folder of the text model alone; other names are returned
+    unchanged."""
+    outer_prefix, inner_prefix = TEXT_PREFIXES
+    if name.startswith(inner_prefix):
+        return "model." + name.removeprefix(inner_prefix)
+    return name.removeprefix(outer_prefix)

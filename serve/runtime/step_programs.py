@@ -1,0 +1,100 @@
+"""Protocol `StepPrograms`: the device programs of an engine."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from ...model.draft_pair import EngineParams, PairConfig
+from .compiled.batches import BatchRow
+from .compiled.compile import StepArguments
+from .compiled.shapes import Shape, Sizes
+from .steps.step import SlotContents
+
+
+@runtime_checkable
+class StepPrograms(Protocol):
+    """Programs that an engine calls in every step.
+
+    Cache and slots are donated: use only the returned ones. Under a pipeline they and the output are futures;
+    `futures.wait_result(x)` waits for them.
+
+    abstract_arguments: a step's arguments as shapes, with dtypes and placement.
+    steps: compiled programs, by shape.
+    uptime_seconds: seconds since the start.
+    """
+
+    @property
+    def config(self) -> PairConfig: ...
+    @property
+    def sizes(self) -> Sizes: ...
+    @property
+    def abstract_arguments(self) -> StepArguments: ...
+    @property
+    def steps(self) -> dict[Shape, Any]: ...
+    @property
+    def uptime_seconds(self) -> float: ...
+
+    def assign_slot(self, slots: Any, slot: np.int32, contents: SlotContents, /) -> Any:
+        """Assign a slot to a request; returns the slots."""
+        ...
+
+    def load_history(self, slots: Any, /, *history: Any) -> Any:
+        """Write the tokens that a request's penalties and bad words look back on; returns the slots."""
+        ...
+
+    def load_masks(self, slots: Any, /, *masks: Any) -> Any:
+        """Write the masks of the tokens that grammars allow; returns the slots."""
+        ...
+
+    def batch(self, shape: Shape, rows: Mapping[int, BatchRow], /) -> Any:
+        """Return the batch of these rows, by row number, for `run`."""
+        ...
+
+    def run(self, shape: Shape, arguments: StepArguments, batch: Any, /) -> tuple[Any, Any, Any]:
+        """Dispatch one step; returns cache, slots and Output."""
+        ...
+
+    def fresh_arguments(self, params: EngineParams, failure: BaseException | None = None, /) -> StepArguments:
+        """Return the parameters with an unused cache and unused slots. They are made after the arrays of a
+        step that raised `failure` are released."""
+        ...
+
+    def matmul_tuning_hash(self, shapes: Iterable[Shape], /) -> str | None:
+        """Return a hash of the configuration of matrix products in these shapes; None on a CPU."""
+        ...
+
+    def report(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class NullPrograms:
+    """Programs without a device: they keep no state, and a subclass decides which tokens `run` samples."""
+
+    uptime_seconds = 0.0
+
+    def __init__(self, config: Any, sizes: Sizes):
+        self.config, self.sizes = config, sizes
+        self.steps: dict[Shape, Any] = {}
+        nothing: Any = None
+        self.abstract_arguments = StepArguments(nothing, nothing, nothing)
+
+    def assign_slot(self, slots: Any, slot: np.int32, contents: SlotContents) -> Any:
+        return slots
+
+    def load_history(self, slots: Any, *history: Any) -> Any:
+        return slots
+
+    load_masks = load_history
+
+    def fresh_arguments(self, params: Any, failure: BaseException | None = None) -> StepArguments:
+        return StepArguments(params, None, None)
+
+    def matmul_tuning_hash(self, shapes: Iterable[Shape]) -> None:
+        return None
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        """Do nothing: there is no device to free."""

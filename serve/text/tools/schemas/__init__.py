@@ -1,0 +1,1 @@
+"""JSON Schemas of clients: what they allow, and forms of them that grammars keep."""
