@@ -27,6 +27,7 @@ OF_A_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the repetitions too, which are marked `full`")
+    parser.addoption("--part", metavar="K/N", help="run part K (0 to N-1) of N parts that cost about the same")
     parser.addoption("--cpu-kernels", action="store_true", help="engines use CPU kernels where they can")
     parser.addoption("--as-served", action="store_true", help="compile all programs as users' are")
 
@@ -65,7 +66,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(MINUTES))
     deselect(config, items, "minutes", "minutes" in config.option.markexpr)
     deselect(config, items, "full", config.getoption("--full") or "full" in config.option.markexpr)
-    costs, groups = recorded(), defaultdict[str, list[pytest.Item]](list)
+    costs = recorded()
+    if (part := config.getoption("--part")) is not None:
+        keep_part(config, items, costs, *map(int, part.split("/")))
+    groups = defaultdict[str, list[pytest.Item]](list)
     for item in items:
         groups[group_of(item)].append(item)
     for name, own in groups.items():
@@ -97,6 +101,22 @@ def deselect(config: pytest.Config, items: list[pytest.Item], mark: str, is_want
         left = [item for item in items if item.get_closest_marker(mark)]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not item.get_closest_marker(mark)]
+
+
+def keep_part(
+    config: pytest.Config, items: list[pytest.Item], costs: dict[str, float], index: int, count: int
+) -> None:
+    """Keep the tests of one of `count` parts. Tests of a file that share a process are in one part."""
+    units = defaultdict[tuple[str, str], list[pytest.Item]](list)
+    for item in items:
+        units[file_of(item), group_of(item)].append(item)
+    seconds = {unit: costs.get(unit[0], 1.0) * len(own) for unit, own in units.items()}
+    parts = [list[tuple[str, str]]() for _ in range(count)]
+    for unit in sorted(units, key=lambda unit: (-seconds[unit], unit)):
+        min(parts, key=lambda part: sum(map(seconds.__getitem__, part))).append(unit)
+    kept = {id(item) for unit in parts[index] for item in units[unit]}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
 
 
 def served_model(item: pytest.Item) -> str | None:
