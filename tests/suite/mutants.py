@@ -62,6 +62,7 @@ class Measurement:
 
     coverage: CoverageData
     copies: Queue[Path] = field(default_factory=Queue)
+    has_repetitions: bool = True
     costs: dict[str, float] = field(default_factory=recorded)
     passes: dict[str, bool] = field(default_factory=dict)  # tests that failed, without a mutant
 
@@ -100,7 +101,7 @@ class Measurement:
         A test counts only if it passes without the mutant.
         """
         rounds = (tests[:FIRST_TESTS], ()), (tests[FIRST_TESTS:], ()), (tests, ("--full", "-m", "full"))
-        for group, flags in rounds:
+        for group, flags in rounds if self.has_repetitions else rounds[:2]:
             remaining = list(group)
             while remaining and (test := run_tests(copy, remaining, flags, mutant)) is not None:
                 if test in remaining and test not in self.passes:
@@ -202,11 +203,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folders", nargs="*", default=list(FOLDERS), help="mutants of files below these")
+    parser.add_argument("--quick", action="store_true", help="without the repetitions")
     parser.add_argument("--out", type=Path, help="JSON file of the outcomes")
     arguments = parser.parse_args()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "duetto"
     shutil.copytree(cache, PLACE / "programs", dirs_exist_ok=True)
-    measurement = Measurement(CoverageData(str(ROOT / ".coverage")))
+    data = CoverageData(str(ROOT / ".coverage"))
+    measurement = Measurement(data, has_repetitions=not arguments.quick)
     measurement.coverage.read()
     for number in range(arguments.workers):
         measurement.copies.put(prepare_copy(number))
