@@ -50,15 +50,9 @@ class Session:
         self._ids = itertools.count()
         self._lock, self._is_busy = threading.RLock(), False
         self.drivers = weakref.WeakSet[Any]()  # those that step this engine; `wake` calls them
-        engine.on_request_end, engine.on_warmup_start = (
-            make_weak_method(self.on_request_end),
-            make_weak_method(self._begin_warmup),
-        )
+        engine.on_request_end = make_weak_method(self.on_request_end)
         if engine.warmup is not None:
-            engine.on_warmup_start(engine.warmup)
-
-    def _begin_warmup(self, warmup: Warmup) -> None:
-        warmup.start_threads(partial(warm_up_idle_session, weakref.ref(self), warmup))
+            engine.warmup.start_threads(partial(warm_up_idle_session, weakref.ref(self), engine.warmup))
 
     def warm_up_once(self) -> bool:
         """Run one step of an idle engine's warm-up. Returns whether it did."""

@@ -32,7 +32,7 @@ from ..engine.startup.model_folder import DEMO_FOLDER, read_param_shapes
 from ..engine.startup.model_source import ModelSource, remaining_quantization
 from ..engine.startup.stage_shardings import with_last_stage_head
 from ..options.engine import EngineOptions
-from ..runtime.compiled.compile import StepArguments, lower_step, make_abstract_arguments
+from ..runtime.compiled.compile import StepArguments, lower_programs, make_abstract_arguments
 from ..runtime.compiled.shapes import Shape, Sizes, engine_shapes, resolve_cpu_options
 from ..runtime.compiled.sizing import choose_sizes
 from ..runtime.pipeline.lowering import StageLowering
@@ -41,7 +41,7 @@ from ..runtime.steps.phases import TargetOnly
 from .roofline.cost_table import ShapeCost, with_floor
 from .roofline.floor import Demand, describe_pool_buffers, program_demand
 from .roofline.presets import PRESETS
-from .roofline.program_facts import ProgramFacts, read_program_facts
+from .roofline.program_facts import ProgramFacts, join_facts, read_program_facts
 from .roofline.targets import Target, first_device, target_lowering
 from .roofline.thunks import ThunkCounts, compile_with_thunks
 
@@ -191,14 +191,16 @@ def abstract_params(
 
 def compile_stages(
     plan: EnginePlan, shape: Shape, arguments: StepArguments
-) -> list[tuple[jax.stages.Compiled, ThunkCounts | None]]:
-    """Compile a shape's programs, one for each stage. For a GPU return also how each is launched."""
+) -> list[list[tuple[jax.stages.Compiled, ThunkCounts | None]]]:
+    """Compile a shape's programs, which are one for each stage; without stages, those of
+    `lower_programs`. For a GPU return also how each is launched."""
     stage_route, phases = make_route(arguments.params), TargetOnly(plan.config)
     with target_lowering(plan.target):
         if len(stage_route) > 1:
-            lowered = StageLowering(phases, arguments, plan.sizes, stage_route).lower(shape)
+            stages = StageLowering(phases, arguments, plan.sizes, stage_route).lower(shape)
+            lowered_stages = [[program] for program in stages]
         else:
-            lowered = [lower_step(phases, shape, arguments, plan.sizes)]
+            lowered_stages = [lower_programs(phases, shape, arguments, plan.sizes)]
         known_gpu = gpu_from_device(first_device(plan.target))
         options = (
             known_gpu.compiler_options(shape.product_rows if plan.options.reproducible else 0)
@@ -206,8 +208,11 @@ def compile_stages(
             else None
         )
         return [
-            compile_with_thunks(program, options) if known_gpu else (program.compile(), None)
-            for program in lowered
+            [
+                compile_with_thunks(program, options) if known_gpu else (program.compile(), None)
+                for program in lowered
+            ]
+            for lowered in lowered_stages
         ]
 
 
@@ -244,15 +249,17 @@ def stage_demand(plan: EnginePlan, arguments: StepArguments, span: range, shape:
 
 
 def compile_program_facts(plan: EnginePlan, arguments: StepArguments, shape: Shape) -> list[ProgramFacts]:
-    """Compile a shape and return the facts of its programs, one for each stage, at the planned context."""
-    context, programs = shape_context(plan, shape), compile_stages(plan, shape, arguments)
+    """Compile a shape and return the facts of its programs, for each stage, at the planned context."""
+    context, stages = shape_context(plan, shape), compile_stages(plan, shape, arguments)
     all_facts = []
-    for span, (compiled, thunks) in zip(pipeline_stages(arguments.params), programs, strict=True):
+    for span, programs in zip(pipeline_stages(arguments.params), stages, strict=True):
         layers, cache = stage_config(plan.config, span).layers, stage_cache(arguments.cache, span)
         pool_buffers = describe_pool_buffers(shape, layers, cache, context)
-        all_facts.append(
+        facts = [
             replace(read_program_facts(compiled, pool_buffers, default_trips=shape.tokens), thunks=thunks)
-        )
+            for compiled, thunks in programs
+        ]
+        all_facts.append(join_facts(facts))
     return all_facts
 
 

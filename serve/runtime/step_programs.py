@@ -8,6 +8,7 @@ import numpy as np
 from ...model.draft_pair import EngineParams, PairConfig
 from .compiled.batches import BatchRow
 from .compiled.compile import StepArguments
+from .compiled.futures import PendingSample
 from .compiled.shapes import Shape, Sizes
 from .steps.step import SlotContents
 
@@ -55,6 +56,11 @@ class StepPrograms(Protocol):
         """Dispatch one step; returns cache, slots and Output."""
         ...
 
+    def run_forward(self, shape: Shape, arguments: StepArguments, batch: Any, /) -> tuple[Any, PendingSample]:
+        """Dispatch the forward pass of a step; returns the cache and the pending draw. Raises
+        NotImplementedError if steps are one program."""
+        ...
+
     def fresh_arguments(self, params: EngineParams, failure: BaseException | None = None, /) -> StepArguments:
         """Return the parameters with an unused cache and unused slots. They are made after the arrays of a
         step that raised `failure` are released."""
@@ -62,6 +68,10 @@ class StepPrograms(Protocol):
 
     def matmul_tuning_hash(self, shapes: Iterable[Shape], /) -> str | None:
         """Return a hash of the configuration of matrix products in these shapes; None on a CPU."""
+        ...
+
+    def step_parts(self, shape: Shape, /) -> list[Any]:
+        """Return the compiled programs of a step."""
         ...
 
     def report(self) -> dict[str, Any]: ...
@@ -87,8 +97,14 @@ class NullPrograms:
 
     load_masks = load_history
 
+    def run_forward(self, shape: Shape, arguments: StepArguments, batch: Any) -> tuple[Any, PendingSample]:
+        raise NotImplementedError
+
     def fresh_arguments(self, params: Any, failure: BaseException | None = None) -> StepArguments:
         return StepArguments(params, None, None)
+
+    def step_parts(self, shape: Shape) -> list[Any]:
+        return []
 
     def matmul_tuning_hash(self, shapes: Iterable[Shape]) -> None:
         return None

@@ -70,7 +70,6 @@ from duetto.serve.kv.offload import realm
 from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.compile import Programs
-from duetto.serve.runtime.compiled.futures import DeferredSampling
 from duetto.serve.runtime.equal_bits import classes
 
 # ------------------------------------------------------------ jax
@@ -227,7 +226,7 @@ def copy_table(programs: Programs) -> Programs:
         dict(table.ready_seconds),
         list(table.missing),
     )
-    table._keys = dict(table._keys)
+    table._keys, table._compiled = dict(table._keys), dict(table._compiled)
     return table
 
 
@@ -251,12 +250,11 @@ def lower_steps_once(lower: Callable[..., Any]) -> Callable[..., Any]:
         key = programs._program_key(shape)
         tables = [table for table in TABLES.values() if key is not None and table._keys.get(shape) == key]
         if tables:
-            return LoweredOnce(None, tables[0].steps[shape])
+            return LoweredOnce(None, tables[0]._compiled[shape])
         return remember_lowered(key, lambda: load_or_lower(programs, shape, key))
 
     def load_or_lower(programs: Programs, shape: Any, key: str | None) -> LoweredOnce:
-        join = DeferredSampling if shape.phase == "deferred" else programs._part_joiner
-        compiled = LOAD(key, next(iter(programs._devices)), join)
+        compiled = LOAD(key, next(iter(programs._devices)), programs._part_joiner)
         return LoweredOnce(lower(programs, shape) if compiled is None else None, compiled, key)
 
     return lower_or_take

@@ -65,8 +65,8 @@ class Engine:
     arguments: parameters, cache and slots on the device.
     scheduler_config: limits of a step. The scheduler cuts prompts into chunks that fit them.
     warmup: compiles more programs while the engine serves; `speculation` begins when it is done.
-    make_deferred_sampling_warmup: returns a warm-up of deferred sampling, which begins with the first step
-        that waits for a grammar.
+    can_defer_sampling: whether decode may sample later than its forward pass, once grammars have read the
+        last step.
     clock: returns the time in seconds, for all times in reports.
     kernels: checks of the device's kernels (`kernel_checks.KernelCheck`), by kernel and sizes.
     cpu_kernels_reason: reason why steps on a CPU use no kernels of duetto's own; "" if they do.
@@ -81,7 +81,7 @@ class Engine:
         prefix_caching: bool,
         speculation: Speculation | None = None,
         warmup: Warmup | None = None,
-        make_deferred_sampling_warmup: Callable[[ShapeClasses], Warmup] | None = None,
+        can_defer_sampling: bool = False,
         clock: Callable[[], float] = time.monotonic,
         kernels: Mapping[str, Any] | None = None,
         cpu_kernels_reason: str = "",
@@ -109,12 +109,7 @@ class Engine:
         self.in_flight_steps = InFlightSteps(self.scheduler.group_of)
         self.num_failures = self.weights_version = 0  # of steps; version of the weights, which counts updates
         self.on_request_end: Callable[[Request], None] | None = None  # called with each request that ends
-        self.on_warmup_start: Callable[[Warmup], None] | None = None  # called with a warm-up that is to begin
-        self.speculation, self.warmup, self._make_deferred_sampling_warmup = (
-            speculation,
-            warmup,
-            make_deferred_sampling_warmup,
-        )
+        self.speculation, self.warmup, self.can_defer_sampling = speculation, warmup, can_defer_sampling
         self.compile_planner = CompilePlanner(self.sizes, self.stats, classes)
         self.serving_since: dict[Shape, float] = {}  # seconds from the start until a shape serves
         self._set_shape_classes(classes)
@@ -137,7 +132,7 @@ class Engine:
     def matmul_tuning_hash(self) -> str | None:
         """Hash of how matrix products were configured in the shapes that serve
         (`StepPrograms.matmul_tuning_hash`)."""
-        return self.programs.matmul_tuning_hash(s for s in self.classes.shapes if s.phase != "deferred")
+        return self.programs.matmul_tuning_hash(self.classes.shapes)
 
     @property
     def params(self) -> Decoder:
@@ -321,18 +316,6 @@ class Engine:
         if warmup.is_done:
             self.warmup, self.speculation = None, warmup.speculation
 
-    def _start_deferred_sampling_warmup(self) -> None:
-        """Begin the warm-up of deferred sampling; first hurry a warm-up that still runs."""
-        if self._make_deferred_sampling_warmup is None or self.on_warmup_start is None:
-            return
-        if self.warmup is not None:
-            return self.warmup.compile_all_now()
-        self.warmup, self._make_deferred_sampling_warmup = (
-            self._make_deferred_sampling_warmup(self.classes),
-            None,
-        )
-        self.on_warmup_start(self.warmup)
-
     def _set_shape_classes(self, classes: ShapeClasses) -> None:
         """Serve with the shapes of `classes` from now on, and fit the scheduler's limits to them."""
         self.classes, age = classes, self.programs.uptime_seconds
@@ -360,8 +343,7 @@ class Engine:
             propose_drafts = self.speculation.proposer_if_speculative(
                 self.scheduler.num_decoding, is_idle=not self.in_flight_steps
             )
-        if propose_drafts or self.in_flight_steps.must_await_results(self.classes.can_defer_sampling):
-            self._start_deferred_sampling_warmup()
+        if propose_drafts or self.in_flight_steps.must_await_results(self.can_defer_sampling):
             updated = self._commit_steps_in_flight(self.scheduler.group)
         scheduler_output = self.scheduler.schedule(not self.in_flight_steps, propose_drafts)
         if scheduler_output is None:
@@ -419,8 +401,12 @@ class Engine:
         cached = sum(row.start for row in scheduled_rows.values())
         batch = self.programs.batch(shape, scheduled_rows)
         self.stats.on_dispatch(shape, count, cached, self.sizes.shards)
-        cache, slots, output = self.programs.run(shape, self._arguments, batch)
-        self._arguments = replace(self._arguments, cache=cache, slots=slots)
+        if any(row.is_awaiting_mask for row in scheduled_rows.values()):
+            cache, output = self.programs.run_forward(shape, self._arguments, batch)
+            self._arguments = replace(self._arguments, cache=cache)
+        else:
+            cache, slots, output = self.programs.run(shape, self._arguments, batch)
+            self._arguments = replace(self._arguments, cache=cache, slots=slots)
         return DispatchedCall(shape, scheduled_rows, output)
 
     def _commit_step(self, step: list[DispatchedCall], was_awaited: bool = False) -> list[Request]:
@@ -429,7 +415,7 @@ class Engine:
 
         was_awaited: the next step is dispatched after this read.
         """
-        results = await_and_append_results(step, self.stats)
+        results = await_and_append_results(step, self.stats, self.sizes.shards)
         if self._scheduler_config.max_draft_tokens:
             record_verify_passes(results)
         if self.speculation is not None and results:

@@ -97,24 +97,31 @@ class InFlightSteps:
         return any(self._group_of(scheduled.request) in (None, group) for scheduled in self.rows)
 
 
-def await_and_append_results(calls: list[DispatchedCall], stats: EngineStats) -> list[RowResult]:
+def await_and_append_results(
+    calls: list[DispatchedCall], stats: EngineStats, shards: int = 1
+) -> list[RowResult]:
     """Wait for a step's calls in order, and append their results to the requests."""
     results = []
     for call in calls:
         call = call._replace(output=wait_result(call.output))
         tokens = np.asarray(call.output.sampled.token).tolist()
         stats.on_result()
+        samples = call.output.sample_indices(call.shape.rows, shards)
         results += [
-            append_row_results(scheduled, call, row, tokens[row]) for row, scheduled in call.rows.items()
+            append_row_results(
+                scheduled, call, row, samples[row], tokens[samples[row]] if samples[row] >= 0 else []
+            )
+            for row, scheduled in call.rows.items()
         ]
     stats.on_tokens(results)
     return results
 
 
 def append_row_results(
-    scheduled: ScheduledTokens, call: DispatchedCall, row: int, tokens: list[int]
+    scheduled: ScheduledTokens, call: DispatchedCall, row: int, sample: int, tokens: list[int]
 ) -> RowResult:
-    """Append the sampled tokens and the prompt scores of a row to its request.
+    """Append the sampled tokens and the prompt scores of a row to its request. `sample` is the index of the
+    row among the samples.
 
     A request for which the model computed NaN ends with an error.
     """
@@ -135,7 +142,7 @@ def append_row_results(
         if request.is_finished:
             break
         if request.params.logprobs is not None:
-            request.scores.extend(*row_scores(call.output.sampled, row, slice(i, i + 1)))
+            request.scores.extend(*row_scores(call.output.sampled, sample, slice(i, i + 1)))
         request.append(tokens[i])
     if NAN_TOKEN in tokens and not request.is_finished:
         request.fail_with_nan()

@@ -66,11 +66,7 @@ def split_into_calls(
         if any(scheduled.is_awaiting_mask for scheduled in scheduler_output.decode)
         else classes.decode
     )
-    for shape, rows in make_calls(decodes, scheduler_output.decode, sizes):
-        yield (
-            shape.deferred_twin if any(scheduled.is_awaiting_mask for scheduled in rows.values()) else shape,
-            rows,
-        )
+    yield from make_calls(decodes, scheduler_output.decode, sizes)
     yield from make_calls(classes.verify, scheduler_output.verify, sizes)
 
 

@@ -127,11 +127,8 @@ class EngineStats:
 
     def cached_median_seconds(self, shape: Shape) -> float | None:
         """Return the median seconds of a shape's latest calls, or None; computed anew every
-        MEDIAN_PERIOD_CALLS calls.
-
-        Of a decode shape and its deferred twin, the one with more calls counts.
-        """
-        name = max(str(shape), str(shape.deferred_twin), key=lambda name: self.calls_by_shape.get(name, 0))
+        MEDIAN_PERIOD_CALLS calls."""
+        name = str(shape)
         spans = self.call_seconds.get(name)
         if not spans:
             return None
@@ -213,7 +210,7 @@ def padding_shares(all_stats: Sequence[EngineStats]) -> dict[str, float]:
     return {
         "padding": share(*PHASES),
         "padding_prefill": share("prefill"),
-        "padding_decode": share("decode", "deferred"),
+        "padding_decode": share("decode"),
     }
 
 

@@ -24,6 +24,7 @@ from ....sampling.token_tree import NO_NODE, TokenTree
 from ...runtime.steps.phases import PhaseResult
 from ...runtime.steps.step import (
     Output,
+    SampleRows,
     Slots,
     resolve_device_tokens,
     run_sampling_loop,
@@ -191,9 +192,8 @@ class DraftSpeculation:
             drawn, which = rule(
                 logits[rows, node], position, batch.slot, is_accepting, slots.sampling, candidates
             )
-            slots, token = store_sampled_tokens(
-                slots, batch, drawn.token, hidden[rows, node], position, is_accepting
-            )
+            sampling = SampleRows(hidden[rows, node], batch.slot, position, is_accepting)
+            slots, token = store_sampled_tokens(slots, sampling, drawn.token)
             visited, steps = visited.at[:, i].set(node), steps + is_accepting.astype(jnp.int32)
             is_accepting = (
                 is_accepting & (which != NONE_ACCEPTED) & (token != NO_TOKEN) & slots.live[batch.slot]

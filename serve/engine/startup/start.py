@@ -1,6 +1,6 @@
 """Start of an engine: parameters are placed and prepared, programs compiled and warmed up."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -134,7 +134,7 @@ def build_warm_engine(config: ModelConfig, params: Decoder, options: EngineOptio
         programs,
         scheduler_config=scheduler_config,
         prefix_caching=options.enable_prefix_caching,
-        make_deferred_sampling_warmup=deferred_sampling_warmup_factory(options, programs, canonical),
+        can_defer_sampling=programs.can_defer_sampling and not options.max_draft_tokens,
         kernels=kernels,
         cpu_kernels_reason=cpu_kernels_reason,
     )
@@ -243,28 +243,6 @@ def may_compile_late(options: EngineOptions) -> bool:
         return False
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(lambda: jax.config.values).result() == jax.config.values
-
-
-def deferred_sampling_warmup_factory(
-    options: EngineOptions, programs: Programs, canonical: CanonicalShapes
-) -> Callable[[ShapeClasses], Warmup] | None:
-    """Return a function that makes the warm-up of deferred sampling; None if steps may not defer it.
-
-    Deferred sampling waits for the masks of grammars while other rows go on. It is not possible if programs
-    may not be compiled late, if steps verify draft tokens or report inner values, or if a step has several
-    programs or processes.
-    """
-    has_several = isinstance(programs, StagedPrograms | SharedPrograms)
-    if has_several or options.max_draft_tokens or options.is_observing or not may_compile_late(options):
-        return None
-    goal = WarmupGoal(canonical, options.reproducible, depths=())
-
-    def make_warmup(classes: ShapeClasses) -> Warmup:
-        return Warmup(
-            programs, [s.deferred_twin for s in classes.single_step_shapes], classes, goal, lambda *_: None
-        )
-
-    return make_warmup
 
 
 def timed_depths(options: EngineOptions) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from ...engine.core.engine import Engine
 from ...runtime.compiled.shapes import Shape
 from .cost_table import ShapeCost, render_cost_table, with_floor
 from .floor import Demand, describe_pool_buffers, draft_pair_demand, row_starts
-from .program_facts import read_program_facts
+from .program_facts import join_facts, read_program_facts
 from .targets import Target, local_target
 
 
@@ -31,21 +31,19 @@ def measured_cost(engine: Engine, shape: Shape, target: Target) -> ShapeCost:
     stats = engine.stats
     config = engine.config
     params = engine.all_params
-    name, is_deferred = str(shape), shape.phase == "deferred"
-    counted_shape = shape._replace(phase="decode") if is_deferred else shape
+    name = str(shape)
     devices = len(sampling_sharding(params).device_set)
     dtype = engine.params.embed.dtype
     shards = engine.sizes.shards
     mean = stats.cached_by_shape[name] / stats.calls_by_shape[name] / (shards * shape.rows)
-    context = max(round(mean - row_starts(counted_shape, 0).mean()), 0)
+    context = max(round(mean - row_starts(shape, 0).mean()), 0)
     expert_shards = shards if has_split_experts(engine.params) else 1
     total = draft_pair_demand(
-        counted_shape, config, dtype, context, params, engine.sizes.kv_cache_dtype, expert_shards
+        shape, config, dtype, context, params, engine.sizes.kv_cache_dtype, expert_shards
     )
-    pool_buffers = describe_pool_buffers(counted_shape, config.layers, engine.cache, context)
-    program_facts = (
-        None if is_deferred else read_program_facts(engine.programs.steps[shape], pool_buffers, shape.tokens)
-    )
+    pool_buffers = describe_pool_buffers(shape, config.layers, engine.cache, context)
+    parts = engine.programs.step_parts(shape)
+    program_facts = join_facts([read_program_facts(part, pool_buffers, shape.tokens) for part in parts])
     device_demand = Demand(total.flops * shards / devices, total.bytes * shards / devices)
     return with_floor(
         ShapeCost(shape, device_demand, None, None, program_facts, stats.median_seconds(shape)), target, dtype

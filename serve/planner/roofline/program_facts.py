@@ -4,7 +4,7 @@ devices."""
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import jax
@@ -93,6 +93,28 @@ class ProgramFacts:
     collectives: dict[str, Collective]
     products: tuple[Product, ...] = ()
     thunks: ThunkCounts | None = None
+
+
+def join_facts(parts: Sequence[ProgramFacts]) -> ProgramFacts:
+    """Return the facts of a step whose programs run one after the other. Arguments count in the program that
+    has most."""
+    collectives: dict[str, Collective] = {}
+    for kind, more in (item for part in parts for item in part.collectives.items()):
+        before = collectives.get(kind, Collective(0, 0, 0))
+        collectives[kind] = Collective(*map(sum, zip(before, more, strict=True)))
+    thunks = [part.thunks for part in parts if part.thunks is not None]
+    return ProgramFacts(
+        max(part.arguments for part in parts),
+        sum(part.aliased for part in parts),
+        sum(part.aliased_leaves for part in parts),
+        max(part.temporaries for part in parts),
+        sum(part.bytes for part in parts),
+        sum(part.most_bytes for part in parts),
+        tuple(move for part in parts for move in part.moved),
+        collectives,
+        tuple(product for part in parts for product in part.products),
+        ThunkCounts(*map(sum, zip(*map(astuple, thunks), strict=True))) if thunks else None,
+    )
 
 
 def read_program_facts(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,11 @@ from ...host import progress
 from ...host.process import clear_frames
 from ...host.streams import error_headline, warn_once
 from ..steps.phases import Phases, TargetOnly
-from ..steps.step import SlotContents, Slots, assign_slot, empty_slots
+from ..steps.step import SampleRows, SlotContents, Slots, assign_slot, empty_slots, num_sample_rows
 from . import executable_cache
 from .batches import BatchRow, empty_batch, make_batch, with_packed_indices
 from .executable_cache import JoinedPrograms, Lowered
-from .futures import DeferredSampling
+from .futures import PendingSample, SplitStep
 from .shapes import Shape, Sizes
 from .tuning import tuning_hash
 
@@ -148,35 +148,92 @@ def wrap_mask_loader(load: Callable[..., TokenMasks]) -> Callable[..., Slots]:
     return load_into_slots
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """Key of the program that samples the rows of a step, in a table of programs."""
+
+    rows: int
+
+    @property
+    def product_rows(self) -> int:
+        return self.rows
+
+    def __str__(self) -> str:
+        return f"sample[{self.rows}]"
+
+
+def is_shape(program: Shape | Sampler) -> TypeGuard[Shape]:
+    """Return True for the key of a step, False for that of a sampler."""
+    return isinstance(program, Shape)
+
+
+def choose_sampler(phases: Phases, shape: Shape, sizes: Sizes) -> Sampler | None:
+    """Return the sampler of a shape; None if its step is one program.
+
+    A dispatch of several steps needs each token at once, and so do drafters.
+    """
+    is_single = shape.phase == "prefill" or shape.phase == "decode" and shape.tokens == 1
+    if not isinstance(phases, TargetOnly) or not is_single:
+        return None
+    return Sampler(num_sample_rows(shape.rows, shape.tokens, sizes.max_num_seqs))
+
+
+def lower_programs(
+    phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes
+) -> list[jax.stages.Lowered]:
+    """Lower the programs of a step: the step itself, or its forward pass and its sampler."""
+    sampler = choose_sampler(phases, shape, sizes)
+    step = lower_step(phases, shape, arguments, sizes)
+    return [step] if sampler is None else [step, lower_sampler(phases, sampler, arguments, sizes)]
+
+
 def lower_step(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> jax.stages.Lowered:
-    """Lower a step's program. Cache and slots are donated, and keep their placement and layout."""
+    """Lower a step's program, or its forward pass if a sampler follows. Cache and slots are donated, and keep
+    their placement and layout."""
     replicated = arguments.replicated_sharding
-    out_shardings = jax.tree.map(lambda pool: pool.sharding, arguments.cache), replicated, replicated
-    phase = getattr(phases, shape.phase)
+    cache_shardings = jax.tree.map(lambda pool: pool.sharding, arguments.cache)
+    has_sampler = choose_sampler(phases, shape, sizes) is not None
+    phase = getattr(phases, "forward" if has_sampler else shape.phase)
+    out_specs = (PAGE_SPEC, SLOT_SPEC) if has_sampler else (PAGE_SPEC, SLOT_SPEC, SLOT_SPEC)
     if sizes.shards > 1:
-        phase = map_phase(phase, arguments.params, mesh_of(replicated))
-    jitted = jax.jit(phase, donate_argnums=(1, 2), out_shardings=out_shardings)
+        phase = map_phase(phase, arguments.params, mesh_of(replicated), out_specs=out_specs)
+    jitted = jax.jit(
+        phase,
+        donate_argnums=1 if has_sampler else (1, 2),
+        out_shardings=(cache_shardings, *[replicated] * (len(out_specs) - 1)),
+    )
     return jitted.lower(*abstract_operands(shape, arguments, sizes))
 
 
-def lower_deferred_step(
-    phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes
-) -> JoinedPrograms:
-    """Lower a decode as two programs: the forward pass, and the draw of tokens from the hidden states."""
-    assert isinstance(phases, TargetOnly), "a drafter needs each token at once"
-    params, cache, slots, batch = step_operands = abstract_operands(shape, arguments, sizes)
-    ends, replicated = outer_params(params), slots.last.sharding
-    forward, draw = phases.forward, phases.draw
+def lower_sampler(
+    phases: Phases, sampler: Sampler, arguments: StepArguments, sizes: Sizes
+) -> jax.stages.Lowered:
+    """Lower a program that samples rows. The slots are donated."""
+    assert isinstance(phases, TargetOnly)
+    params, slots, rows = sampler_operands(phases, sampler, arguments, sizes)
+    sample, replicated = phases.sample, arguments.replicated_sharding
     if sizes.shards > 1:
-        forward = map_phase(forward, params, mesh_of(replicated), out_specs=(PAGE_SPEC, SLOT_SPEC))
-        draw = map_phase(
-            draw, ends, mesh_of(replicated), (SLOT_SPEC, SLOT_SPEC, SLOT_SPEC), (SLOT_SPEC, SLOT_SPEC)
-        )
-    out_shardings = jax.tree.map(lambda pool: pool.sharding, cache), replicated
-    first = jax.jit(forward, donate_argnums=1, out_shardings=out_shardings).trace(*step_operands)
-    hidden = jax.ShapeDtypeStruct(first.out_info[1].shape, first.out_info[1].dtype, sharding=replicated)
-    second = jax.jit(draw, donate_argnums=1, out_shardings=replicated).lower(ends, slots, batch, hidden)
-    return JoinedPrograms([first.lower(), second], DeferredSampling)
+        specs = SLOT_SPEC, SLOT_SPEC
+        sample = map_phase(sample, params, mesh_of(replicated), specs, specs)
+    return jax.jit(sample, donate_argnums=1, out_shardings=replicated).lower(params, slots, rows)
+
+
+def sampler_operands(
+    phases: Phases, sampler: Sampler, arguments: StepArguments, sizes: Sizes
+) -> tuple[Any, ...]:
+    """Return the arguments of a sampler as shapes: the parameters outside of the layers, slots, rows."""
+    params, R = outer_params(target_params(arguments.params)), sizes.shards * sampler.rows
+
+    def abstract_rows(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct((R, *shape), dtype, sharding=arguments.replicated_sharding)
+
+    rows = SampleRows(
+        hidden=abstract_rows(params.embed.dtype, phases.config.target.hidden_size),
+        slot=abstract_rows(jnp.int32),
+        position=abstract_rows(jnp.int32),
+        wanted=abstract_rows(bool),
+    )
+    return params, arguments.slots, rows
 
 
 def mesh_of(sharding: Sharding) -> Mesh:
@@ -218,7 +275,8 @@ class Programs:
     compiled so that bits do not depend on the number of rows.
 
     abstract_arguments: a step's arguments as shapes.
-    steps: compiled programs, by shape.
+    steps: compiled steps, by shape. Steps of equally many rows share the program that samples.
+    can_defer_sampling: True if a step's tokens may be sampled later than its forward pass.
     missing: shapes that are not compiled yet; `add` compiles them later, from any thread.
     refused_kernels: names of kernels that no program has.
     ready_seconds: seconds after the start at which each step was ready.
@@ -243,21 +301,22 @@ class Programs:
         self.abstract_arguments = abstract = make_abstract_arguments(phases.config, params, sizes)
         self._devices, self._lowering_lock = abstract.replicated_sharding.device_set, threading.Lock()
         self._gpu = gpu_from_device(next(iter(self._devices)))
-        self._keys = {s: self._program_key(s) for s in shapes}
+        self._sampler_lock = threading.Lock()
+        self._keys = {x: self._program_key(x) for x in self._with_samplers(shapes)}
         with ThreadPoolExecutor(max(2, executable_cache.num_cores() or 0), "duetto-compile") as pool:
             stored = executable_cache.load_programs(
                 pool, self._keys, abstract.replicated_sharding, self._part_joiner
             )
-            self.steps = {s: program for s, program in stored.items() if program is not None}
-            self.ready_seconds = dict.fromkeys(self.steps, self.uptime_seconds)
-            missing = [s for s in stored if s not in self.steps]
+            self._compiled = {x: program for x, program in stored.items() if program is not None}
+            missing = [x for x in stored if x not in self._compiled]
             self.key, self.are_all_stored = executable_cache.combine_keys(self._keys.values()), not missing
-            self.num_read, self.compile_times = len(self.steps), executable_cache.CompileTimes(self.key)
-            now = [s for s in missing if first is None or s in first]
-            self.missing = [s for s in missing if s not in now]
-            with progress.show_stage(compiling_message(len(now), len(self.missing)), len(now)) as done:
+            self.num_read, self.compile_times = len(self._compiled), executable_cache.CompileTimes(self.key)
+            now = self._with_samplers(s for s in stored if first is None or s in first or s in self._compiled)
+            now = [x for x in missing if x in now]
+            self.ready_seconds = dict.fromkeys(filter(is_shape, self._compiled), self.uptime_seconds)
+            with progress.show_stage(compiling_message(len(now), len(missing) - len(now)), len(now)) as done:
                 # lowered in this thread: jax's settings for a block of code (`with`) hold in one thread only
-                jobs = [pool.submit(self._compile, s, self._lower_without_refused(s)) for s in now]
+                jobs = [pool.submit(self._compile, x, self._lower_without_refused(x)) for x in now]
                 small_programs = pool.map(
                     lambda small: small.compile(compiler_options=self._xla_options()), self._lower_small()
                 )
@@ -266,9 +325,30 @@ class Programs:
                 )
                 for job in as_completed(jobs):
                     done(job.result())
-        self.steps = {s: self.steps[s] for s in stored if s in self.steps}  # in the table's order
+        # in the table's order
+        self.steps = {s: self._join_step(s) for s in filter(is_shape, stored) if s in self._compiled}
+        self.missing = [s for s in filter(is_shape, stored) if s not in self.steps]
         self.seconds = self.uptime_seconds
         self.compile_times.store_mean(total_seconds=self.seconds)
+
+    def _with_samplers(self, programs: Iterable[Shape | Sampler]) -> list[Shape | Sampler]:
+        """Return programs and the samplers of the shapes among them, without repetitions."""
+        programs = list(programs)
+        samplers = [sampler for s in filter(is_shape, programs) if (sampler := self._choose_sampler(s))]
+        return list(dict.fromkeys([*programs, *samplers]))
+
+    def _choose_sampler(self, shape: Shape) -> Sampler | None:
+        return choose_sampler(self._phases, shape, self.sizes)
+
+    def _join_step(self, shape: Shape) -> Any:
+        """Return a step whose programs are compiled."""
+        sampler = self._choose_sampler(shape)
+        forward = self._compiled[shape]
+        return forward if sampler is None else SplitStep(forward, self._compiled[sampler])
+
+    @property
+    def can_defer_sampling(self) -> bool:
+        return isinstance(self._phases, TargetOnly)
 
     @property
     def uptime_seconds(self) -> float:
@@ -278,7 +358,7 @@ class Programs:
     @property
     def num_programs(self) -> int:
         """Number of programs."""
-        return len(self.steps) + NUM_SMALL_PROGRAMS
+        return len(self._compiled) + NUM_SMALL_PROGRAMS
 
     def report(self) -> dict[str, Any]:
         """Return the numbers of programs, of programs read from disk and of missing ones, the seconds of the
@@ -287,7 +367,7 @@ class Programs:
         return {
             "programs": self.num_programs,
             "programs_read": self.num_read,
-            "programs_missing": len(self._keys.keys() - self.steps.keys()),
+            "programs_missing": len([*filter(is_shape, self._keys.keys() - self.steps.keys())]),
             "warmup_seconds": self.seconds,
             "compile_seconds": sum(self.compile_times.seconds.values()),
             "compiled_at": ready,
@@ -305,58 +385,72 @@ class Programs:
         if self._keys.setdefault(shape) != self._program_key(shape):
             self._keys[shape] = None
         self._compile(shape, self._lower_without_refused(shape))
+        if (sampler := self._choose_sampler(shape)) is not None:
+            with self._sampler_lock:
+                if sampler not in self._compiled:
+                    self._compile(sampler, self._lower_without_refused(sampler))
+        self.steps[shape], self.ready_seconds[shape] = self._join_step(shape), self.uptime_seconds
         self.compile_times.store_mean()
 
-    def _program_key(self, shape: Shape) -> str | None:
-        """Return the key of a step in the executable cache; None if it cannot be stored."""
-        step_operands = abstract_operands(shape, self.abstract_arguments, self.sizes)
+    def _program_key(self, program: Shape | Sampler) -> str | None:
+        """Return the key of a program in the executable cache; None if it cannot be stored."""
+        if isinstance(program, Sampler):
+            operands = sampler_operands(self._phases, program, self.abstract_arguments, self.sizes)
+        else:
+            operands = abstract_operands(program, self.abstract_arguments, self.sizes)
+        phase = "sample" if isinstance(program, Sampler) else program.phase
         return executable_cache.executable_key(
-            self._phases, shape.phase, step_operands, self.refused_kernels, self._xla_options(shape)
+            self._phases, phase, operands, self.refused_kernels, self._xla_options(program)
         )
 
-    def _xla_options(self, shape: Shape | None = None) -> dict[str, str] | None:
-        """Return XLA's options for a step, or for a small program if `shape` is None; None for XLA's
+    def _xla_options(self, program: Shape | Sampler | None = None) -> dict[str, str] | None:
+        """Return XLA's options for a step's program, or for a small one if `program` is None; None for XLA's
         defaults."""
-        return self._gpu and self._gpu.compiler_options(
-            shape.product_rows if shape and self.reproducible else 0
-        )
+        is_bound = program is not None and self.reproducible
+        return self._gpu and self._gpu.compiler_options(program.product_rows if is_bound else 0)
 
     @property
     def _part_joiner(self) -> Callable[..., Any]:
         """Function that joins the parts of a stored step to one program."""
         return executable_cache.join_single
 
-    def _lower_without_refused(self, shape: Shape) -> Lowered:
-        """Lower a step without the refused kernels."""
+    def _lower_without_refused(self, program: Shape | Sampler) -> Lowered:
+        """Lower a program without the refused kernels."""
         with disable_kernels(self.refused_kernels):
-            return self._lower(shape)
+            return self._lower(program)
 
-    def _lower(self, shape: Shape) -> Lowered:
+    def _lower(self, program: Shape | Sampler) -> Lowered:
         with (
             self._lowering_lock,
-            self.compile_times.measure(shape),
+            self.compile_times.measure(program),
         ):  # one at a time: tracing holds Python's lock
-            make = lower_deferred_step if shape.phase == "deferred" else lower_step
-            return make(self._phases, shape, self.abstract_arguments, self.sizes)
+            if isinstance(program, Sampler):
+                return lower_sampler(self._phases, program, self.abstract_arguments, self.sizes)
+            return lower_step(self._phases, program, self.abstract_arguments, self.sizes)
 
-    def _compile(self, shape: Shape, lowered: Lowered) -> None:
-        """Compile a lowered step and add it to `steps`."""
-        with self.compile_times.measure(shape):
-            program = self._compile_lowered(shape, lowered)
-        self.steps[shape], self.ready_seconds[shape] = program, self.uptime_seconds
+    def _compile(self, program: Shape | Sampler, lowered: Lowered) -> None:
+        """Compile a lowered program."""
+        with self.compile_times.measure(program):
+            self._compiled[program] = self._compile_lowered(program, lowered)
+        if is_shape(program):
+            self.ready_seconds[program] = self.uptime_seconds
 
-    def _compile_lowered(self, shape: Shape, lowered: Lowered) -> Any:
-        """Compile a lowered step; with XLA's usual options and a warning, if the step's own options fail."""
-        options, default_options = self._xla_options(shape), self._xla_options()
+    def _compile_lowered(self, program: Shape | Sampler, lowered: Lowered) -> Any:
+        """Compile a lowered program; with XLA's usual options and a warning, if its own options fail."""
+        options, default_options = self._xla_options(program), self._xla_options()
         try:
-            return executable_cache.compile_and_store(self._keys[shape], lowered, options)
+            return executable_cache.compile_and_store(self._keys.get(program), lowered, options)
         except jax.errors.JaxRuntimeError as error:
             if options == default_options:
                 raise
             warn_once(
-                f"{shape} may have bits of its own: it has no program without cuBLAS: {error_headline(error)}"
+                f"{program} may have bits of its own: there is none without cuBLAS: {error_headline(error)}"
             )
-            return executable_cache.compile_and_store(self._keys[shape], lowered, default_options)
+            return executable_cache.compile_and_store(self._keys.get(program), lowered, default_options)
+
+    def step_parts(self, shape: Shape) -> list[Any]:
+        """Return the compiled programs of a step."""
+        return [self._compiled[x] for x in self._with_samplers([shape])]
 
     def matmul_tuning_hash(self, shapes: Iterable[Shape]) -> str | None:
         """Return a hash of the configuration of an accelerator's matrix products in these shapes; None on a
@@ -368,7 +462,7 @@ class Programs:
         key = executable_cache.combine_keys([self._keys[shape] for shape in chosen], "products")
         digest = executable_cache.read_record(key, str) if self.are_all_stored else None
         if digest is None:
-            digest = tuning_hash(self.steps[shape] for shape in chosen)
+            digest = tuning_hash(self._compiled[x] for x in self._with_samplers(chosen))
             executable_cache.write_record(key, digest)
         return digest
 
@@ -421,6 +515,11 @@ class Programs:
         """Dispatch a step; returns cache, slots and Output. The given cache and slots are donated."""
         batch = with_packed_indices(batch, shape, self.sizes)
         return self.steps[shape](arguments.params, arguments.cache, arguments.slots, batch)
+
+    def run_forward(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, PendingSample]:
+        """Dispatch the forward pass of a step; returns the cache and the pending draw. The given cache is
+        donated."""
+        return self.steps[shape].run_forward(arguments.params, arguments.cache, arguments.slots, batch)
 
     def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
         return make_batch(self.sizes, shape, rows)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ....kvcache.stages import outer_params
 from ....model.draft_pair import EngineParams, target_params
+from ..steps.step import ForwardOutput, Output
 
 
 @runtime_checkable
@@ -21,45 +22,50 @@ class WaitableResult(Protocol):
 
 @dataclass
 class PendingSample:
-    """Output of a decode whose tokens are drawn later.
+    """Output of a step whose tokens are sampled later.
 
-    program: draws tokens from hidden states.
-    batch: the decode's Batch.
-    hidden: hidden states [B,1,D]; None after the draw.
-    output: the Output; None before the draw.
+    sample: program that samples.
+    forwarded: output of the step's forward pass.
+    output: the Output; None before `draw`.
     """
 
-    program: Callable[..., tuple[Any, Any]]
-    batch: Any
-    hidden: Any
-    output: Any = None
+    sample: Callable[..., tuple[Any, Any]]
+    forwarded: ForwardOutput
+    output: Output | None = None
 
     def draw(self, params: EngineParams, slots: Any) -> Any:
         """Dispatch the draw of the tokens; returns the slots."""
-        slots, self.output = self.program(outer_params(target_params(params)), slots, self.batch, self.hidden)
-        self.hidden = None
+        outer = outer_params(target_params(params))
+        slots, sampled = self.sample(outer, slots, self.forwarded.rows)
+        self.output = self.forwarded.with_samples(sampled)
         return slots
 
-    def wait_result(self) -> Any:
+    def wait_result(self) -> Output:
         """Return the Output, after `draw`."""
         assert self.output is not None, "nothing is drawn yet"
         return self.output
 
 
 @dataclass(frozen=True)
-class DeferredSampling:
-    """Decode in two programs, called like any step; its output is a `PendingSample`.
+class SplitStep:
+    """Step of two programs, called like one.
 
-    forward: runs the model; returns cache and hidden states.
-    draw: draws tokens from hidden states; returns slots and Output.
+    forward: runs the model; returns cache and ForwardOutput.
+    sample: samples tokens; returns slots and samples.
     """
 
     forward: Callable[..., tuple[Any, Any]]
-    draw: Callable[..., tuple[Any, Any]]
+    sample: Callable[..., tuple[Any, Any]]
 
-    def __call__(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, Any, PendingSample]:
-        cache, hidden = self.forward(params, cache, slots, batch)
-        return cache, slots, PendingSample(self.draw, batch, hidden)
+    def __call__(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, Any, Output]:
+        cache, pending = self.run_forward(params, cache, slots, batch)
+        slots = pending.draw(params, slots)
+        return cache, slots, pending.wait_result()
+
+    def run_forward(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, PendingSample]:
+        """Dispatch the forward pass alone; returns the cache and the pending draw."""
+        cache, forwarded = self.forward(params, cache, slots, batch)
+        return cache, PendingSample(self.sample, forwarded)
 
 
 @dataclass(frozen=True)

@@ -33,15 +33,14 @@ VERIFY_TOKENS_PER_SLOT = 4  # tokens of the largest verification, for each slot
 # Bytes that a CPU reads in some 40 ms; with a longer step the host's time matters little.
 LIGHT_STEP_BYTES = 1 << 30
 
-Phase = Literal["prefill", "decode", "verify", "deferred"]
+Phase = Literal["prefill", "decode", "verify"]
 PHASES = get_args(Phase)
 
 
 class Shape(NamedTuple):
     """Shape of one compiled step. Rows of a prefill may be consecutive parts of one prompt, or of several.
 
-    phase: a `deferred` step is one step of decode in two programs; the second draws the tokens once the
-        masks of grammars are known.
+    phase: what the step computes.
     rows: number of rows, B.
     tokens: number of tokens of a row, T; for decode the number of steps in one dispatch.
     packed_tokens: number of tokens that a verification computes, of any rows, fewer than B T; 0 if each row
@@ -67,11 +66,6 @@ class Shape(NamedTuple):
     def product_rows(self) -> int:
         """Number of rows of the step's matrix products. The steps of a decode run one after another."""
         return self.rows if self.phase == "decode" else self.area
-
-    @property
-    def deferred_twin(self) -> "Shape":
-        """Shape of the same step of decode that draws its tokens later."""
-        return self._replace(phase="deferred")
 
     def max_rows(self, tokens: int) -> int:
         """Return the number of rows of `tokens` tokens that fit in a step."""

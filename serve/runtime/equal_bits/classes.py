@@ -31,7 +31,6 @@ class ShapeClasses:
     decode: tuple[Shape, ...]
     same_bits: bool
     verify: tuple[Shape, ...] = ()
-    deferred: tuple[Shape, ...] = ()
 
     @classmethod
     def from_shapes(cls, shapes: Iterable[Shape], same_bits: bool) -> "ShapeClasses":
@@ -42,17 +41,12 @@ class ShapeClasses:
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """Shapes of all phases."""
-        return (*self.prefill, *self.decode, *self.verify, *self.deferred)
+        return (*self.prefill, *self.decode, *self.verify)
 
     @property
     def single_step_shapes(self) -> tuple[Shape, ...]:
         """Shapes of decode with one step in a dispatch."""
         return tuple(s for s in self.decode if s.tokens == 1)
-
-    @property
-    def can_defer_sampling(self) -> bool:
-        """True if each decode of one step has a deferred twin, which draws its tokens later."""
-        return bool(self.decode) and {s.deferred_twin for s in self.single_step_shapes} == {*self.deferred}
 
     def with_shape(self, shape: Shape) -> "ShapeClasses":
         """Return the classes with one more shape."""

@@ -25,7 +25,7 @@ from ....sampling.params import NO_TOKEN, SamplingParams, request_knobs
 from ...host.devices import time_calls
 from ..compiled.batches import empty_batch, fill_row
 from ..compiled.compile import Programs, StepArguments
-from ..compiled.futures import PendingSample, wait_result
+from ..compiled.futures import wait_result
 from ..compiled.shapes import CanonicalShapes, Shape
 from ..steps.scoring import NEVER_SCORED
 from ..steps.step import Output, SlotContents
@@ -154,8 +154,6 @@ class Probe:
         params, cache = self._state
         slots = self._make_slots() if self.slots is None else self.slots
         cache, self.slots, out = self.programs.run(shape, StepArguments(params, cache, slots), batch)
-        if isinstance(out, PendingSample):
-            self.slots = out.draw(params, self.slots)
         self._state = params, cache
         return jax.tree.map(np.asarray, wait_result(out))
 
@@ -190,10 +188,13 @@ class Probe:
             ends = [min(start + shape.tokens, tokens) for start in starts]
             for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
                 fill_row(batch, row, self.text[text, start:end], start, self._lent_page_numbers(pages), 0)
-            sampled = self._run(shape, batch).sampled
-            has_sample = sampled.token[:, 0] != NO_TOKEN  # with fewer slots than rows, some rows have none
+            output = self._run(shape, batch)
+            samples = output.sample_indices(shape.rows, self.programs.sizes.shards)
+            sampled = output.sampled
             end_scores = {
-                end: sampled.logprob[row, 0].tobytes() for row, end in enumerate(ends) if has_sample[row]
+                end: sampled.logprob[i, 0].tobytes()
+                for end, i in zip(ends, samples, strict=False)
+                if i >= 0 and sampled.token[i, 0] != NO_TOKEN  # with fewer slots than rows, some have none
             }
             scores |= {
                 end: x

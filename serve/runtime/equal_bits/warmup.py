@@ -79,8 +79,8 @@ class Warmup:
     | in `classes` | nothing: it serves |
     | in `failed` | nothing: it could not be compiled or compared, and does not serve |
 
-    Shapes of verification and of deferred draws are compiled at once, because the engine waits for all of
-    them. When no shape is left, the classes are stored under `classes_key`, and the warm-up is `is_done`.
+    Shapes of verification are compiled at once, because the engine waits for all of them. When no shape is
+    left, the classes are stored under `classes_key`, and the warm-up is `is_done`.
 
     classes: shapes that serve; they grow.
     speculation: made by `make_speculation` at the end, from the classes and the times of steps.
@@ -132,10 +132,6 @@ class Warmup:
         ]
         for number, target in enumerate(targets):
             threading.Thread(target=target, name=f"{WARMUP_THREAD_PREFIX}-{number}").start()
-
-    def compile_all_now(self) -> None:
-        """Compile all shapes from now on, because the engine waits for the end."""
-        self._blocks_engine = True
 
     def stop(self) -> None:
         """Start no more compilations, and release the arrays on the device."""

@@ -71,6 +71,8 @@ class SharedPrograms(Programs):
 
     # ------------------------------------------------------------ rank 0
 
+    can_defer_sampling = False  # an order is a whole step
+
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
         if self._dispatcher is None:
             return super().run(shape, arguments, batch)

@@ -56,6 +56,11 @@ class StagedPrograms(Programs):
 
     # ------------------------------------------------------------ a step
 
+    can_defer_sampling = False
+
+    def _choose_sampler(self, shape: Shape) -> None:
+        """Return None: the last stage samples in its program."""
+
     def _lower(self, shape: Shape) -> JoinedPrograms:
         with self._lowering_lock:
             return JoinedPrograms(self.lowering.lower(shape), self._part_joiner)

@@ -33,8 +33,9 @@ from ..steps.step import (
     Output,
     Slots,
     accept_rows,
+    make_forward_output,
     resolve_device_tokens,
-    sample_and_score,
+    sample_rows,
     sequence_limits,
 )
 from .route import ATTENTION_HALF, FFN_HALF, Stage
@@ -165,7 +166,9 @@ class StageStep:
                 params, self.config, slots, batch, hidden, None, RULES[self.acceptance]
             )
         else:
-            slots, output = sample_and_score(params, self.config, slots, batch, hidden)
+            forwarded = make_forward_output(params, self.config, slots, batch, hidden)
+            slots, sampled = sample_rows(params, self.config, slots, forwarded.rows)
+            output = forwarded.with_samples(sampled)
         return slots, output, select_first_stage_slots(slots)
 
     def _model_batch(self, batch: Batch) -> Batch:

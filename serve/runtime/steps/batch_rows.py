@@ -1,7 +1,7 @@
 """Places of a batch's tokens, indices into B*T, and a verification's tokens as rows of one token each."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from ....kvcache.pages import Batch
 
@@ -62,8 +62,3 @@ def unpacked_rows(batch: Batch) -> Batch:
         page_tables=tuple(map(repeat_rows, batch.page_tables)),
         slot=repeat_rows(batch.slot),
     )
-
-
-def pad_rows(rows: int, x: Float[Array, "B D"]) -> Float[Array, "rows D"]:
-    """Pad x with zeros to at least `rows` rows."""
-    return jnp.pad(x, ((0, max(rows - len(x), 0)), (0, 0)))

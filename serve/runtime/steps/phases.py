@@ -4,15 +4,14 @@
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Array, Float
-
 from ....kvcache.pages import Batch, KVCache
 from ....model.config import ModelConfig
 from ....model.draft_pair import PairConfig
 from ....model.transformer import Decoder, ObserveOptions
 from ....sampling.accept import RULES
+from ....sampling.sample import Sampled
 from . import step
-from .step import Output, Slots
+from .step import ForwardOutput, Output, SampleRows, Slots
 
 PhaseResult = tuple[KVCache, Slots, Output]
 
@@ -57,22 +56,13 @@ class TargetOnly:
 
     def forward(
         self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch
-    ) -> tuple[KVCache, Float[Array, "B T D"]]:
-        """Run a decode of one token a row, T = 1; returns the cache and the hidden states that tokens are
-        drawn from."""
-        hidden, cache = step.forward_paged(
-            params, cache, slots, step.resolve_device_tokens(slots, batch), self.target_config
-        )
-        return cache, hidden
+    ) -> tuple[KVCache, ForwardOutput]:
+        """Run a prefill, or a decode of one token a row, up to its samples."""
+        return step.forward_step(params, cache, slots, batch, config=self.target_config, observe=self.observe)
 
-    def draw(
-        self, params: Decoder, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
-    ) -> tuple[Slots, Output]:
-        """Draw tokens from the hidden states, under the masks that the slots have now; returns slots and
-        Output."""
-        return step.sample_and_score(
-            params, self.target_config, slots, step.resolve_device_tokens(slots, batch), hidden
-        )
+    def sample(self, params: Decoder, slots: Slots, rows: SampleRows) -> tuple[Slots, Sampled]:
+        """Sample the rows of a forward pass, under the masks that the slots have now."""
+        return step.sample_rows(params, self.target_config, slots, rows)
 
     def verify(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> PhaseResult:
         rule = RULES[self.acceptance]

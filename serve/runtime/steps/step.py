@@ -5,11 +5,13 @@ Programs donate the cache and the slots, so both are updated in place. No result
 batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ....kvcache.paged_attention import PagedAttend
@@ -20,7 +22,7 @@ from ....model.config import ModelConfig
 from ....model.layers import index_or_drop
 from ....model.pooling import Pooled
 from ....model.recurrent.kinds import STATE_WINDOW
-from ....model.sharding import any_over_shards, is_multi_device
+from ....model.sharding import any_over_shards
 from ....model.transformer import Decoder, Observed, ObserveOptions, Recorder, compute_logits, forward
 from ....model.tree import pytree
 from ....model.weights.lora import NO_ADAPTER, with_row_slots
@@ -30,7 +32,8 @@ from ....sampling.custom_processors import LogitsProcessor
 from ....sampling.params import NAN_TOKEN, NO_TOKEN, Knobs
 from ....sampling.sample import Sampled, Scores, sample
 from ....sampling.state import SamplingState, empty_sampling_state, is_stop_token, load_knobs, record_tokens
-from .batch_rows import pad_rows, rows_by_token_index, single_token_rows, token_indices_by_row
+from ...options.checks import round_up
+from .batch_rows import rows_by_token_index, single_token_rows, token_indices_by_row
 from .scoring import NEVER_SCORED, pool_prompts, prompt_scores
 
 MIN_LOGIT_ROWS = 8  # rows of a prefill's last product, at least: a product of fewer rows has other bits
@@ -72,19 +75,56 @@ class SlotContents:
 
 
 @pytree
+class SampleRows:
+    """Rows of a step that sample, R. A row that is not wanted is padding."""
+
+    hidden: Any  # [R,D], hidden state of the row's last token
+    slot: Any  # int32 [R]
+    position: Any  # int32 [R], position of the sampled token in its sequence
+    wanted: Any  # bool [R]
+
+
+@pytree
 class Output:
     """Results of a step for the host.
 
-    sampled: samples [B, steps], NO_TOKEN if there is none.
+    sampled: samples [B, steps], NO_TOKEN if there is none; [R, 1] if `number` is not None.
     prompt: scores [B, T] of a prefill's prompts, else None.
     pooled: pooled hidden states of a prefill, else None.
     observed: observed values of the step's tokens, if any are observed.
+    number: int32 [R], number of each sampled row in its batch, or B; None: all rows in their order.
     """
 
     sampled: Sampled
     prompt: Scores | None
     pooled: Pooled | None = None
     observed: Observed | None = None
+    number: Any = None
+
+    def sample_indices(self, B: int, shards: int = 1) -> Sequence[int]:
+        """Return for each of B rows in every shard its index among the samples; -1 if it has none."""
+        if self.number is None:
+            return range(shards * B)
+        number = np.asarray(self.number).reshape(shards, -1)
+        indices = np.full((shards, B + 1), -1)
+        samples = np.arange(number.size).reshape(number.shape)
+        np.put_along_axis(indices, number, samples, axis=1)  # the last column is of padding
+        return indices[:, :B].reshape(-1).tolist()
+
+
+@pytree
+class ForwardOutput:
+    """Results of a step before it samples: the rows that sample, and the fields of `Output`."""
+
+    rows: SampleRows
+    prompt: Scores | None
+    pooled: Pooled | None = None
+    observed: Observed | None = None
+    number: Any = None  # int32 [R], as in `Output`
+
+    def with_samples(self, sampled: Sampled) -> Output:
+        """Return the step's Output."""
+        return Output(sampled, self.prompt, self.pooled, self.observed, self.number)
 
 
 def empty_slots(
@@ -137,64 +177,70 @@ def resolve_device_tokens(slots: Slots | FirstStageSlots, batch: Batch) -> Batch
 
 
 def store_sampled_tokens(
-    slots: Slots,
-    batch: Batch,
-    token: Int[Array, " B"],
-    hidden: Float[Array, "B D"],
-    position: Int[Array, " B"],
-    wanted: Bool[Array, " B"],
-) -> tuple[Slots, Int[Array, " B"]]:
-    """Record the token that was sampled from `hidden` in each wanted row's slot. Returns the slots and the
-    tokens, NO_TOKEN in other rows. NAN_TOKEN stops its slot.
-
-    position: position of the token in its sequence.
-    """
-    wanted = wanted & (position >= slots.known[batch.slot])
-    has_ended = is_stop_token(slots.sampling, batch.slot, token) | (position + 1 >= slots.end[batch.slot])
+    slots: Slots, rows: SampleRows, token: Int[Array, " R"]
+) -> tuple[Slots, Int[Array, " R"]]:
+    """Record the token that was sampled in each wanted row's slot. Returns the slots and the tokens, NO_TOKEN
+    in other rows. NAN_TOKEN stops its slot."""
+    slot, position = rows.slot, rows.position
+    wanted = rows.wanted & (position >= slots.known[slot])
+    has_ended = is_stop_token(slots.sampling, slot, token) | (position + 1 >= slots.end[slot])
     has_ended |= token == NAN_TOKEN
-    index = index_or_drop(batch.slot, wanted, slots.live.shape[0])
+    index = index_or_drop(slot, wanted, slots.live.shape[0])
     slots = replace(
         slots,
         last=slots.last.at[index].set(token, mode="drop", unique_indices=True),
         live=slots.live.at[index].set(~has_ended, mode="drop", unique_indices=True),
-        sampling=record_tokens(slots.sampling, batch.slot, token, wanted),
+        sampling=record_tokens(slots.sampling, slot, token, wanted),
         hidden=None
         if slots.hidden is None
-        else slots.hidden.at[index].set(hidden, mode="drop", unique_indices=True),
+        else slots.hidden.at[index].set(rows.hidden, mode="drop", unique_indices=True),
     )
     return slots, jnp.where(wanted, token, NO_TOKEN)
 
 
-def sample_last(
-    params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
-) -> tuple[Slots, Sampled]:
-    """Sample the token after each row's last one; returns slots and samples [B,1]."""
+def num_sample_rows(B: int, T: int, num_slots: int) -> int:
+    """Return the number of rows that a step of shape [B,T] samples, R, for a shard with `num_slots` slots.
+
+    Decode keeps its width. At most one row of each slot of a prefill samples. Few widths share the program
+    that samples, which has at least MIN_LOGIT_ROWS rows: a product of fewer rows has other bits.
+    """
+    if T == 1:
+        return B
+    doubled = 1 << (min(B, num_slots) - 1).bit_length()
+    return max(MIN_LOGIT_ROWS, min(doubled, round_up(num_slots, MIN_LOGIT_ROWS)))
+
+
+def select_sample_rows(
+    slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
+) -> tuple[SampleRows, Int[Array, " R"] | None]:
+    """Return the rows of a step that sample the token after their last one, and `Output.number`."""
+    B, T = hidden.shape[:2]
     last = jnp.maximum(batch.count - 1, 0)
-    rows = jnp.arange(hidden.shape[0], dtype=jnp.int32)
-    min_rows = MIN_LOGIT_ROWS if hidden.shape[1] > 1 else 1  # decode keeps its width
-    position = batch.start + last + 1
-    wanted = (batch.count > 0) & (position >= slots.known[batch.slot])
-    num_slots, num_rows = slots.live.shape[0], len(rows)
+    rows = SampleRows(
+        hidden=hidden[jnp.arange(B, dtype=jnp.int32), last],
+        slot=batch.slot,
+        position=batch.start + last + 1,
+        wanted=batch.count > 0,
+    )
+    if T == 1:
+        return rows, None
     # at most one row of each slot samples; if a probe's rows share a slot, the last rows do
-    if hidden.shape[1] > 1 and num_rows > num_slots and not is_multi_device(hidden):
-        rows = jnp.argsort(wanted, stable=True)[-num_slots:].astype(jnp.int32)
-        last, position, wanted = last[rows], position[rows], wanted[rows]
-        batch = replace(batch, slot=batch.slot[rows])
-    hidden = hidden[rows, last]
-    logits = compute_logits(params, config, pad_rows(min_rows, hidden))[: len(rows)]
-    drawn = sample(logits, position, batch.slot, wanted, slots.sampling)
-    slots, token = store_sampled_tokens(slots, batch, drawn.token, hidden, position, wanted)
-    sampled = replace(drawn, token=token)
-    if num_rows > len(rows):
-        sampled = jax.tree.map(lambda x: scatter_rows(x, rows, num_rows), sampled)
-    return slots, jax.tree.map(lambda x: x[:, None], sampled)
+    is_sampling = rows.wanted & (rows.position >= slots.known[rows.slot])
+    R = num_sample_rows(B, T, slots.live.shape[0])
+    number = jnp.argsort(is_sampling, stable=True)[-R:].astype(jnp.int32)
+    number = jnp.pad(number, (0, R - len(number)), constant_values=B)
+    return jax.tree.map(lambda x: x.at[number].get(mode="fill", fill_value=0), rows), number
 
 
-def scatter_rows(
-    x: Shaped[Array, "rows *rest"], rows: Int[Array, " rows"], B: int
-) -> Shaped[Array, "B *rest"]:
-    """Return B rows: x at the rows `rows`, NO_TOKEN elsewhere."""
-    return jnp.full((B, *x.shape[1:]), NO_TOKEN, x.dtype).at[rows].set(x, unique_indices=True)
+def sample_rows(
+    params: Decoder, config: ModelConfig, slots: Slots, rows: SampleRows
+) -> tuple[Slots, Sampled]:
+    """Sample the token of each wanted row that the host does not know; returns slots and samples [R,1]."""
+    logits = compute_logits(params, config, rows.hidden)
+    wanted = rows.wanted & (rows.position >= slots.known[rows.slot])
+    drawn = sample(logits, rows.position, rows.slot, wanted, slots.sampling)
+    slots, token = store_sampled_tokens(slots, rows, drawn.token)
+    return slots, jax.tree.map(lambda x: x[:, None], replace(drawn, token=token))
 
 
 def run_sampling_loop(T: int, keeps_on: Any, run_one: Any, state: Any) -> tuple[Any, Sampled]:
@@ -248,7 +294,8 @@ def accept_drafts(
         draft = DraftTokens(take_column(batch.tokens, after)[:, None], (i + 1 < batch.count)[:, None], probs)
         row = take_column(rows, i)
         drawn, kept = rule(logits[row], position, batch.slot, wanted, slots.sampling, draft)
-        slots, token = store_sampled_tokens(slots, batch, drawn.token, hidden[row], position, wanted)
+        sampling = SampleRows(hidden[row], batch.slot, position, wanted)
+        slots, token = store_sampled_tokens(slots, sampling, drawn.token)
         return (
             slots,
             wanted & (kept != NONE_ACCEPTED) & (token != NO_TOKEN) & slots.live[batch.slot],
@@ -305,24 +352,39 @@ def run_step(
     observe: ObserveOptions | None = None,
 ) -> tuple[KVCache, Slots, Output]:
     """Run the tokens of every row, write their keys, and sample after each row's last token."""
+    cache, forwarded = forward_step(params, cache, slots, batch, config=config, observe=observe)
+    slots, sampled = sample_rows(params, config, slots, forwarded.rows)
+    return cache, slots, forwarded.with_samples(sampled)
+
+
+def forward_step(
+    params: Decoder,
+    cache: KVCache,
+    slots: Slots,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    observe: ObserveOptions | None = None,
+) -> tuple[KVCache, ForwardOutput]:
+    """Run the tokens of every row, and write their keys; returns the cache, and what `sample_rows` takes."""
     batch, recorder = resolve_device_tokens(slots, batch), None if observe is None else Recorder(observe)
     hidden, cache = forward_paged(params, cache, slots, batch, config, recorder)
-    slots, output = sample_and_score(params, config, slots, batch, hidden)
-    return cache, slots, output if recorder is None else replace(output, observed=recorder.collect())
+    output = make_forward_output(params, config, slots, batch, hidden)
+    return cache, output if recorder is None else replace(output, observed=recorder.collect())
 
 
-def sample_and_score(
+def make_forward_output(
     params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
-) -> tuple[Slots, Output]:
-    """Sample from a step's hidden states, and score and pool prompts; returns slots and Output."""
+) -> ForwardOutput:
+    """Select the rows that sample from a step's hidden states, and score and pool prompts."""
     prompt = pooled = None
     if batch.next_prompt_token is not None:
         prompt = prompt_scores(
             params, config, batch, hidden, slots.first_scored[batch.slot], slots.sampling.n_top
         )
         pooled = pool_prompts(batch, hidden)
-    slots, last = sample_last(params, config, slots, batch, hidden)
-    return slots, Output(last, prompt, pooled)
+    rows, number = select_sample_rows(slots, batch, hidden)
+    return ForwardOutput(rows, prompt, pooled, number=number)
 
 
 def prefill(
