@@ -40,6 +40,7 @@ def test_a_seed_runs_the_same_in_another_process():
     assert done.stdout == f"{[run(seed).trace for seed in (3, 4)]}\n"
 
 
+@pytest.mark.full
 def test_a_run_goes_on_where_its_figures_end(tmp_path, monkeypatch):
     file = tmp_path / "figures.json"
     for seeds in (2, 5, 5):

@@ -134,6 +134,7 @@ def test_perplexity_of_the_standard_library(demo: tuple, tokenizer: Tokenizer):
     assert math.exp(float(nats)) < 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prompt", ["\n\ndef", full("\n\ndef ")])
 def test_most_lines_after_def_parse(
     examples: SimpleNamespace, demo: tuple, tokenizer: Tokenizer, prompt: str
@@ -164,6 +165,7 @@ def test_cut_words_spell_the_same_text(examples: SimpleNamespace, tokenizer: Tok
     assert tokenizer.decode(cut.tolist()) == text
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_with_the_same_weights(
     examples: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -62,7 +62,7 @@ def generated(llm: LLM, texts=PROMPTS, params: Any = GREEDY) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "model",
-    [full("parallel"), full("latent"), "recurrent", full("longrope"), full("windows, int8 cache")],
+    [full("parallel"), full("latent"), full("recurrent"), full("longrope"), full("windows, int8 cache")],
     indirect=True,
 )
 def test_tokens_are_those_of_the_oracle(model, oracle):
