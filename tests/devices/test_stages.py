@@ -90,6 +90,7 @@ def test_bits_depend_on_the_request_alone(tiny):
             assert any(out.num_cached_tokens for out in outputs) == cached
 
 
+@pytest.mark.full
 def test_adapters_are_on_the_devices_of_their_layers(tiny, oracle, tmp_path):
     """More adapters than places come and go while steps are in flight: rows have the tokens of merged weights
     on one device, and those without an adapter the model's. Guesses of the host change none."""

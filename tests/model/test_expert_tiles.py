@@ -72,6 +72,7 @@ def reference(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(x.astype(jnp.float32), w.astype(jnp.float32), sizes)
 
 
+@full_if(lambda height: height == 32)
 @full_if(lambda dtype, height: dtype == jnp.float16 and height > 16)
 @pytest.mark.parametrize("height", EXPERT_TILE_ROWS)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -94,6 +95,7 @@ def test_codes_are_the_numbers_that_they_stand_for(name: str, dtype: Any):
     )
 
 
+@full_if(lambda name, dtype: (dtype == jnp.float16) != (name == "MXFP4"))
 @pytest.mark.parametrize("name", ["int4 with zeros", "MXFP4"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_all_sixteen_codes_are_widened_exactly(name: str, dtype: Any):
