@@ -121,6 +121,7 @@ def test_the_tokenizer_gives_back_every_byte(tokenizer: Tokenizer, text: str):
     assert tokenizer.get_vocab_size() <= 4096 and max(ids) < tokenizer.get_vocab_size()
 
 
+@pytest.mark.full
 def test_perplexity_of_the_standard_library(demo: tuple, tokenizer: Tokenizer):
     """A model that had learned nothing would be at 2048, one that knew the tokens' frequencies near 300."""
     library = Path(sysconfig.get_path("stdlib"))
@@ -149,6 +150,7 @@ def test_parses_tells_python_from_noise(examples: SimpleNamespace):
     assert not parses(" f(x") and not parses(" ] = 0(s") and not parses("")
 
 
+@pytest.mark.full
 def test_files_are_split_by_name_alone(examples: SimpleNamespace):
     corpus = examples.demo_corpus.standard_library()
     assert not corpus.train.keys() & corpus.validation.keys()

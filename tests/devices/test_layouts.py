@@ -144,7 +144,7 @@ def test_tpus_split_whole_experts_where_parts_would_be_copied(
     assert ("expert_ffn" not in rules) == whole
 
 
-@pytest.mark.usefixtures("few_shapes", "greedy_only")
+@pytest.mark.full
 def test_a_folder_is_loaded_as_the_options_say(tiny, oracle, tmp_path):
     huggingface.save_hf(tmp_path, tiny.config, tiny.params)
     with LLM(tmp_path, tensor_parallel_size=2, **SMALL) as llm:

@@ -191,6 +191,7 @@ def test_prompts_are_scored_as_on_one_device(tiny):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_aborted_requests_leave_others_alone(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     with serve(tiny) as llm:
@@ -261,6 +262,7 @@ def test_a_step_that_fails_during_sleep_loses_no_request(tiny, oracle):
         assert list(found.values()) == [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
 
 
+@pytest.mark.full
 def test_weights_are_replaced_and_offloaded_in_sleep(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     with serve(tiny) as llm:

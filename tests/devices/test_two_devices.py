@@ -274,7 +274,6 @@ def test_a_sharded_training_loop_samples(tiny, oracle):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("few_shapes", "greedy_only")
 def test_a_folder_is_loaded_onto_a_mesh(tiny, alone, oracle, tmp_path):
     mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
