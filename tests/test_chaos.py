@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from suite.fixtures import ROOT
-from suite.marks import full_if
+from suite.marks import full, full_if
 
 from benchmarks.chaos.__main__ import main
 from benchmarks.chaos.planted import PLANTED, found_by, planted
@@ -18,12 +18,13 @@ SEEDS = 12
 WITHIN = 200  # seeds within which a planted fault is found
 
 
-def test_seeds_find_no_violation():
-    outcomes = [run(seed) for seed in range(SEEDS)]
+@pytest.mark.parametrize("seeds", [6, full(SEEDS)])
+def test_seeds_find_no_violation(seeds):
+    outcomes = [run(seed) for seed in range(seeds)]
     assert [outcome.log for outcome in outcomes if outcome.error] == []
     kinds = {outcome.kind for outcome in outcomes}
     assert kinds == {"engine", "fleet", "prefill"}
-    assert sum(len(outcome.faults) for outcome in outcomes) > SEEDS
+    assert sum(len(outcome.faults) for outcome in outcomes) > seeds
     assert all(outcome.asks and outcome.events for outcome in outcomes)
 
 
@@ -40,6 +41,7 @@ def test_a_seed_runs_the_same_in_another_process():
     assert done.stdout == f"{[run(seed).trace for seed in (3, 4)]}\n"
 
 
+@pytest.mark.full
 def test_a_run_goes_on_where_its_figures_end(tmp_path, monkeypatch):
     file = tmp_path / "figures.json"
     for seeds in (2, 5, 5):

@@ -121,6 +121,7 @@ def test_the_tokenizer_gives_back_every_byte(tokenizer: Tokenizer, text: str):
     assert tokenizer.get_vocab_size() <= 4096 and max(ids) < tokenizer.get_vocab_size()
 
 
+@pytest.mark.full
 def test_perplexity_of_the_standard_library(demo: tuple, tokenizer: Tokenizer):
     """A model that had learned nothing would be at 2048, one that knew the tokens' frequencies near 300."""
     library = Path(sysconfig.get_path("stdlib"))
@@ -134,6 +135,7 @@ def test_perplexity_of_the_standard_library(demo: tuple, tokenizer: Tokenizer):
     assert math.exp(float(nats)) < 30
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prompt", ["\n\ndef", full("\n\ndef ")])
 def test_most_lines_after_def_parse(
     examples: SimpleNamespace, demo: tuple, tokenizer: Tokenizer, prompt: str
@@ -148,6 +150,7 @@ def test_parses_tells_python_from_noise(examples: SimpleNamespace):
     assert not parses(" f(x") and not parses(" ] = 0(s") and not parses("")
 
 
+@pytest.mark.full
 def test_files_are_split_by_name_alone(examples: SimpleNamespace):
     corpus = examples.demo_corpus.standard_library()
     assert not corpus.train.keys() & corpus.validation.keys()
@@ -164,6 +167,7 @@ def test_cut_words_spell_the_same_text(examples: SimpleNamespace, tokenizer: Tok
     assert tokenizer.decode(cut.tolist()) == text
 
 
+@pytest.mark.full
 def test_a_resumed_run_ends_with_the_same_weights(
     examples: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -101,7 +101,7 @@ def test_batched_and_prefix_hits_equal_alone(model, base, expected):
     assert bool(shared & set(base.report()["steps"])) == bool(shared)
 
 
-@pytest.mark.parametrize("model", ["tiny", "recurrent"], indirect=True, scope="session")
+@pytest.mark.parametrize("model", ["tiny", full("recurrent")], indirect=True, scope="session")
 def test_requests_with_cache_salts_equal_alone(model, base, expected):
     """Beside those of other salts, that compute the same pages."""
     texts = [
@@ -147,6 +147,7 @@ def test_any_order_of_arrival(model, base, expected):
     assert [found[str(i)] for i in range(len(order))] == expected
 
 
+@full_if(lambda model: model != "tiny")
 def test_streamed_equals_batch(model, base, expected):
     for prompt, params, want in zip(prompts(model.config.vocab_size), PARAMS, expected, strict=True):
         pieces = list(base.stream(prompt, params))
@@ -154,6 +155,7 @@ def test_streamed_equals_batch(model, base, expected):
         assert pieces[-1].finish_reason == "length"
 
 
+@full_if(lambda model: model != "tiny")
 def test_streams_of_the_server_equal_alone(model, base, expected):
     """Beside each other, and again from the pages that they have left."""
     texts = prompts(model.config.vocab_size)
@@ -172,6 +174,7 @@ def embeddings(model, base):
     return [last for last, _ in found] + [mean for _, mean in found]
 
 
+@full_if(lambda model: model != "tiny")
 def test_embeddings_equal_alone(model, base, embeddings):
     """Beside each other, and again from the pages that they have left."""
     texts = prompts(model.config.vocab_size)
@@ -183,6 +186,7 @@ def test_embeddings_equal_alone(model, base, embeddings):
         assert np.allclose(embeddings, plain, rtol=1e-3, atol=1e-4)
 
 
+@full_if(lambda model: model != "tiny")
 def test_delayed_prompts_have_the_same_bits(model, base, expected, monkeypatch):
     """An empty seat costs nothing here: prompts are held back as long as there is anything to save."""
     texts, asked = prompts(model.config.vocab_size), [(j % 2, 2 + 7 * j % 20) for j in range(20)]
@@ -352,6 +356,7 @@ def test_prompt_logprobs_survive_preemption(model, base, serve, expected):
         assert llm.report()["preemptions"] > 0
 
 
+@full_if(lambda model: model != "tiny")
 def test_samples_of_one_prompt_share_its_pages(model, base):
     """All of them are queued at once on a cold cache; the first writes the prompt's pages, the others find
     them."""
@@ -373,7 +378,9 @@ def traced(expected) -> list[SamplingParams]:
     return [SamplingParams(trace_decode_token_ids=[t for t, *_ in want], logprobs=3) for want in expected]
 
 
-@pytest.mark.parametrize("model", ["tiny", "recurrent", "bfloat16"], indirect=True, scope="session")
+@pytest.mark.parametrize(
+    "model", ["tiny", full("recurrent"), full("bfloat16")], indirect=True, scope="session"
+)
 def test_replayed_traces_have_the_scores_of_sampled_tokens(model, base, expected):
     """Beside each other, and beside requests that sample."""
     texts = prompts(model.config.vocab_size)
@@ -452,7 +459,7 @@ def guessing(serve, model):
         yield llm
 
 
-@full_if(lambda model: model != "tiny")
+@full_if(lambda model, drafter: model != "tiny" or drafter in ("random", "ngram"))
 @pytest.mark.parametrize(
     "model",
     ["tiny", "windows", "latent", "borrowed", "recurrent", "bfloat16, fp8_e4m3 cache", "demo"],

@@ -72,6 +72,7 @@ def test_preemption_chunks_and_draft_tokens_change_no_bit(model, serve, alone, m
     assert not more or report["speculation"]["drafted"] > 0
 
 
+@pytest.mark.full
 def test_a_default_of_the_engine_is_every_requests(model, serve, alone):
     """An operator's processor: the requests state nothing."""
     own = {"override_generation_config": {"extra_args": EXTRA[0], "temperature": 0.0, "max_tokens": 24}}

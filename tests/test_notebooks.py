@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from suite.marks import full_if
 
 from notebooks.store import code_cells, digest, run
 
@@ -81,7 +80,7 @@ def test_the_first_cell_installs_jax_for_the_driver(name, driver, extra, monkeyp
     assert cell["asked"].startswith(f"duetto[notebook{extra}] @ git+")
 
 
-@full_if(lambda name: name != "05-planning")
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Jupyter's own
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", NOTEBOOKS)

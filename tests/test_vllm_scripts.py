@@ -17,7 +17,7 @@ from duetto.serve.llm import loading
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {path.stem: path for path in Path(__file__).parent.glob("vllm_scripts/*/*.py")}
-REPETITIONS = "quantization", "logprobs", "prefix_caching", "neutral_options"
+REPETITIONS = "quantization", "logprobs", "prefix_caching", "neutral_options", "profile"
 
 # What each prints, line by line, among other things.
 SAYS = {

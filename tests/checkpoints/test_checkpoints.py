@@ -24,6 +24,7 @@ from cases.folders import (
     write_index,
 )
 from safetensors.numpy import load_file
+from suite.marks import full
 
 from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.huggingface import load_hf, read_config, save_hf
@@ -192,7 +193,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc")
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", ["auto", full("float32")])
 def test_loading_takes_less_than_a_third_more_than_the_model(large, dtype):
     """The peak of a process' resident memory, files mapped into it included."""
     command = [sys.executable, "-c", MEASURE, str(large), dtype]

@@ -32,6 +32,18 @@ VARIANTS = (
     "lite",
 )  # fmt: skip
 
+# Families whose tensors have unlike names and forms: of these a model without its head is loaded.
+OF_EACH_LOADER = (
+    "deepseek_v3", "falcon_h1", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granitemoehybrid",
+    "kimi_linear", "llama", "llama4_text", "mamba2", "phi3", "qwen3_next", "stablelm",
+)  # fmt: skip
+# Families whose layers and settings other families have too.
+LIKE_OTHERS = (
+    "arcee", "dots1", "ernie4_5", "exaone4", "glm4_moe", "granitemoe",
+    "internlm3", "kimi_k2", "lfm2_moe", "ministral3", "mistral", "mixtral", "qwen2", "qwen3_5_text",
+    "qwen3_moe", "seed_oss",
+)  # fmt: skip
+
 
 @pytest.fixture(scope="module", params=sorted(CASES))
 def case(request, tmp_path_factory):
@@ -54,7 +66,7 @@ def outputs(params, config, ids: list[int]) -> np.ndarray:
     return np.asarray(logits(params, config, tokens, jnp.int32(len(ids))))[len(ids) - 1]
 
 
-@full_if(lambda case: case.partition(" ")[2] in VARIANTS)
+@full_if(lambda case: case.partition(" ")[2] in VARIANTS or case in LIKE_OTHERS)
 def test_outputs_are_those_of_transformers(case):
     folder, golden = case
     config, params = load_hf(folder)
@@ -72,6 +84,7 @@ def test_both_styles_of_configuration_say_the_same(case, tmp_path):
     assert read_config(tmp_path) == read_config(folder)
 
 
+@full_if(lambda case: case not in OF_EACH_LOADER)
 def test_a_model_that_was_saved_without_its_head_loads(case, tmp_path):
     """As AutoModel.save_pretrained writes it: all names lack their first part."""
     folder, _ = case

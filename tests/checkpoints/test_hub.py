@@ -182,6 +182,7 @@ def test_an_id_is_served_and_its_texts_end(hub: Hub, tmp_path: Path):
     assert {token for _, _, token in hub.asked} == {"x"}
 
 
+@pytest.mark.full
 def test_a_command_downloads_by_id_and_the_next_runs_offline(hub: Hub, tmp_path: Path):
     command = [
         sys.executable,

@@ -11,6 +11,7 @@ import pytest
 from cases.families.golden import CASES, hub_config
 from cases.folders import change_config, config_with, decoder
 from safetensors.numpy import load_file, save_file
+from suite.marks import full_if
 
 from duetto.checkpoints.configuration.overrides import (
     FIELD_SPELLINGS,
@@ -215,6 +216,7 @@ def test_a_setting_has_the_names_that_transformers_knows(case, changes):
     assert effective_config(merge_fields(raw, changes)) != effective_config(raw)
 
 
+@full_if(lambda case: " " in case)
 @pytest.mark.parametrize("case", CASES)
 def test_no_override_is_lost(case):
     """Whatever its name and the folder's: it has an effect, or is refused."""

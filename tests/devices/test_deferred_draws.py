@@ -1,6 +1,5 @@
 """Rows beside a request under a grammar wait for no mask on several devices either, and keep their bits."""
 
-import time
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from duetto import LLM, SamplingParams
 from duetto.model.sharding import Layout
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.startup.mesh import shard_params
+from duetto.serve.runtime.compiled.futures import PendingSample
 
 END = 256  # behind the bytes
 OPTIONS = {
@@ -29,29 +29,23 @@ PARAMS = [
 PROMPTS = [np.random.default_rng(i).integers(3, 250, n).tolist() for i, n in enumerate((5, 33, 64, 17))]
 
 
-@pytest.mark.usefixtures("early", "few_shapes")
+@pytest.mark.usefixtures("few_shapes")
 @pytest.mark.parametrize(
     "layout, options", [full(Layout(tensor=2), {}), (Layout(data=2), {"data_parallel_size": 2})]
 )
-def test_draws_that_wait_for_grammars_change_no_bit(one_layer, layout, options):
-    """While their programs come, and once they are there."""
-    params = shard_params(one_layer.config, one_layer.params, layout)
+def test_draws_that_wait_for_grammars_change_no_bit(one_layer, layout, options, monkeypatch):
+    params, draws, draw = shard_params(one_layer.config, one_layer.params, layout), [], PendingSample.draw
+    monkeypatch.setattr(PendingSample, "draw", lambda *given: draws.append(1) or draw(*given))
     own = {"eos_token_ids": [END], "tokenizer": letters(None, AddedToken("<end>", special=True))}
+    with LLM.from_params(one_layer.config, params, **OPTIONS | own | options) as llm:
 
-    def serve(**more: Any) -> LLM:
-        return LLM.from_params(one_layer.config, params, **OPTIONS | own | options | more)
+        def answered() -> list[Any]:
+            llm.engine.tables.reset_prefix_cache()
+            return [bits(out) for out in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
-    def answered(llm: LLM) -> list[Any]:
-        llm.engine.tables.reset_prefix_cache()
-        return [bits(out) for out in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
-
-    with serve(background_compilation=False) as llm:
-        wanted = answered(llm)
-        assert not any(name.startswith("deferred") for name in llm.report()["steps"])
-    with serve() as llm:
-        end = time.monotonic() + 600.0
-        while not any(name.startswith("deferred") for name in llm.report()["steps"]):
-            assert time.monotonic() < end
-            assert answered(llm) == wanted
-        assert answered(llm) == wanted
-        assert llm.engine.classes.can_defer_sampling and llm.report()["compilations"] == 0
+        llm.engine.can_defer_sampling = False
+        wanted = answered()
+        assert not draws
+        llm.engine.can_defer_sampling = True
+        assert answered() == wanted == answered()
+        assert draws and llm.report()["compilations"] == 0

@@ -10,6 +10,7 @@ from cases.invariance import PARAMS, bits, prompts
 from fakes.greedy import greedy_programs
 from jax.sharding import Mesh
 from suite.fixtures import with_few_shapes
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
 from duetto.kvcache.stages import ffn_params_by_layer, params_without_ffn, tree_devices
@@ -129,7 +130,7 @@ def test_attention_and_feed_forward_parts_run_concurrently(llm, model, oracle, m
 
 
 @MIXED
-@pytest.mark.parametrize("part", [FFN_HALF, ATTENTION_HALF])
+@pytest.mark.parametrize("part", [FFN_HALF, full(ATTENTION_HALF)])
 def test_requests_survive_a_failed_step(llm, expected, part):
     programs, calls = llm.engine.programs.steps, iter(range(1000))
     shape = max(s for s in programs if s.phase == "decode")
@@ -146,6 +147,7 @@ def test_requests_survive_a_failed_step(llm, expected, part):
     programs[shape] = step
 
 
+@pytest.mark.full
 @MIXED
 def test_weights_are_replaced_and_offloaded_in_sleep(llm, expected):
     own = llm.params

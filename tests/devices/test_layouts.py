@@ -15,7 +15,7 @@ from cases.models import EXPERTS, TINY
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from suite import quick
 from suite.fixtures import Model, random_model
-from suite.marks import full
+from suite.marks import full, full_if
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
@@ -97,6 +97,7 @@ TPU_LAYOUTS = {  # and key heads in their pools, of rows of 128 numbers: of 4 an
 }
 
 
+@full_if(lambda heads: heads != TPU_LAYOUTS["split"][1])
 @pytest.mark.parametrize("asked, heads", TPU_LAYOUTS.values(), ids=TPU_LAYOUTS)
 def test_rows_fill_the_lanes_of_several_tpus(
     asked: dict[str, Any], heads: list[int], monkeypatch: pytest.MonkeyPatch
@@ -177,6 +178,7 @@ SHARED = replace(EXPERTS, size=128)
 BIASED = Experts(4, 2, 64, "clamped_silu", clamp=2.0, bias=True, router_bias=True)
 
 
+@full_if(lambda c, experts: experts != (c is SHARED))
 @pytest.mark.parametrize("how", [None, full("int8"), full("int4")])
 @pytest.mark.parametrize("c", [SHARED, BIASED], ids=["shared", "biased"])
 @pytest.mark.parametrize("experts", [True, False], ids=["whole", "parts"])

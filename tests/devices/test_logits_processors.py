@@ -12,7 +12,7 @@ OPTIONS = {"max_num_seqs": 8, "max_prefill_tokens": 64, "max_model_len": 256, "p
 
 
 @pytest.mark.usefixtures("few_shapes")
-@pytest.mark.parametrize("name", [full("tensor"), "data", "pipeline"])
+@pytest.mark.parametrize("name", [full("tensor"), full("data"), "pipeline"])
 def test_tokens_are_those_of_the_oracle(tiny, name):
     texts = prompts(tiny.config.vocab_size)
     expected = [continue_plainly(tiny, *asked, PROCESSORS) for asked in zip(texts, ASKED, strict=True)]

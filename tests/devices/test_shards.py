@@ -74,6 +74,7 @@ def test_nothing_goes_between_shards_but_tokens_of_experts():
                 assert Counter(found) == expected, shape
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, options", [("tiny", {}), full("latent", EXPERTS)])
 def test_bits_depend_on_the_request_alone(name: str, options: dict[str, Any], oracle):
     """Neither on the shard nor on what others do: draws, penalties and scores too."""

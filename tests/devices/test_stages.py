@@ -62,7 +62,7 @@ def generated(llm: LLM, texts=PROMPTS, params: Any = GREEDY) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "model",
-    [full("parallel"), full("latent"), "recurrent", full("longrope"), full("windows, int8 cache")],
+    [full("parallel"), full("latent"), full("recurrent"), full("longrope"), full("windows, int8 cache")],
     indirect=True,
 )
 def test_tokens_are_those_of_the_oracle(model, oracle):
@@ -90,6 +90,7 @@ def test_bits_depend_on_the_request_alone(tiny):
             assert any(out.num_cached_tokens for out in outputs) == cached
 
 
+@pytest.mark.full
 def test_adapters_are_on_the_devices_of_their_layers(tiny, oracle, tmp_path):
     """More adapters than places come and go while steps are in flight: rows have the tokens of merged weights
     on one device, and those without an adapter the model's. Guesses of the host change none."""
@@ -190,6 +191,7 @@ def test_prompts_are_scored_as_on_one_device(tiny):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.full
 def test_aborted_requests_leave_others_alone(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     with serve(tiny) as llm:
@@ -260,6 +262,7 @@ def test_a_step_that_fails_during_sleep_loses_no_request(tiny, oracle):
         assert list(found.values()) == [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
 
 
+@pytest.mark.full
 def test_weights_are_replaced_and_offloaded_in_sleep(tiny, oracle):
     expected = [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
     with serve(tiny) as llm:

@@ -51,7 +51,7 @@ def fails(*args: Any, **kwargs: Any) -> None:
     [
         (PAIR, {}),
         full(Layout(data=2), {"data_parallel_size": 2}),
-        (Layout(stages=2), {}),
+        full(Layout(stages=2), {}),
         full(Layout(ffn=1), {"experimental_ffn_devices": 1}),
     ],
     ids=["tensor", "data", "stages", "halves"],

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.paged_attention import random
+from suite.marks import full_if
 
 from duetto.kvcache.kernels.gpu_rope import fits_gpu_rope, gpu_rope_and_write
 from duetto.kvcache.pages import write_kv_to_slots
@@ -42,6 +43,7 @@ def given(c: GroupedQuery, dtype: Any) -> tuple[NewHeads, tuple[Any, Any], tuple
     return new, pools, (page, offset)
 
 
+@full_if(lambda c: c.num_heads in (3, 8) or c.head_size == 80)
 @pytest.mark.parametrize("c, dtype", CASES.values(), ids=list(CASES))
 def test_the_kernel_has_the_bits_of_each_by_itself(c: GroupedQuery, dtype: Any):
     new, pools, place = given(c, dtype)

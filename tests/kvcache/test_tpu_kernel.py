@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases.gpus import traced_for_tpu
 from cases.paged_attention import Case, inputs, real, reference, small_pages, with_own_path
+from suite.marks import full, full_if
 
 from duetto.kvcache.kernels import tpu_attention
 from duetto.kvcache.kernels.sharded_attention import attend_on_devices
@@ -42,6 +43,13 @@ CASES = {
 }  # fmt: skip
 
 
+# What these show the other cases show together.
+REPETITIONS = (
+    "short rows", "the first and last rows are empty", "many key heads", "chunk", "chunk, in chunks",
+    "chunk, bfloat16",
+)  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch):
     """Blocks of one or two tiles, so that rows have several."""
@@ -56,6 +64,7 @@ def interpreted(q: Any, pages: LayerPages, reading: AttentionParams) -> np.ndarr
     return np.asarray(run(q, pages))
 
 
+@full_if(lambda case: any(case is CASES[name] for name in REPETITIONS))
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_the_kernel_equals_the_reference(case: Case):
     q, pages, reading = inputs(case)
@@ -68,7 +77,7 @@ def test_the_kernel_equals_the_reference(case: Case):
     assert not found[np.asarray(case.count) == 0].any()
 
 
-@pytest.mark.parametrize("name", ["several blocks", "window, cap, sinks", "latent", "chunk"])
+@pytest.mark.parametrize("name", [full("several blocks"), full("window, cap, sinks"), "latent", "chunk"])
 def test_bits_follow_from_the_row_alone(name: str):
     case = CASES[name]
     q, pages, reading = inputs(case)
@@ -80,7 +89,7 @@ def test_bits_follow_from_the_row_alone(name: str):
     np.testing.assert_array_equal(together[-len(alone) :], alone)
 
 
-@pytest.mark.parametrize("name, most", [("MAX_PRODUCT_QUERIES", 24), ("MAX_HELD_BYTES", 1 << 18)])
+@pytest.mark.parametrize("name, most", [full("MAX_PRODUCT_QUERIES", 24), ("MAX_HELD_BYTES", 1 << 18)])
 def test_a_prompt_may_be_read_in_smaller_chunks(monkeypatch: pytest.MonkeyPatch, name: str, most: int):
     q, pages, reading = inputs(Case((0,), (90,), T=90, K=1, H=128, W=64, M=2, window=60, sinks=True))
     whole = interpreted(q, pages, reading)
@@ -91,7 +100,7 @@ def test_a_prompt_may_be_read_in_smaller_chunks(monkeypatch: pytest.MonkeyPatch,
     np.testing.assert_allclose(interpreted(q, pages, reading), whole, atol=1e-6)
 
 
-@pytest.mark.parametrize("copied", [1 << 18, 1 << 24])
+@pytest.mark.parametrize("copied", [1 << 18, full(1 << 24)])
 def test_bits_do_not_depend_on_the_size_of_copies(monkeypatch: pytest.MonkeyPatch, copied: int):
     q, pages, reading = inputs(CASES["several blocks"])
     expected = interpreted(q, pages, reading)
@@ -101,6 +110,7 @@ def test_bits_do_not_depend_on_the_size_of_copies(monkeypatch: pytest.MonkeyPatc
     np.testing.assert_array_equal(interpreted(q, pages, reading), expected)
 
 
+@full_if(lambda rank, dtype: (rank is None) != (dtype == jnp.float32))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("rank", [None, 128])
 def test_keys_of_a_path_count_like_written_ones(rank: int | None, dtype: Any):

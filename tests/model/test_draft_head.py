@@ -93,6 +93,7 @@ def test_what_is_no_head_is_refused(tiny_head, tmp_path: Path):
         load_head(tmp_path, D, jnp.float32)
 
 
+@pytest.mark.full
 def test_the_shipped_head_is_small_and_drafts_demo_tokens():
     """Along the demo model's own greedy text; the bound leaves room below what was measured."""
     config, params = load_hf(SHIPPED.parent / "demo", jnp.float32)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cases.models import RANDOM
 from cases.weights import drawn
+from suite.marks import full
 
 from duetto.model.attention import Attention, causal
 from duetto.model.transformer import Decoder, decoder_spec, forward
@@ -37,7 +38,7 @@ def projections(params: Decoder) -> Attention:
     return found
 
 
-@pytest.mark.parametrize("name", ["tiny", "windows"])  # the second with biases, norms and sinks
+@pytest.mark.parametrize("name", [full("tiny"), "windows"])  # the second with biases, norms and sinks
 def test_hidden_states_are_the_same(name: str, one_gpu):
     config = RANDOM[name]
     params = drawn(decoder_spec(config))

@@ -79,6 +79,7 @@ def test_lane_rows_are_for_tpus_only():
     assert convert_to_device_forms(params, False).embed is params.embed
 
 
+@pytest.mark.full
 def test_an_engine_serves_the_same_tokens_and_takes_other_weights(
     tpu: None, few_shapes: None, monkeypatch: pytest.MonkeyPatch
 ):

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 from cases.programs import StoredJit
+from suite.marks import full_if
 
 from duetto.model.attention import causal
 from duetto.model.recurrent.kinds import STATE_BLOCK_TOKENS, DeltaNet, Mamba, StateShapes
@@ -80,6 +81,7 @@ def assert_scan_is_one_by_one(x: Terms, counts: list[int], atol: float = 2e-5) -
         np.testing.assert_allclose(np.asarray(out)[b, :count], outputs, atol=atol)
 
 
+@full_if(lambda T: T == STATE_BLOCK_TOKENS)
 @pytest.mark.parametrize(("by_dimension", "rate"), KINDS)
 @pytest.mark.parametrize("T", [3, STATE_BLOCK_TOKENS, LONG])
 def test_blocks_equal_single_tokens(by_dimension, rate, T):

@@ -80,6 +80,7 @@ def speculate(p: jax.Array, q: jax.Array, seed: jax.Array, k: int, length: int) 
     return jax.lax.fori_loop(0, length, step, (jnp.zeros((B, length), jnp.int32), zero, zero))[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("k", "noise"), [full(1, 3.0), (2, 0.3), full(3, 3.0)])
 def test_draws_end_to_end(k: int, noise: float):
     language, length = Language(5, seed=11, noise=noise), 4

@@ -18,6 +18,7 @@ import pytest
 from cases.processors import NONE, PROCESSORS
 from cases.programs import StoredJit
 from cases.sampling import admit_jit, commit_jit, load_jit, sample_jit
+from suite.marks import full_if
 
 from duetto import SamplingParams, logits_processor
 from duetto.sampling import sample
@@ -129,6 +130,7 @@ def test_processors_are_equal_where_they_compute_the_same():
     assert pickle.loads(pickle.dumps(one)) == one, "stored programs hold it"
 
 
+@full_if(lambda library, as_arguments: as_arguments != (library is np))
 @pytest.mark.parametrize("library", [np, jnp])
 @pytest.mark.parametrize("as_arguments", [False, True])
 def test_constants_are_part_of_what_is_equal(library, as_arguments, monkeypatch):

@@ -69,7 +69,7 @@ def test_neighbouring_floats_are_told_apart():
         assert narrowing(np.stack([row, row * 1e-20, row * 1e20]), "top_k", k).sum(axis=1).tolist() == [k] * 3
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, full(False)])
 def test_a_gpus_search_finds_what_a_cpus_finds(whole: bool):
     """Goals that nothing, one token, some, all and not even all reach, among equal, infinite and absent
     numbers."""

@@ -27,9 +27,7 @@ OF_A_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the repetitions too, which are marked `full`")
-    parser.addoption(
-        "--part", metavar="K/N", help="run part K (0 to N-1) of N parts that cost about the same"
-    )
+    parser.addoption("--part", metavar="K/N", help="run part K, 0 to N-1, of N that cost about the same")
     parser.addoption("--cpu-kernels", action="store_true", help="engines use CPU kernels where they can")
     parser.addoption("--as-served", action="store_true", help="compile all programs as users' are")
 

@@ -58,9 +58,9 @@ class SplitStep:
     sample: Callable[..., tuple[Any, Any]]
 
     def __call__(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, Any, Output]:
-        cache, pending = self.run_forward(params, cache, slots, batch)
-        slots = pending.draw(params, slots)
-        return cache, slots, pending.wait_result()
+        cache, forwarded = self.forward(params, cache, slots, batch)
+        slots, sampled = self.sample(outer_params(target_params(params)), slots, forwarded.rows)
+        return cache, slots, forwarded.with_samples(sampled)
 
     def run_forward(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, PendingSample]:
         """Dispatch the forward pass alone; returns the cache and the pending draw."""

@@ -50,6 +50,7 @@ def test_every_family_is_converted_and_converted_back(name, tmp_path):
         assert same_tensors(source, tmp_path / "b")
 
 
+@pytest.mark.full
 def test_a_converted_folder_is_served_like_its_source(few_shapes, source, converted):
     with LLM(converted, **SIZES) as llm:
         assert same_params(llm.params, huggingface.load_hf(source, "float32")[1])

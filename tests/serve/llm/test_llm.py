@@ -141,6 +141,7 @@ def test_update_params(llm, start, tiny):
     assert llm.report()["compilations"] == compiled
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("few_shapes")
 def test_fused_projections_change_no_token_and_take_new_weights(monkeypatch):
     """As on one GPU; without the kernels and the layout of a CPU."""

@@ -302,12 +302,19 @@ class Serving(RuleBasedStateMachine):
             assert request.finish_reason == "abort" or request.first_unscored == len(request.prompt)
 
 
-TestServing = Serving.TestCase
-TestServing.settings = settings(
+class LongServing(Serving):
+    """The same with more examples."""
+
+
+SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=120,
+    max_examples=40,
     stateful_step_count=30,
     suppress_health_check=list(HealthCheck),
 )
+TestServing = Serving.TestCase
+TestServing.settings = SETTINGS
+TestLongServing = pytest.mark.full(LongServing.TestCase)
+TestLongServing.settings = settings(SETTINGS, max_examples=120)

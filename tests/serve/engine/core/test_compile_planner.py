@@ -2,7 +2,6 @@
 it."""
 
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -175,16 +174,3 @@ def test_the_first_background_program_is_one_the_steps_lack(one_layer, added):
         while not added:
             llm.generate([[5, 6, 7]] * 8, ALIKE, use_tqdm=False)
     assert added[0] == "prefill[2,32]"
-
-
-def test_a_waiting_grammar_has_all_programs_compiled(one_layer, added, monkeypatch):
-    monkeypatch.setattr(executable_cache.CompileTimes, "mean", 1e6)
-    monkeypatch.setattr(needs, "IDLE_SECONDS", 1e6)
-    with LLM.from_params(one_layer.config, one_layer.params, **SIZES | {"max_prefill_tokens": 64}) as llm:
-        programs: Any = llm.engine.programs
-        missing = set(map(str, programs.missing))
-        llm.engine._start_deferred_sampling_warmup()
-        end = time.monotonic() + 600.0
-        while not missing <= set(added):
-            assert time.monotonic() < end
-            time.sleep(0.01)

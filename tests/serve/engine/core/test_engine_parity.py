@@ -4,7 +4,6 @@ same checkpoints."""
 import pytest
 from cases.compare import log_softmax
 from cases.families.golden import case_folder, prompts
-from suite.marks import full
 
 from duetto import LLM, SamplingParams
 
@@ -12,9 +11,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=8, ignore_eos=Tr
 
 
 # One of each way that the cache or the positions matter: the other families differ in names and fields only.
-@pytest.mark.parametrize(
-    "name", [full("mistral"), full("gemma2"), full("phi3"), "deepseek_v3", full("gpt_oss"), full("gpt2")]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "phi3", "deepseek_v3", "gpt_oss", "gpt2"])
 def test_engine_equals_transformers(name, tmp_path):
     """Pages of 4 tokens, so that windows of 4 to 11 leave pages behind, and a prompt of 23 in two chunks."""
     golden = case_folder(name, tmp_path)

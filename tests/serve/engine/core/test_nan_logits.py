@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.requests import SIZES, exact
+from suite.marks import full
 
 from duetto import LLM, PoolingParams, SamplingParams
 from duetto.model.pooling import Pooler, pool_hidden_states
@@ -29,7 +30,11 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module", params=OPTIONS.values(), ids=OPTIONS)
+@pytest.fixture(
+    scope="module",
+    params=[full(x) if "speculative_config" in x else x for x in OPTIONS.values()],
+    ids=OPTIONS,
+)
 def llm(request, one_layer):
     params = one_layer.params
     with LLM.from_params(one_layer.config, params, **(SIZES | request.param)) as llm:

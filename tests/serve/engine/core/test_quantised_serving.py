@@ -148,7 +148,7 @@ def test_pages_of_another_precision_have_other_hashes(params):
     assert len(set(roots)) == 4 and None not in roots
 
 
-@pytest.mark.parametrize("case", [full("fp8 blocks"), "gptq asymmetric", full("mxfp4")])
+@pytest.mark.parametrize("case", [full("fp8 blocks"), full("gptq asymmetric"), full("mxfp4")])
 @greedy_programs()
 def test_quantised_weights_generate_the_tokens_of_dequantised_ones(
     few_shapes, stored: dict[str, Path], case: str
@@ -256,6 +256,7 @@ print(resident("VmHWM") - before, tree_bytes(params))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc")
 def test_loading_holds_the_quantised_model_and_one_weight(tmp_path: Path):
     config = ModelConfig.uniform(512, 1024, 4096, 8, 8, 8, 128, tied_embeddings=True)

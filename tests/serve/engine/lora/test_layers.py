@@ -70,6 +70,7 @@ def with_terms(model: Model, adapter: Adapter) -> Model:
     )
 
 
+@pytest.mark.full
 @full_if(lambda name: name != "latent")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_request_has_its_own_adapters_tokens(monkeypatch, name):

@@ -176,7 +176,6 @@ CASES = [
 OF_EACH_KIND = (  # machines and loads whose cases are no repetitions
     ("accelerator", "32 rows"),
     ("processor with n-grams", "1 rows"),
-    ("processor with n-grams", "a ramp up and down"),
     ("processor of narrow calls", "1 rows"),
     ("processor of narrow calls", "batches that end row by row"),
 )

@@ -66,8 +66,8 @@ MIXERS = {
     "delta rule by dimension": (DeltaNet(2, 2, 16, 16, decay_rank=8), {"recurrent_step"}),
     "Mamba": (Mamba(1, 4, 16, 16), {"recurrent_step"}),
 }
-# In float32 their checks are repetitions; states are in float32 always.
-IN_BFLOAT16 = "heads with a window, a cap and sinks", "delta rule", "delta rule by dimension", "Mamba"
+# Their checks are repetitions, as all in float32 are.
+LIKE_OTHERS = "heads", "heads with a window, a cap and sinks", "delta rule by dimension"
 
 
 def model(mixer: Any, ffn: Any = DENSE, dtype: str = "bfloat16") -> tuple[ModelConfig, Decoder]:
@@ -104,7 +104,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executable_cache, "program_folder", lambda: None)
 
 
-@full_if(lambda name, dtype: name == "heads" or (dtype == "float32" and name in IN_BFLOAT16))
+@full_if(lambda name, dtype: name in LIKE_OTHERS or dtype == "float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_kernels_of_each_mixer_pass(hopper: None, name: str, dtype: str):
@@ -227,7 +227,7 @@ def broken(q: jax.Array, *_: Any) -> jax.Array:
             GroupedQuery(4, 2, 128, window=300, softcap=5.0, sinks=True),
             {"attention_decode", "attention_prefill"},
         ),
-        (Latent(4, 128, 16, 128, 16), {"attention_decode", "attention_prefill"}),
+        full(Latent(4, 128, 16, 128, 16), {"attention_decode", "attention_prefill"}),
         (GroupedQuery(4, 2, 32), set()),  # its rows fill no lanes, which a TPU's do
         (DeltaNet(2, 4, 16, 32), set()),
     ],

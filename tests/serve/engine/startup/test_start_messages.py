@@ -24,6 +24,7 @@ from duetto.serve.llm import llm
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled.compile import StepArguments
+from duetto.serve.runtime.compiled.futures import SplitStep
 from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape, Sizes
 from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.equal_bits.probe import Runs
@@ -136,23 +137,25 @@ def test_missing_programs_are_announced_and_stored_ones_are_not(tiny, folder, mo
     )
     monkeypatch.setattr(programs.executable_cache, "compile_and_store", lambda key, *_: key)
     monkeypatch.setattr(programs, "lower_step", lambda *_: SEATS)
+    monkeypatch.setattr(programs, "lower_sampler", lambda *_: SEATS)
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 600.0)
     monkeypatch.setattr(programs.Programs, "_lower_small", lambda _: [SEATS] * programs.NUM_SMALL_PROGRAMS)
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
     def start() -> list[str]:
         made: Any = programs.Programs(TargetOnly(tiny.config), tiny.params, SIZES, SHAPES)
-        assert list(made.steps.values()) == ["prefill", "decode", "verify"]
+        split = [SplitStep(forward, "sample") for forward in ("prefill", "decode")]
+        assert list(made.steps.values()) == [*split, "verify"]
         return capfd.readouterr().err.splitlines()
 
-    line = "duetto: compiling 3 programs, kept for the next start: "
-    assert start() == [f"{line}0/3", f"{line}3/3"]
-    there |= {"prefill", "verify"}
+    line = "duetto: compiling 4 programs, kept for the next start: "
+    assert start() == [f"{line}0/4", f"{line}4/4"]
+    there |= {"prefill", "verify", "sample"}
     assert start()[-1] == "duetto: compiling 1 program, kept for the next start: 1/1"
     there |= {"decode"}
     assert start() == []
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 0.0)
-    assert start()[-1] == "duetto: reading kept programs: 3/3"
+    assert start()[-1] == "duetto: reading kept programs: 4/4"
 
 
 @pytest.mark.full
@@ -172,6 +175,7 @@ def test_unused_cpu_kernels_are_reported(tiny, monkeypatch, capfd):
 def test_deferred_compilations_are_reported(tiny, monkeypatch, capfd):
     monkeypatch.setattr(programs.executable_cache, "compile_and_store", lambda key, *_: key or "compiled")
     monkeypatch.setattr(programs, "lower_step", lambda *_: SEATS)
+    monkeypatch.setattr(programs, "lower_sampler", lambda *_: SEATS)
     monkeypatch.setattr(programs.Programs, "_lower_small", lambda _: [SEATS] * programs.NUM_SMALL_PROGRAMS)
     made: Any = programs.Programs(TargetOnly(tiny.config), tiny.params, SIZES, SHAPES, SHAPES[:2])
     assert (
@@ -179,7 +183,7 @@ def test_deferred_compilations_are_reported(tiny, monkeypatch, capfd):
         and made.missing == [SHAPES[2]]
         and set(made.ready_seconds) == {*SHAPES[:2]}
     )
-    assert capfd.readouterr().err.splitlines()[-1].endswith("; 1 more while they serve: 2/2")
+    assert capfd.readouterr().err.splitlines()[-1].endswith("; 1 more while they serve: 3/3")
     made.add(SHAPES[2])
     assert tuple(made.steps) == SHAPES and set(made.ready_seconds) == {*SHAPES}  # two threads compile
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from cases.targets import compile_for, job_for
 from fakes.greedy import greedy_programs
+from suite.marks import full
 
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import shapes_from_specs, tree_bytes
@@ -31,7 +32,7 @@ def analysed(shape: Shape) -> dict[str, float]:
 # XLA counts the body of the loop over blocks of 128 keys once: contexts are chosen so that the model counts
 # as many.
 @pytest.mark.parametrize(
-    "shape, context", [(Shape("decode", 8, 1), 127), (Shape("prefill", 16, 32), 0)], ids=str
+    "shape, context", [(Shape("decode", 8, 1), 127), full(Shape("prefill", 16, 32), 0)], ids=str
 )
 def test_operations_agree_with_xla(shape: Shape, context: int):
     config = job_for(local_target()).config

@@ -157,7 +157,7 @@ def test_recurrent_states_are_updated_in_place(
     "shape, dtype, draws",
     [
         full(Shape("prefill", 1, 512), "bfloat16", True),
-        (Shape("prefill", 16, 32), "float32", False),
+        full(Shape("prefill", 16, 32), "float32", False),
         (Shape("decode", 8, 1), "float32", True),
         full(Shape("decode", 64, 4), "bfloat16", True),
     ],

@@ -59,6 +59,7 @@ def test_pages_arrive_after_the_transfer_time():
     assert waited[-1] == pytest.approx(pages * 0.1 + 0.5)
 
 
+@pytest.mark.full
 def test_what_takes_longer_than_computing_is_not_fetched():
     own = swapping(bandwidth=500.0)  # two seconds a page
     assert hit_rate(own) < 0.4 and own.engine.report()["tiers"]["refused"] > 0

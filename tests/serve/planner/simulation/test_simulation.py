@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from cases.models import RANDOM, TINY
 from cases.simulated import Even, simulation
+from suite.marks import full
 
 from benchmarks.measured_times import MeasuredTimes
 from duetto.kvcache.pool import PagePool
@@ -48,9 +49,9 @@ def workload(count: int = 60) -> list[TraceEntry]:
 @pytest.mark.parametrize(
     "name, pages, shards, cpu_kernels",
     [
-        ("tiny", 99, 1, False),
+        full("tiny", 99, 1, False),
         ("tiny", 18, 1, False),
-        ("windows", 99, 1, False),
+        full("windows", 99, 1, False),
         ("tiny", 17, 2, False),
         ("tiny", 99, 1, True),  # which take several steps of few rows
     ],

@@ -94,6 +94,7 @@ def test_edited_code_of_a_package_makes_other_programs(tmp_path):
     assert executable_cache.hash_sources([tmp_path]) != before
 
 
+@pytest.mark.full
 def test_damaged_files_are_made_anew(one_layer, first, folder):
     shutil.copytree(first.folder, folder, dirs_exist_ok=True)
     for file in (folder / "duetto").iterdir():

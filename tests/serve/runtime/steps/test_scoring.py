@@ -25,6 +25,7 @@ from duetto.serve.runtime.steps.scoring import (
 pytestmark = pytest.mark.as_served
 
 
+@pytest.mark.full
 @full_if(lambda model: model != "tiny")
 def test_wanted_scores_alone_are_those_of_all(model):
     """Of a position that is wanted, whatever else is; and a row's own, wherever it stands."""

@@ -165,18 +165,24 @@ def test_stop_ids_and_the_end_stop_on_the_device(one_layer):
     assert not bool(ended.slots.live[SLOT])
 
 
-@pytest.mark.parametrize("tokens, logits", [(1, 8), (16, 8), (64, 8)])
-def test_rows_of_a_step_that_get_logits(one_layer, monkeypatch, tokens, logits):
-    """Decode keeps its width at fewer slots; a prefill has at least as many rows as change no bit."""
-    seen, unembed = [], step.compute_logits
-    monkeypatch.setattr(
-        step, "compute_logits", lambda p, c, hidden: seen.append(len(hidden)) or unembed(p, c, hidden)
-    )
-    rows, one = np.zeros(8, np.int32), np.ones(8, np.int32)
-    batch = jax.tree.map(
-        jnp.asarray, Batch(np.zeros((8, tokens), np.int32), rows, one, (np.zeros((8, 2), np.int32),), rows)
-    )
-    hidden = jax.ShapeDtypeStruct((8, tokens, one_layer.config.hidden_size), jnp.float32)
-    slots = empty_slots(1, one_layer.config.vocab_size)
-    jax.eval_shape(lambda h: step.sample_last(one_layer.params, one_layer.config, slots, batch, h), hidden)
-    assert seen == [logits]
+@pytest.mark.parametrize(
+    "B, tokens, num_slots, rows",
+    [(8, 1, 1, 8), (20, 1, 4, 20), (1, 64, 20, 8), (8, 16, 1, 8), (9, 16, 20, 16), (64, 2, 20, 24)],
+)
+def test_rows_of_a_step_that_sample(B, tokens, num_slots, rows):
+    """Decode keeps its width at fewer slots; a prefill has at least as many rows as change no bit, and no
+    more widths than decode."""
+    assert step.num_sample_rows(B, tokens, num_slots) == rows
+    zeros, ones = jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.int32)
+    batch = Batch(jnp.zeros((B, tokens), jnp.int32), zeros, ones, (), zeros)
+    hidden, slots = jax.ShapeDtypeStruct((B, tokens, 4), jnp.float32), empty_slots(num_slots, 16)
+    selected, _ = jax.eval_shape(lambda h: step.select_sample_rows(slots, batch, h), hidden)
+    assert len(selected.slot) == rows == len(selected.hidden)
+
+
+def test_samples_are_found_by_the_rows_of_their_batch():
+    """Four rows in each of two shards; the number 4 is padding."""
+    number = np.array([2, 0, 4, 3, 1, 4], np.int32)
+    output = step.Output(sampled=jax.tree.map(lambda _: None, None), prompt=None, number=number)
+    assert output.sample_indices(4, shards=2) == [1, -1, 0, -1, -1, 4, -1, 3]
+    assert [*step.Output(sampled=None, prompt=None).sample_indices(2, shards=2)] == [0, 1, 2, 3]

@@ -139,6 +139,7 @@ def test_echoed_prompts_have_scores(client, llm, most):
     assert text == "import" + offline(llm, "import", {"temperature": 0.0, "max_tokens": 4})[0][0]
 
 
+@pytest.mark.full
 def test_many_streams_at_once_are_what_each_is_alone(server, llm):
     asked: Any = {"temperature": 0.9, "max_tokens": 20}
 

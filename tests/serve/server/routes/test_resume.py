@@ -11,7 +11,7 @@ import httpx
 import jax
 import pytest
 from cases.requests import SIZES, SMALLEST
-from suite.marks import full_if
+from suite.marks import full, full_if
 
 from duetto import LLM, SamplingParams
 from duetto.serve.llm.driver import StreamHandle
@@ -96,7 +96,7 @@ def merged(groups: list[tuple[list[dict], dict]]) -> Any:
     return found
 
 
-@full_if(lambda name: name == "penalty")
+@full_if(lambda name: name in ("penalty", "text"))
 @pytest.mark.parametrize("name", ASKED)
 def test_a_stream_goes_on_from_any_of_its_tokens(llm, name):
     path, body = ASKED[name]
@@ -129,7 +129,7 @@ def whole(llm: LLM, path: str, body: dict[str, Any], **known: Any) -> tuple[list
     return list(map(json.loads, tokens)), json.loads(answer[6:])
 
 
-@pytest.mark.parametrize("name", ["text", "prompts", "penalty", "talk", "response"])
+@pytest.mark.parametrize("name", [full("text"), "prompts", "penalty", full("talk"), "response"])
 def test_a_whole_answer_goes_on_from_any_of_its_tokens(llm, name, monkeypatch):
     monkeypatch.setattr(completions, "TOKEN_COMMENT_SECONDS", 0.0)
     path, body = ASKED["chat" if name == "talk" else name]

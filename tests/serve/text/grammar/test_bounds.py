@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from cases.text.letters import letters
 from cases.waiting import until
+from suite.marks import full_if
 from tokenizers import AddedToken
 
 from duetto.sampling.structured import StructuredOutputsParams
@@ -54,6 +55,7 @@ def multiple(n: int) -> StructuredOutputsParams:
     return StructuredOutputsParams(json={"type": "integer", "multipleOf": n})
 
 
+@full_if(lambda asked: asked is not COSTLY[0])
 @pytest.mark.parametrize("asked", COSTLY)
 def test_a_costly_grammar_is_refused_by_the_option(make, asked):
     for bounds, why in (

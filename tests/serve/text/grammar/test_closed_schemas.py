@@ -9,6 +9,7 @@ import jsonschema
 import numpy as np
 import pytest
 from pydantic import BaseModel, Field, create_model
+from suite.marks import full
 
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
@@ -100,9 +101,10 @@ def asked_of(schema: dict[str, Any], **fields: Any) -> StructuredOutputsParams:
     return found
 
 
-def test_models_of_pydantic_get_no_foreign_key(grammars, words):
+@pytest.mark.parametrize("models", [40, full(MODELS)])
+def test_models_of_pydantic_get_no_foreign_key(grammars, words, models):
     whole, foreign = 0, 0
-    for seed in range(MODELS):
+    for seed in range(models):
         asked = drawn_model(seed)
         schema = asked.model_json_schema()
         text = drawn(grammars, words, asked_of(schema, strict=True), seed)
@@ -112,7 +114,7 @@ def test_models_of_pydantic_get_no_foreign_key(grammars, words):
             value = json.loads(text)
             jsonschema.validate(value, strict(schema))
             foreign += not set(value) <= schema["properties"].keys()
-    assert whole > 0.9 * MODELS and not foreign
+    assert whole > 0.9 * models and not foreign
 
 
 @pytest.mark.parametrize("fields", [{}, {"strict": False}, {"strict": True}])

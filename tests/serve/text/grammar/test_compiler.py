@@ -197,6 +197,7 @@ def test_missing_requirements_are_named(grammars, monkeypatch):
     assert "pip install 'duetto[structured]'" in refused(letters(), (END,))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not MASKBENCH.exists(), reason=f"there is no {MASKBENCH.name} beside the clone")
 def test_schemas_of_maskbench(grammars):
     """Valid instances are allowed token by token, invalid ones are not; what llguidance cannot do is said.

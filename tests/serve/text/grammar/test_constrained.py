@@ -3,8 +3,7 @@ however they are served; their neighbours keep every bit."""
 
 import json
 import re
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from cases.oracle import Model, next_token
 from cases.programs import StoredJit
 from cases.sampling import admit_jit
 from cases.text.letters import letters
-from suite.fixtures import with_few_shapes
 from tokenizers import AddedToken
 
 from duetto import LLM, RequestOutput, SamplingParams
@@ -125,64 +123,51 @@ def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
 
 
 @pytest.fixture
-def two_decodes() -> Iterator[None]:
-    """One width, of one step and of several in a dispatch."""
-    with with_few_shapes(decodes=2):
-        yield
+def late_draws(monkeypatch: pytest.MonkeyPatch) -> list[PendingSample]:
+    """Draws that waited for grammars, as they are dispatched. The third one fails."""
+    seen, draw = [], PendingSample.draw
+
+    def drawn(pending: PendingSample, *given: Any) -> Any:
+        seen.append(pending)
+        if len(seen) == 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+        return draw(pending, *given)
+
+    monkeypatch.setattr(PendingSample, "draw", drawn)
+    return seen
 
 
-@pytest.mark.usefixtures("early", "two_decodes")
-def test_draws_that_wait_for_grammars_change_no_bit(serve, base, monkeypatch):
-    """Programs for them come with the first grammar; rows without one, and all others, keep their bits while
-    they come, when they are there, when one fails, and when requests are preempted."""
+def test_draws_that_wait_for_grammars_change_no_bit(serve, base, late_draws, monkeypatch):
+    """Rows without a grammar, and all others, keep their bits, also when a draw fails and when requests are
+    preempted."""
+    monkeypatch.setattr(base.engine, "can_defer_sampling", False)
+    base.engine.tables.reset_prefix_cache()
     wanted = [bits(o) for o in base.generate(prompts(), PARAMS, use_tqdm=False)]
-    sizes = {"max_batched_token_mem": 320, "page_size": 16}
-    with serve(**sizes) as llm:
-        while llm.engine.warmup is not None:  # of programs that every engine has
-            llm.generate([[5]], SamplingParams(max_tokens=1), use_tqdm=False)
-        end = time.monotonic() + 600.0
-        while "deferred[8,1]" not in llm.report()["steps"] or llm.engine.warmup is not None:
-            assert time.monotonic() < end
-            llm.engine.tables.reset_prefix_cache()
-            assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
-        draw, turns = PendingSample.draw, iter([True, True, False])
-
-        def fails(*given: Any) -> Any:
-            if not next(turns, True):
-                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-            return draw(*given)
-
-        monkeypatch.setattr(PendingSample, "draw", fails)
-        before = llm.report()["preemptions"]
+    assert not late_draws
+    with serve(max_batched_token_mem=320, page_size=16) as llm:
         assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
-        assert llm.report()["preemptions"] > before and not [*turns]
-        assert {"decode[8,4]", "deferred[8,1]"} <= llm.report()["steps"].keys()
+        assert len(late_draws) > 3 and llm.report()["preemptions"] > 0
+        assert {"decode[8,4]", "decode[8,1]"} <= llm.report()["steps"].keys()
         assert llm.report()["compilations"] == 0 and llm.engine.tables.occupancy == 0
-        assert "deferred[8,1]" in llm.report(explained=True)["explained"]
 
 
-@pytest.mark.usefixtures("early")
-def test_neighbours_with_adapters_wait_for_no_grammar(serve, one_layer, few_shapes, tmp_path):
-    """Programs of late draws are compared while adapters come and go, and change no bit."""
+def test_neighbours_with_adapters_wait_for_no_grammar(serve, one_layer, few_shapes, late_draws, tmp_path):
+    """While adapters come and go, which changes no bit."""
     folders = [write(tmp_path / name, one_layer.config, 2 + i, i) for i, name in enumerate("abc")]
     asked = [LoRARequest(folder.name, i, str(folder)) for i, folder in enumerate(folders, 1)]
     whose = [asked[0], None, asked[1], asked[2], None, asked[0], asked[1]]
-    lora = {"enable_lora": True, "max_loras": 2}
+    with serve(one_layer, enable_lora=True, max_loras=2) as llm:
 
-    def answered(llm: LLM) -> list[Any]:
-        llm.engine.tables.reset_prefix_cache()
-        return [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False, lora_request=whose)]
+        def answered() -> list[Any]:
+            llm.engine.tables.reset_prefix_cache()
+            return [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False, lora_request=whose)]
 
-    with serve(one_layer, background_compilation=False, **lora) as llm:
-        wanted = answered(llm)
-        assert llm.engine.warmup is None and "deferred[8,1]" not in llm.report()["steps"]
-    with serve(one_layer, **lora) as llm:
-        end = time.monotonic() + 600.0
-        while "deferred[8,1]" not in llm.report()["steps"] or llm.engine.warmup is not None:
-            assert time.monotonic() < end
-            assert answered(llm) == wanted
-        assert answered(llm) == wanted
-        assert llm.report()["compilations"] == 0 and not llm.engine.classes.verify
+        llm.engine.can_defer_sampling = False
+        wanted = answered()
+        assert not late_draws
+        llm.engine.can_defer_sampling = True
+        assert answered() == wanted == answered()
+        assert late_draws and llm.report()["compilations"] == 0
 
 
 def test_ended_outputs_match_the_grammar(base, tokenizer):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases.text.dialects import ASKED, TOKENS, template
 from cases.text.letters import letters
+from suite.marks import full_if
 from tokenizers import AddedToken
 
 from duetto import SamplingParams
@@ -68,6 +69,7 @@ def accepts(words: Tokenizer, asked: StructuredOutputsParams, text: str) -> bool
     return constraint.failure is None and bool(bits[end])
 
 
+@full_if(lambda marks, is_special: not is_special and marks is not REASONING[0])
 @pytest.mark.parametrize("is_special", [True, False])
 @pytest.mark.parametrize("marks", ROWS)
 def test_a_grammar_begins_after_the_reasoning(marks, is_special):

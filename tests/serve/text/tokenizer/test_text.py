@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from suite.marks import full_if
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
@@ -76,6 +77,7 @@ def all_ids(tokenizer: Tokenizer):
     return st.lists(st.integers(0, len(tokenizer)), max_size=40)
 
 
+@full_if(lambda kind: kind in ("pieces, first space stripped", "word piece"))
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), skip=st.booleans(), cuts=st.lists(st.integers(0, 99), max_size=6))
 @settings(max_examples=200, deadline=None)
@@ -89,6 +91,7 @@ def test_any_chunking_gives_the_decoded_text(kind, data, skip, cuts):
     assert stream.tokens_used == len(ids) and stream.stop_hit is None
 
 
+@full_if(lambda kind: kind == "pieces, first space stripped")
 @pytest.mark.parametrize("kind", EXACT)
 @given(
     data=st.data(),
@@ -246,6 +249,7 @@ def test_stop_strings_take_little_more_than_their_text(stops):
     assert automaton.find_stop(StopStrings.ROOT, stops[-1])[1:] == 2 * (len(stops[-1]),)
 
 
+@pytest.mark.full
 def test_many_long_stop_strings_cost_no_more_per_token():
     """Looking for each of their beginnings at each token would take half an hour."""
     tokenizer = KINDS["byte-level"]
