@@ -73,7 +73,7 @@ def study(model: str, llm: LLM) -> None:
         run(llm, 1)
         while llm.engine.warmup is not None:
             run(llm, 1)
-    assert llm.engine.classes.can_defer_sampling, "no draw is deferred here"
+    assert llm.engine.can_defer_sampling, "no draw is deferred here"
     found: dict[str, list[tuple[float | None, float | None, float]]] = {name: [] for name in RUNS}
     for turn in range(ROUNDS + 1):
         for name, count in RUNS.items():

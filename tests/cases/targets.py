@@ -9,6 +9,7 @@ from duetto.model.config import ModelConfig
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.engine_plan import EnginePlan, compile_stages
 from duetto.serve.planner.roofline.presets import PRESETS
+from duetto.serve.planner.roofline.program_facts import ProgramFacts, join_facts, read_program_facts
 from duetto.serve.planner.roofline.targets import MissingCompiler, Target, find_target, local_target
 from duetto.serve.runtime.compiled.compile import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
@@ -35,9 +36,26 @@ def found_target(name: str) -> Target:
         pytest.skip(str(error))
 
 
-def compile_for(plan: EnginePlan, shape: Shape, arguments: StepArguments) -> jax.stages.Compiled:
-    """Compile one program ahead of time for the plan's target."""
-    return compile_stages(plan, shape, arguments)[0][0]
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """A step's programs, read as one."""
+
+    programs: list[jax.stages.Compiled]
+
+    def as_text(self) -> str:
+        return "\n".join(program.as_text() or "" for program in self.programs)
+
+    def operations(self, name: str) -> float:
+        """Return XLA's own count of an operation, such as flops."""
+        return sum((program.cost_analysis() or {})[name] for program in self.programs)
+
+    def facts(self) -> ProgramFacts:
+        return join_facts([read_program_facts(program) for program in self.programs])
+
+
+def compile_for(plan: EnginePlan, shape: Shape, arguments: StepArguments) -> CompiledStep:
+    """Compile a step ahead of time for the plan's target."""
+    return CompiledStep([program for program, _ in compile_stages(plan, shape, arguments)[0]])
 
 
 def job_for(target: Target, model: str = "0.6b", dtype: str = "bfloat16") -> EnginePlan:

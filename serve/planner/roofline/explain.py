@@ -15,8 +15,7 @@ def explain_programs(engine: Engine) -> str:
     """Return a table of the programs that ran: work, bytes, floor and the median of measured seconds.
 
     Rows have the mean number of cached tokens that they had, empty rows included. A prefill's rows are taken
-    for one prompt's. A deferred decode is two programs, so its compiled facts are absent. On a host the peaks
-    are measured first, in about a second.
+    for one prompt's. On a host the peaks are measured first, in about a second.
     """
     if num_device_groups(engine.all_params) > 1:
         return "stages and halves have no table here: duetto plan shows their floors"

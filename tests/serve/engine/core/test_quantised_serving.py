@@ -35,7 +35,6 @@ from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
 from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments
 from duetto.serve.planner.roofline.floor import program_demand
 from duetto.serve.planner.roofline.presets import PRESETS
-from duetto.serve.planner.roofline.program_facts import read_program_facts
 from duetto.serve.planner.roofline.targets import MissingCompiler, find_target
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 
@@ -234,7 +233,7 @@ def test_decoding_an_8b_model_writes_no_widened_weights(scheme: str):
         "test", config, "bfloat16", EngineOptions(quantization=scheme), target, sizes, context=1024
     )
     arguments = abstract_arguments(job)
-    found = read_program_facts(compile_for(job, Shape("decode", 32, 1), arguments))
+    found = compile_for(job, Shape("decode", 32, 1), arguments).facts()
     largest = 2 * 4096 * 14336  # bytes of one projection in bfloat16
     assert schemes(arguments.params) == {scheme} and found.temporaries < 0.5 * largest
 

@@ -54,9 +54,8 @@ KERNELS = {"30b-a3b": 29, "gpt-oss-20b": 31}
 
 
 def compiled(plan: EnginePlan, shape: Shape) -> Module:
-    text = compile_for(plan, shape, abstract_arguments(plan)).as_text()
-    assert text is not None
-    return Module.parse(text)
+    forward = compile_for(plan, shape, abstract_arguments(plan)).programs[0]
+    return Module.parse(forward.as_text() or "")
 
 
 def layers(module: Module) -> Computation:

@@ -117,7 +117,7 @@ def plan_of(name: str, cell: Cell) -> EnginePlan:
 
 def compiled(plan: EnginePlan, cell: Cell) -> jax.stages.Compiled:
     with nullcontext() if cell.draws else greedy_programs():
-        return compile_stages(plan, cell.shape, abstract_arguments(plan))[0][0]
+        return compile_stages(plan, cell.shape, abstract_arguments(plan))[0][0][0]
 
 
 def compiled_text(plan: EnginePlan, cell: Cell) -> str:

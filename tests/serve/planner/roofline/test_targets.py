@@ -25,7 +25,7 @@ from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments, ana
 from duetto.serve.planner.roofline import targets
 from duetto.serve.planner.roofline.floor import describe_pool_buffers
 from duetto.serve.planner.roofline.presets import PRESETS
-from duetto.serve.planner.roofline.program_facts import ProgramFacts, read_program_facts
+from duetto.serve.planner.roofline.program_facts import ProgramFacts, join_facts, read_program_facts
 from duetto.serve.planner.roofline.targets import (
     MissingCompiler,
     TargetError,
@@ -35,7 +35,7 @@ from duetto.serve.planner.roofline.targets import (
     target_lowering,
 )
 from duetto.serve.planner.roofline.thunks import compile_with_thunks
-from duetto.serve.runtime.compiled.compile import StepArguments, lower_deferred_step, lower_step
+from duetto.serve.runtime.compiled.compile import StepArguments, abstract_operands, lower_programs
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.steps.phases import TargetOnly
 
@@ -123,19 +123,20 @@ def test_a_program_moves_little_more_than_it_must(target: str, model: str, shape
 def test_recurrent_states_are_updated_in_place(
     target: str, model: str, options: EngineOptions, ratio: float, temporaries: int
 ):
-    """A kernel reads and writes them once; the step is one launch."""
+    """A kernel reads and writes them once; each program is one launch."""
     plan, shards = job_for(found_target(target), model), options.data_parallel_size
     # an odd number of pages: a pool is told from a weight by its bytes
     sizes = dataclasses.replace(plan.sizes, pages=(8193, 8193), shards=shards)
     plan = dataclasses.replace(plan, options=options, sizes=sizes)
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
     with target_lowering(plan.target):
-        lowered = lower_step(TargetOnly(plan.config), shape, arguments, plan.sizes)
-        program, thunks = compile_with_thunks(lowered, compiler_options(plan.target) | COLLECTIVES)
-    assert thunks is not None and (thunks.buffers, thunks.read_backs) == (1, 0)
-    found = read_program_facts(
-        program, describe_pool_buffers(shape, plan.config.layers, arguments.cache, plan.context)
-    )
+        lowered = lower_programs(TargetOnly(plan.config), shape, arguments, plan.sizes)
+        options = compiler_options(plan.target) | COLLECTIVES
+        compiled = [compile_with_thunks(program, options) for program in lowered]
+    pools = describe_pool_buffers(shape, plan.config.layers, arguments.cache, plan.context)
+    found = join_facts([read_program_facts(program, pools) for program, _ in compiled])
+    assert [(x.buffers, x.read_backs) for _, x in compiled if x is not None] == [(1, 0), (1, 0)]
+    program = compiled[0][0]
     check_in_place(found, plan, arguments)
     print(
         "MEASURED",
@@ -167,7 +168,7 @@ def test_a_step_here_updates_cache_and_slots_in_place(shape: Shape, dtype: str, 
     plan = job_for(local_target(), dtype=dtype)
     arguments = abstract_arguments(plan)
     with nullcontext() if draws else greedy_programs():
-        found = read_program_facts(compile_for(plan, shape, arguments))
+        found = compile_for(plan, shape, arguments).facts()
     check_in_place(found, plan, arguments)
 
 
@@ -177,11 +178,13 @@ def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
     """Writes of keys and of the slots' state have indices that are unique: nothing is sorted for them."""
     plan, draws = job_for(found_target("h200")), shape.phase == "decode"
     with target_lowering(plan.target), nullcontext() if draws else greedy_programs():
-        lowered = lower_step(TargetOnly(plan.config), shape, abstract_arguments(plan), plan.sizes)
+        lowered = lower_programs(TargetOnly(plan.config), shape, abstract_arguments(plan), plan.sizes)
+        options = compiler_options(plan.target)
         usual, strict = (
-            lowered.compile(
-                {**compiler_options(plan.target), "xla_gpu_exclude_nondeterministic_ops": strict}
-            ).as_text()
+            "".join(
+                program.compile({**options, "xla_gpu_exclude_nondeterministic_ops": strict}).as_text() or ""
+                for program in lowered
+            )
             for strict in (False, True)
         )
     assert strict.count(" sort(") == usual.count(" sort(")
@@ -189,18 +192,19 @@ def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
 
 
 @pytest.mark.extras
-def test_deferred_sampling_moves_the_bytes_of_a_whole_step():
-    """A decode in two programs: they hand over the hidden states of its rows."""
+def test_two_programs_move_the_bytes_of_a_fused_step():
+    """They hand over the hidden states of the rows."""
     plan = job_for(found_target("h200"))
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
-    given = TargetOnly(plan.config), shape, arguments, plan.sizes
     with target_lowering(plan.target):
-        parts = lower_step(*given), *lower_deferred_step(*given).parts
-        compiled = [part.compile(compiler_options=compiler_options(plan.target)) for part in parts]
-    whole, forward, draw = map(read_program_facts, compiled)
+        parts = lower_programs(TargetOnly(plan.config), shape, arguments, plan.sizes)
+        operands = abstract_operands(shape, arguments, plan.sizes)
+        fused = jax.jit(TargetOnly(plan.config).decode, donate_argnums=(1, 2)).lower(*operands)
+        compiled = [part.compile(compiler_options(plan.target)) for part in (fused, *parts)]
+    whole, forward, sample = map(read_program_facts, compiled)
     assert forward.aliased_leaves == len(jax.tree.leaves(arguments.cache))
-    assert draw.aliased_leaves == len(jax.tree.leaves(arguments.slots))
-    assert forward.bytes + draw.bytes < 1.001 * whole.bytes
+    assert sample.aliased_leaves == len(jax.tree.leaves(arguments.slots))
+    assert forward.bytes + sample.bytes < 1.001 * whole.bytes
 
 
 @pytest.mark.extras
@@ -209,7 +213,7 @@ def test_eight_gpus_share_the_heads():
     plan = job_for(found_target("8xh200"))
     arguments = abstract_arguments(plan)
     assert device_bytes(arguments.cache) * 8 == tree_bytes(arguments.cache)
-    found = read_program_facts(compile_for(plan, Shape("decode", 8, 1), arguments))
+    found = compile_for(plan, Shape("decode", 8, 1), arguments).facts()
     check_in_place(found, plan, arguments)
     hidden = 8 * plan.config.hidden_size * 2
     reduced = found.collectives["all-reduce"]

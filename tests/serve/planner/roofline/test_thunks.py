@@ -28,7 +28,7 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import shapes_from_specs
 from duetto.serve.cli.main import main
 from duetto.serve.planner.engine_plan import abstract_params
-from duetto.serve.runtime.compiled.compile import make_abstract_arguments, lower_step
+from duetto.serve.runtime.compiled.compile import make_abstract_arguments, lower_programs
 from duetto.serve.runtime.steps.phases import TargetOnly
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.planner.roofline.presets import PRESETS
@@ -66,8 +66,8 @@ def thunks(kind, phase, rows, tokens):
     sizes = Sizes(4096, 64, (1024,) * len(pair.windows), 64, hidden=hidden)
     with target_lowering(target), greedy_programs() if kind in ("latent", "experts") else nullcontext():
         arguments = make_abstract_arguments(pair, params, sizes)
-        lowered = lower_step(phases, Shape(phase, rows, tokens), arguments, sizes)
-    return asdict(compile_with_thunks(lowered, compiler_options(target))[1])
+        lowered = lower_programs(phases, Shape(phase, rows, tokens), arguments, sizes)
+    return [asdict(compile_with_thunks(program, compiler_options(target))[1]) for program in lowered]
 
 
 for program in PROGRAMS:
@@ -116,8 +116,8 @@ def test_a_sequence_is_read_by_its_indentation():
 
 
 @pytest.fixture(scope="module")
-def compiled() -> tuple[dict[str, str], dict[tuple[str, str, int, int], ThunkCounts]]:
-    """XLA's options as a plan prints them, and the thunks of every step."""
+def compiled() -> tuple[dict[str, str], dict[tuple[str, str, int, int], list[ThunkCounts]]]:
+    """XLA's options as a plan prints them, and the thunks of every step's programs."""
     try:
         find_target("h200")
     except MissingCompiler as error:
@@ -126,15 +126,18 @@ def compiled() -> tuple[dict[str, str], dict[tuple[str, str, int, int], ThunkCou
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # the fakes
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     plan, *found = map(json.loads, ran.stdout.splitlines())
-    return plan["xla_options"], {step: ThunkCounts(**x) for step, x in zip(STEPS, found, strict=True)}
+    return plan["xla_options"], {
+        step: [ThunkCounts(**x) for x in programs] for step, programs in zip(STEPS, found, strict=True)
+    }
 
 
 @pytest.mark.extras
 @pytest.mark.parametrize("step", STEPS, ids=str)
-def test_a_step_is_one_command_buffer(compiled, step: tuple[str, str, int, int]):
+def test_each_program_is_one_command_buffer(compiled, step: tuple[str, str, int, int]):
+    """Of a step, or of its forward pass and its sampler."""
     found = compiled[1][step]
-    assert (found.buffers, found.read_backs) == (1, 0)
-    assert found.kernels > 20
+    assert {(x.buffers, x.read_backs) for x in found} == {(1, 0)}
+    assert found[0].kernels > 20 and len(found) == (2 if step[3] == 1 or step[1] == "prefill" else 1)
 
 
 @pytest.mark.extras

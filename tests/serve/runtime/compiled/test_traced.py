@@ -15,7 +15,7 @@ from duetto.model.draft_pair import PairConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import shapes_from_specs
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.compile import lower_step, make_abstract_arguments
+from duetto.serve.runtime.compiled.compile import lower_programs, make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.steps.phases import TargetOnly
 
@@ -113,7 +113,7 @@ def test_a_step_calls_no_other_code_while_it_is_traced(name):
     sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_filename))
     try:
         for shape in (Shape("prefill", 1, 16), Shape("decode", 8, 1)):
-            lower_step(TargetOnly(config), shape, arguments, sizes)
+            lower_programs(TargetOnly(config), shape, arguments, sizes)
     finally:
         sys.setprofile(before)
     counter = "serve.engine.metrics.stats"  # jax calls its listener at each compilation
