@@ -32,7 +32,6 @@ from ....sampling.custom_processors import LogitsProcessor
 from ....sampling.params import NAN_TOKEN, NO_TOKEN, Knobs
 from ....sampling.sample import Sampled, Scores, sample
 from ....sampling.state import SamplingState, empty_sampling_state, is_stop_token, load_knobs, record_tokens
-from ...options.checks import round_up
 from .batch_rows import rows_by_token_index, single_token_rows, token_indices_by_row
 from .scoring import NEVER_SCORED, pool_prompts, prompt_scores
 
@@ -206,8 +205,8 @@ def num_sample_rows(B: int, T: int, num_slots: int) -> int:
     """
     if T == 1:
         return B
-    doubled = 1 << (min(B, num_slots) - 1).bit_length()
-    return max(MIN_LOGIT_ROWS, min(doubled, round_up(num_slots, MIN_LOGIT_ROWS)))
+    doubled, widest = 1 << (min(B, num_slots) - 1).bit_length(), -(-num_slots // MIN_LOGIT_ROWS)
+    return max(MIN_LOGIT_ROWS, min(doubled, MIN_LOGIT_ROWS * widest))
 
 
 def select_sample_rows(

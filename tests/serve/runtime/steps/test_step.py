@@ -1,6 +1,7 @@
 """The one step at its other shapes: verification of guesses, several decode steps in one dispatch, stops on
 the device."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -12,6 +13,7 @@ from suite.marks import full
 from duetto import SamplingParams
 from duetto.kvcache.pages import Batch, empty_cache
 from duetto.sampling.params import request_knobs
+from duetto.sampling.sample import Sampled
 from duetto.serve.runtime.steps import step
 from duetto.serve.runtime.steps.scoring import NEVER_SCORED
 from duetto.serve.runtime.steps.step import SlotContents, assign_slot, decode, empty_slots, prefill, verify
@@ -48,8 +50,9 @@ class Device:
         self.cache, self.slots, out = compiled(program, self.config)(
             self.params, self.cache, self.slots, batch
         )
-        emitted = np.asarray(out.sampled.token[0]) >= 0
-        return [np.asarray(x[0])[emitted].tolist() for x in (out.sampled.token, out.sampled.logprob)]
+        row = out.sample_indices(len(batch.start))[0]
+        emitted = np.asarray(out.sampled.token[row]) >= 0
+        return [np.asarray(x[row])[emitted].tolist() for x in (out.sampled.token, out.sampled.logprob)]
 
     def prompt(self):
         first, _ = self.run(prefill, PROMPT.tolist())
@@ -183,6 +186,6 @@ def test_rows_of_a_step_that_sample(B, tokens, num_slots, rows):
 def test_samples_are_found_by_the_rows_of_their_batch():
     """Four rows in each of two shards; the number 4 is padding."""
     number = np.array([2, 0, 4, 3, 1, 4], np.int32)
-    output = step.Output(sampled=jax.tree.map(lambda _: None, None), prompt=None, number=number)
+    output = step.Output(Sampled(*[number] * 5), prompt=None, number=number)
     assert output.sample_indices(4, shards=2) == [1, -1, 0, -1, -1, 4, -1, 3]
-    assert [*step.Output(sampled=None, prompt=None).sample_indices(2, shards=2)] == [0, 1, 2, 3]
+    assert [*replace(output, number=None).sample_indices(2, shards=2)] == [0, 1, 2, 3]

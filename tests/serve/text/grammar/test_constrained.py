@@ -147,7 +147,6 @@ def test_draws_that_wait_for_grammars_change_no_bit(serve, base, late_draws, mon
     with serve(max_batched_token_mem=320, page_size=16) as llm:
         assert [bits(o) for o in llm.generate(prompts(), PARAMS, use_tqdm=False)] == wanted
         assert len(late_draws) > 3 and llm.report()["preemptions"] > 0
-        assert {"decode[8,4]", "decode[8,1]"} <= llm.report()["steps"].keys()
         assert llm.report()["compilations"] == 0 and llm.engine.tables.occupancy == 0
 
 
