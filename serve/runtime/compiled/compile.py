@@ -406,8 +406,8 @@ class Programs:
     def _xla_options(self, program: Shape | Sampler | None = None) -> dict[str, str] | None:
         """Return XLA's options for a step's program, or for a small one if `program` is None; None for XLA's
         defaults."""
-        is_bound = program is not None and self.reproducible
-        return self._gpu and self._gpu.compiler_options(program.product_rows if is_bound else 0)
+        product_rows = program.product_rows if program is not None and self.reproducible else 0
+        return self._gpu and self._gpu.compiler_options(product_rows)
 
     @property
     def _part_joiner(self) -> Callable[..., Any]:

@@ -71,7 +71,9 @@ class SharedPrograms(Programs):
 
     # ------------------------------------------------------------ rank 0
 
-    can_defer_sampling = False  # an order is a whole step
+    @property
+    def can_defer_sampling(self) -> bool:
+        return False
 
     def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
         if self._dispatcher is None:

@@ -56,14 +56,16 @@ class StagedPrograms(Programs):
 
     # ------------------------------------------------------------ a step
 
-    can_defer_sampling = False
+    @property
+    def can_defer_sampling(self) -> bool:
+        return False
 
     def _choose_sampler(self, shape: Shape) -> None:
         """Return None: the last stage samples in its program."""
 
-    def _lower(self, shape: Shape) -> JoinedPrograms:
+    def _lower(self, program: Any) -> JoinedPrograms:
         with self._lowering_lock:
-            return JoinedPrograms(self.lowering.lower(shape), self._part_joiner)
+            return JoinedPrograms(self.lowering.lower(program), self._part_joiner)
 
     @property
     def _part_joiner(self) -> Callable[..., Any]:

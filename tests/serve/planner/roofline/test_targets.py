@@ -131,8 +131,8 @@ def test_recurrent_states_are_updated_in_place(
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
     with target_lowering(plan.target):
         lowered = lower_programs(TargetOnly(plan.config), shape, arguments, plan.sizes)
-        options = compiler_options(plan.target) | COLLECTIVES
-        compiled = [compile_with_thunks(program, options) for program in lowered]
+        xla_options = compiler_options(plan.target) | COLLECTIVES
+        compiled = [compile_with_thunks(program, xla_options) for program in lowered]
     pools = describe_pool_buffers(shape, plan.config.layers, arguments.cache, plan.context)
     found = join_facts([read_program_facts(program, pools) for program, _ in compiled])
     assert [(x.buffers, x.read_backs) for _, x in compiled if x is not None] == [(1, 0), (1, 0)]
