@@ -144,8 +144,7 @@ def test_missing_programs_are_announced_and_stored_ones_are_not(tiny, folder, mo
 
     def start() -> list[str]:
         made: Any = programs.Programs(TargetOnly(tiny.config), tiny.params, SIZES, SHAPES)
-        split = [SplitStep(forward, "sample") for forward in ("prefill", "decode")]
-        assert list(made.steps.values()) == [*split, "verify"]
+        assert list(made.steps.values()) == [SplitStep("prefill", "sample"), "decode", "verify"]
         return capfd.readouterr().err.splitlines()
 
     line = "duetto: compiling 4 programs, kept for the next start: "

@@ -18,7 +18,6 @@ from duetto import LLM, SamplingParams
 from duetto.model.gpus import Gpu
 from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.futures import SplitStep
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.steps.phases import TargetOnly
@@ -153,7 +152,7 @@ def test_steps_of_the_contract_are_compiled_and_stored_by_themselves(tiny, seats
     for reproducible in (False, True):
         programs.Programs(TargetOnly(tiny.config), tiny.params, seats, shapes, reproducible=reproducible)
     keys = {(key, "TRITON" in str(options)) for key, _, options in given}
-    assert len(given) == 8 and len(keys) == 6 and sum(has_triton_alone for _, has_triton_alone in keys) == 2
+    assert len(given) == 4 and len(keys) == 3 and sum(has_triton_alone for _, has_triton_alone in keys) == 1
 
 
 def test_steps_that_cannot_do_without_cublas_use_it(tiny, seats, monkeypatch, caplog):
@@ -165,7 +164,7 @@ def test_steps_that_cannot_do_without_cublas_use_it(tiny, seats, monkeypatch, ca
     monkeypatch.setattr(executable_cache, "compile_and_store", compile)
     shape = Shape("decode", 128, 1)
     made = programs.Programs(TargetOnly(tiny.config), tiny.params, seats, [shape], reproducible=True)
-    assert made.steps == {shape: SplitStep("with cuBLAS", "with cuBLAS")}
+    assert made.steps == {shape: "with cuBLAS"}
     assert "decode[128,1] may have bits of its own" in caplog.text
 
 

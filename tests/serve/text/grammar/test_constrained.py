@@ -26,6 +26,7 @@ from duetto.sampling.params import fold_seed, request_knobs
 from duetto.sampling.state import empty_sampling_state, load_masks, num_mask_words
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.core.request import Request
+from duetto.serve.runtime.compiled import compile
 from duetto.serve.runtime.compiled.futures import PendingSample
 from duetto.serve.text.grammar.compiler import GrammarCompiler
 
@@ -123,7 +124,13 @@ def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
 
 
 @pytest.fixture
-def late_draws(monkeypatch: pytest.MonkeyPatch) -> list[PendingSample]:
+def split_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes of two programs, as accelerators have."""
+    monkeypatch.setattr(compile, "splits_decode", lambda _: True)
+
+
+@pytest.fixture
+def late_draws(split_decodes, monkeypatch: pytest.MonkeyPatch) -> list[PendingSample]:
     """Draws that waited for grammars, as they are dispatched. The third one fails."""
     seen, draw = [], PendingSample.draw
 
@@ -140,7 +147,6 @@ def late_draws(monkeypatch: pytest.MonkeyPatch) -> list[PendingSample]:
 def test_draws_that_wait_for_grammars_change_no_bit(serve, base, late_draws, monkeypatch):
     """Rows without a grammar, and all others, keep their bits, also when a draw fails and when requests are
     preempted."""
-    monkeypatch.setattr(base.engine, "can_defer_sampling", False)
     base.engine.tables.reset_prefix_cache()
     wanted = [bits(o) for o in base.generate(prompts(), PARAMS, use_tqdm=False)]
     assert not late_draws
