@@ -28,7 +28,7 @@ from duetto.serve.cli.bench import host_work
 from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 from duetto.serve.llm import disaggregated
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.runtime.steps.step import Output
+from duetto.serve.runtime.steps.output import Output
 from duetto.serve.server.http.main import acquire_resources, run_server
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 

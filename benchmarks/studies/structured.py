@@ -22,7 +22,7 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init_params
 from duetto.sampling_params import StructuredOutputsParams
 from duetto.serve.engine.core.results import InFlightSteps
-from duetto.serve.runtime.compiled import compile
+from duetto.serve.runtime.compiled import lowering
 
 ROWS, TOKENS, ROUNDS = 8, 192, 7
 CONFIG = ModelConfig.uniform(2048, 640, 2560, 8, 10, 5, 64, 1024)
@@ -60,7 +60,7 @@ def milliseconds(outputs: list[RequestOutput]) -> float | None:
 
 
 def main() -> None:
-    compile.splits_decode = lambda arguments: True
+    lowering.splits_decode = lambda arguments: True
     options: dict[str, Any] = {"max_num_seqs": ROWS, "max_model_len": 256}
     with LLM(**options) as llm:
         study("2.4M", llm)

@@ -32,7 +32,7 @@ from ..engine.startup.model_folder import DEMO_FOLDER, read_param_shapes
 from ..engine.startup.model_source import ModelSource, remaining_quantization
 from ..engine.startup.stage_shardings import with_last_stage_head
 from ..options.engine import EngineOptions
-from ..runtime.compiled.compile import StepArguments, lower_programs, make_abstract_arguments
+from ..runtime.compiled.lowering import StepArguments, lower_programs, make_abstract_arguments
 from ..runtime.compiled.shapes import Shape, Sizes, engine_shapes, resolve_cpu_options
 from ..runtime.compiled.sizing import choose_sizes
 from ..runtime.pipeline.lowering import StageLowering

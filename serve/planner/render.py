@@ -5,7 +5,7 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from ..runtime.compiled.compile import StepArguments
+from ..runtime.compiled.lowering import StepArguments
 from .engine_plan import EnginePlan
 from .roofline.cost_table import format_or_dash, render_cost_table, render_program_facts
 from .roofline.products import group_by_products

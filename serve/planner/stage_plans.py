@@ -24,7 +24,8 @@ from ...model.transformer import decoder_spec
 from ...model.tree import leaves_by_path, tree_bytes
 from ...model.weights.device_forms import device_lanes
 from ..options.checks import GIB
-from ..runtime.compiled.compile import Programs, StepArguments
+from ..runtime.compiled.compile import Programs
+from ..runtime.compiled.lowering import StepArguments
 from ..runtime.compiled.shapes import Shape, doublings
 from ..runtime.compiled.sizing import dequantised_bytes, max_scratch_bytes
 from ..runtime.pipeline.route import LAYER_HALVES

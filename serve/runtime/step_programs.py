@@ -7,8 +7,8 @@ import numpy as np
 
 from ...model.draft_pair import EngineParams, PairConfig
 from .compiled.batches import BatchRow
-from .compiled.compile import StepArguments
 from .compiled.futures import PendingSample
+from .compiled.lowering import StepArguments
 from .compiled.shapes import Shape, Sizes
 from .steps.step import SlotContents
 

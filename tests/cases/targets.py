@@ -11,7 +11,7 @@ from duetto.serve.planner.engine_plan import EnginePlan, compile_stages
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.program_facts import ProgramFacts, join_facts, read_program_facts
 from duetto.serve.planner.roofline.targets import MissingCompiler, Target, find_target, local_target
-from duetto.serve.runtime.compiled.compile import StepArguments
+from duetto.serve.runtime.compiled.lowering import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 
 # Layers of a model are equal: two of them show what each costs. TPU programs compile slowly, so theirs have

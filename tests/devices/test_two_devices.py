@@ -32,7 +32,7 @@ from duetto.serve.cli.bench import Bench
 from duetto.serve.cli.bench import BenchModel as Measured
 from duetto.serve.cli.convert import convert_model
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.runtime.compiled.compile import make_abstract_arguments
+from duetto.serve.runtime.compiled.lowering import make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.compiled.sizing import choose_sizes, max_scratch_bytes
 from duetto.serve.runtime.steps.step import empty_slots

@@ -13,10 +13,11 @@ import numpy as np
 from duetto.kvcache.pages import Batch
 from duetto.sampling.sample import Sampled, Scores
 from duetto.serve.runtime.compiled.batches import BatchRow, empty_batch
-from duetto.serve.runtime.compiled.compile import StepArguments
+from duetto.serve.runtime.compiled.lowering import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.step_programs import NullPrograms
-from duetto.serve.runtime.steps.step import Output, SlotContents
+from duetto.serve.runtime.steps.output import Output
+from duetto.serve.runtime.steps.step import SlotContents
 
 VOCAB = 13
 BROKEN = jax.errors.JaxRuntimeError

@@ -68,7 +68,7 @@ from duetto.model import tree
 from duetto.serve.engine.startup import start
 from duetto.serve.kv.offload import realm
 from duetto.serve.llm import llm
-from duetto.serve.runtime.compiled import executable_cache
+from duetto.serve.runtime.compiled import executable_cache, lowering
 from duetto.serve.runtime.compiled.compile import Programs
 from duetto.serve.runtime.equal_bits import classes
 
@@ -205,6 +205,7 @@ def share_programs(phases, params, sizes, shapes, first=None, *more) -> Programs
         arguments,
         repr(executable_cache.describe_environment(device)),
         executable_cache.program_folder(),
+        lowering.splits_decode,
         more,
     )
     if key in TABLES:

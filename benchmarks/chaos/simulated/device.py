@@ -15,11 +15,12 @@ from duetto.kvcache.pages import Batch
 from duetto.sampling.params import NO_TOKEN
 from duetto.sampling.sample import Sampled
 from duetto.serve.runtime.compiled.batches import BatchRow, make_batch
-from duetto.serve.runtime.compiled.compile import StepArguments
+from duetto.serve.runtime.compiled.lowering import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.compiled.transfers import padded_count
 from duetto.serve.runtime.step_programs import NullPrograms
-from duetto.serve.runtime.steps.step import Output, SlotContents
+from duetto.serve.runtime.steps.output import Output
+from duetto.serve.runtime.steps.step import SlotContents
 
 VOCAB = 61
 BROKEN = jax.errors.JaxRuntimeError

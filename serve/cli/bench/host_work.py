@@ -20,11 +20,11 @@ from ...llm.request_group import RequestGroup
 from ...llm.session import Session
 from ...options.engine import EngineOptions
 from ...runtime.compiled.batches import BatchRow, make_batch
-from ...runtime.compiled.compile import StepArguments
+from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes, can_share_prefill, min_row_tokens, shape_table
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.step_programs import NullPrograms
-from ...runtime.steps.step import Output
+from ...runtime.steps.output import Output
 from ...text.tokenizer.tokenizer import Tokenizer
 
 # Tokens of each request: it fills one row of a prefill, and frees its slot soon.

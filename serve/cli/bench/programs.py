@@ -43,8 +43,9 @@ from ...planner.roofline.floor import program_demand
 from ...planner.roofline.presets import PRESETS
 from ...planner.roofline.program_times import fill_slots, full_batch
 from ...planner.roofline.targets import Peaks, local_target
-from ...runtime.compiled.compile import Programs, StepArguments
+from ...runtime.compiled.compile import Programs
 from ...runtime.compiled.jaxcache import enable_compilation_cache
+from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.steps.phases import TargetOnly
 from ..common import add_engine_flags, add_model_flags, parse_engine_options

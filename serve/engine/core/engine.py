@@ -21,8 +21,8 @@ from ...host.process import use_huge_pages
 from ...kv.offload.mover import PageMover
 from ...kv.offload.page_finder import KVOffloader, PageFinder
 from ...options.checks import round_up
-from ...runtime.compiled.compile import StepArguments
 from ...runtime.compiled.futures import wait_result
+from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, min_row_tokens
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup

@@ -10,7 +10,7 @@ from ....sampling.params import NAN_TOKEN, NO_TOKEN
 from ....sampling.sample import Sampled, Scores
 from ...runtime.compiled.futures import PendingSample, wait_result
 from ...runtime.compiled.shapes import Shape
-from ...runtime.steps.step import Output
+from ...runtime.steps.output import Output
 from ...text.outputs import Pass
 from ..metrics.stats import EngineStats
 from .request import Request

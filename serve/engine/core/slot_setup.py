@@ -11,8 +11,9 @@ from ....kvcache.sharded_tables import ShardedPageTables
 from ....kvcache.tables import PageTables
 from ....sampling.params import request_knobs
 from ....sampling.state import dense_bias, needs_history, num_mask_words
-from ...runtime.compiled.compile import MASK_SLOTS_PER_CALL, StepArguments
+from ...runtime.compiled.compile import MASK_SLOTS_PER_CALL
 from ...runtime.compiled.futures import PendingSample
+from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Sizes
 from ...runtime.step_programs import StepPrograms
 from ...runtime.steps.scoring import NEVER_SCORED

@@ -21,10 +21,9 @@ from ....sampling.accept import NONE_ACCEPTED, RULES, DraftTokens
 from ....sampling.params import NO_TOKEN
 from ....sampling.sample import Sampled
 from ....sampling.token_tree import NO_NODE, TokenTree
+from ...runtime.steps.output import Output, SampleRows
 from ...runtime.steps.phases import PhaseResult
 from ...runtime.steps.step import (
-    Output,
-    SampleRows,
     Slots,
     resolve_device_tokens,
     run_sampling_loop,

@@ -9,7 +9,7 @@ import numpy as np
 
 from ....model.draft_pair import EngineParams, target_params, with_target
 from ...host.process import use_huge_pages
-from ...runtime.compiled.compile import StepArguments
+from ...runtime.compiled.lowering import StepArguments
 from .weight_update import require_one_process
 
 TAGS = ("weights", "kv_cache", "scheduling")  # parts of an engine that `wake_up` may name; vLLM's words

@@ -13,9 +13,10 @@ import numpy as np
 from ....kvcache.pages import Batch
 from ...host.devices import time_calls
 from ...runtime.compiled.batches import empty_batch
-from ...runtime.compiled.compile import Programs, StepArguments
+from ...runtime.compiled.compile import Programs
+from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape
-from ...runtime.steps.step import Output
+from ...runtime.steps.output import Output
 from .floor import row_starts
 
 TIMED_CALLS = 5

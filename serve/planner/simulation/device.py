@@ -12,10 +12,11 @@ from ....model.draft_pair import PairConfig
 from ....sampling.params import NO_TOKEN
 from ....sampling.sample import Sampled
 from ...engine.core.scheduler_output import ScheduledTokens
-from ...runtime.compiled.compile import StepArguments
+from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.step_programs import NullPrograms
-from ...runtime.steps.step import Output, SlotContents
+from ...runtime.steps.output import Output
+from ...runtime.steps.step import SlotContents
 from .step_times import StepCall, StepTimes
 
 SAMPLED_TOKEN = 0  # id that every row samples

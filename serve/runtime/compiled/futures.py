@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ....kvcache.stages import outer_params
 from ....model.draft_pair import EngineParams, target_params
-from ..steps.step import ForwardOutput, Output
+from ..steps.output import ForwardOutput, Output
 
 
 @runtime_checkable

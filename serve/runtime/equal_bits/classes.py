@@ -15,7 +15,8 @@ import numpy as np
 
 from ...host import progress
 from ..compiled import executable_cache
-from ..compiled.compile import Programs, StepArguments
+from ..compiled.compile import Programs
+from ..compiled.lowering import StepArguments
 from ..compiled.shapes import PHASES, CanonicalShapes, Shape
 from .probe import Probe, Runs, run_to_completion
 

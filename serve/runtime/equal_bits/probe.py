@@ -24,11 +24,13 @@ from ....model.weights.lora import NO_ADAPTER, lora_stacks, num_lora_slots, with
 from ....sampling.params import NO_TOKEN, SamplingParams, request_knobs
 from ...host.devices import time_calls
 from ..compiled.batches import empty_batch, fill_row
-from ..compiled.compile import Programs, StepArguments
+from ..compiled.compile import Programs
 from ..compiled.futures import wait_result
+from ..compiled.lowering import StepArguments
 from ..compiled.shapes import CanonicalShapes, Shape
+from ..steps.output import Output
 from ..steps.scoring import NEVER_SCORED
-from ..steps.step import Output, SlotContents
+from ..steps.step import SlotContents
 
 TIMED_RUNS = 5  # number of runs of a shape that is timed
 MAX_TEXTS = 64  # number of texts that a prefill is probed with, at most

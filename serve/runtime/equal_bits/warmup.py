@@ -18,7 +18,8 @@ from ....kvcache.pages import KVCache
 from ....kvcache.tables import PageTables, SequenceTables
 from ...host.streams import error_headline, warn_once
 from ..compiled import executable_cache, jaxcache
-from ..compiled.compile import WARMUP_THREAD_PREFIX, Programs, StepArguments
+from ..compiled.compile import WARMUP_THREAD_PREFIX, Programs
+from ..compiled.lowering import StepArguments
 from ..compiled.shapes import PHASES, CanonicalShapes, Shape
 from .classes import ShapeClasses, time_steps
 from .probe import Probe, Runs

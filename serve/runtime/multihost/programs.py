@@ -17,8 +17,9 @@ from ....model.draft_pair import EngineParams
 from ...host.process import clear_frames
 from ..compiled import executable_cache
 from ..compiled.batches import empty_batch
-from ..compiled.compile import SLOT_PROGRAMS, Programs, StepArguments, abstract_operands
+from ..compiled.compile import SLOT_PROGRAMS, Programs
 from ..compiled.futures import StepFuture, wait_result
+from ..compiled.lowering import StepArguments, abstract_operands
 from ..compiled.shapes import Shape
 from .group import ProcessGroup
 from .messages import Order

@@ -12,7 +12,7 @@ from ....kvcache.pages import KVCache
 from ....kvcache.shardings import replicated_sharding
 from ....kvcache.stages import stage_cache
 from ....model.draft_pair import target_params
-from ..compiled.compile import StepArguments, abstract_batch
+from ..compiled.lowering import StepArguments, abstract_batch
 from ..compiled.shapes import Shape, Sizes
 from ..steps.phases import TargetOnly
 from ..steps.step import FirstStageSlots

@@ -12,8 +12,9 @@ from jax.sharding import Sharding
 
 from ....kvcache.pages import KVCache
 from ....model.draft_pair import EngineParams
-from ..compiled.compile import Programs, StepArguments, lower_zeros
+from ..compiled.compile import Programs
 from ..compiled.executable_cache import JoinedPrograms, Lowered
+from ..compiled.lowering import StepArguments, lower_zeros
 from ..compiled.shapes import Shape
 from ..steps.phases import TargetOnly
 from ..steps.step import FirstStageSlots, SlotContents, Slots
@@ -55,10 +56,6 @@ class StagedPrograms(Programs):
         return super().fresh_arguments(params, failure)
 
     # ------------------------------------------------------------ a step
-
-    @property
-    def can_defer_sampling(self) -> bool:
-        return False
 
     def _choose_sampler(self, shape: Shape) -> None:
         """Return None: the last stage samples in its program."""

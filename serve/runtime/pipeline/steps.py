@@ -28,9 +28,9 @@ from ....model.weights.lora import num_lora_slots, with_row_slots
 from ....sampling.accept import RULES
 from ....sampling.params import NO_TOKEN
 from ..steps.batch_rows import single_token_rows
+from ..steps.output import Output
 from ..steps.step import (
     FirstStageSlots,
-    Output,
     Slots,
     accept_rows,
     make_forward_output,

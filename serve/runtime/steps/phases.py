@@ -11,7 +11,8 @@ from ....model.transformer import Decoder, ObserveOptions
 from ....sampling.accept import RULES
 from ....sampling.sample import Sampled
 from . import step
-from .step import ForwardOutput, Output, SampleRows, Slots
+from .output import ForwardOutput, Output, SampleRows
+from .step import Slots
 
 PhaseResult = tuple[KVCache, Slots, Output]
 

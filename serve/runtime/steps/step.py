@@ -5,13 +5,11 @@ Programs donate the cache and the slots, so both are updated in place. No result
 batch.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from ....kvcache.paged_attention import PagedAttend
@@ -20,19 +18,19 @@ from ....kvcache.states import VerifyAttend, VerifyCache
 from ....model.attention import Attend
 from ....model.config import ModelConfig
 from ....model.layers import index_or_drop
-from ....model.pooling import Pooled
 from ....model.recurrent.kinds import STATE_WINDOW
 from ....model.sharding import any_over_shards
-from ....model.transformer import Decoder, Observed, ObserveOptions, Recorder, compute_logits, forward
+from ....model.transformer import Decoder, ObserveOptions, Recorder, compute_logits, forward
 from ....model.tree import pytree
 from ....model.weights.lora import NO_ADAPTER, with_row_slots
 from ....sampling.accept import NONE_ACCEPTED, AcceptanceRule, DraftTokens, accept_coupled
 from ....sampling.checks import MAX_LOGPROBS
 from ....sampling.custom_processors import LogitsProcessor
 from ....sampling.params import NAN_TOKEN, NO_TOKEN, Knobs
-from ....sampling.sample import Sampled, Scores, sample
+from ....sampling.sample import Sampled, sample
 from ....sampling.state import SamplingState, empty_sampling_state, is_stop_token, load_knobs, record_tokens
 from .batch_rows import rows_by_token_index, single_token_rows, token_indices_by_row
+from .output import ForwardOutput, Output, SampleRows
 from .scoring import NEVER_SCORED, pool_prompts, prompt_scores
 
 MIN_LOGIT_ROWS = 8  # rows of a prefill's last product, at least: a product of fewer rows has other bits
@@ -71,59 +69,6 @@ class SlotContents:
     first_scored: Any
     knobs: Knobs
     adapter: Any = NO_ADAPTER
-
-
-@pytree
-class SampleRows:
-    """Rows of a step that sample, R. A row that is not wanted is padding."""
-
-    hidden: Any  # [R,D], hidden state of the row's last token
-    slot: Any  # int32 [R]
-    position: Any  # int32 [R], position of the sampled token in its sequence
-    wanted: Any  # bool [R]
-
-
-@pytree
-class Output:
-    """Results of a step for the host.
-
-    sampled: samples [B, steps], NO_TOKEN if there is none; [R, 1] if `number` is not None.
-    prompt: scores [B, T] of a prefill's prompts, else None.
-    pooled: pooled hidden states of a prefill, else None.
-    observed: observed values of the step's tokens, if any are observed.
-    number: int32 [R], number of each sampled row in its batch, or B; None: all rows in their order.
-    """
-
-    sampled: Sampled
-    prompt: Scores | None
-    pooled: Pooled | None = None
-    observed: Observed | None = None
-    number: Any = None
-
-    def sample_indices(self, B: int, shards: int = 1) -> Sequence[int]:
-        """Return for each of B rows in every shard its index among the samples; -1 if it has none."""
-        if self.number is None:
-            return range(shards * B)
-        number = np.asarray(self.number).reshape(shards, -1)
-        indices = np.full((shards, B + 1), -1)
-        samples = np.arange(number.size).reshape(number.shape)
-        np.put_along_axis(indices, number, samples, axis=1)  # the last column is of padding
-        return indices[:, :B].reshape(-1).tolist()
-
-
-@pytree
-class ForwardOutput:
-    """Results of a step before it samples: the rows that sample, and the fields of `Output`."""
-
-    rows: SampleRows
-    prompt: Scores | None
-    pooled: Pooled | None = None
-    observed: Observed | None = None
-    number: Any = None  # int32 [R], as in `Output`
-
-    def with_samples(self, sampled: Sampled) -> Output:
-        """Return the step's Output."""
-        return Output(sampled, self.prompt, self.pooled, self.observed, self.number)
 
 
 def empty_slots(

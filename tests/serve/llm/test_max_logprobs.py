@@ -13,7 +13,7 @@ from duetto import LLM, SamplingParams
 from duetto.model.draft_pair import PairConfig
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.compile import abstract_operands, make_abstract_arguments
+from duetto.serve.runtime.compiled.lowering import abstract_operands, make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.compiled.sizing import choose_sizes, max_scratch_bytes
 from duetto.serve.runtime.steps.phases import TargetOnly

@@ -23,8 +23,8 @@ from duetto.serve.jobs.batch.fingerprint import job_fingerprint
 from duetto.serve.llm import llm
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import compile as programs
-from duetto.serve.runtime.compiled.compile import StepArguments
 from duetto.serve.runtime.compiled.futures import SplitStep
+from duetto.serve.runtime.compiled.lowering import StepArguments
 from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape, Sizes
 from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.equal_bits.probe import Runs

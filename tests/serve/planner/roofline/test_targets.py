@@ -35,7 +35,7 @@ from duetto.serve.planner.roofline.targets import (
     target_lowering,
 )
 from duetto.serve.planner.roofline.thunks import compile_with_thunks
-from duetto.serve.runtime.compiled.compile import StepArguments, abstract_operands, lower_programs
+from duetto.serve.runtime.compiled.lowering import StepArguments, abstract_operands, lower_programs
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.steps.phases import TargetOnly
 

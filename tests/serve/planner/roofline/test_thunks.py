@@ -28,7 +28,7 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import shapes_from_specs
 from duetto.serve.cli.main import main
 from duetto.serve.planner.engine_plan import abstract_params
-from duetto.serve.runtime.compiled.compile import make_abstract_arguments, lower_programs
+from duetto.serve.runtime.compiled.lowering import make_abstract_arguments, lower_programs
 from duetto.serve.runtime.steps.phases import TargetOnly
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.planner.roofline.presets import PRESETS

@@ -15,7 +15,7 @@ from duetto.model.draft_pair import PairConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import shapes_from_specs
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.compile import lower_programs, make_abstract_arguments
+from duetto.serve.runtime.compiled.lowering import lower_programs, make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.steps.phases import TargetOnly
 

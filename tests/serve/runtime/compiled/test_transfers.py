@@ -12,7 +12,7 @@ from duetto.model.draft_pair import PairConfig
 from duetto.model.tree import tree_bytes
 from duetto.serve.planner.engine_plan import abstract_arguments
 from duetto.serve.planner.roofline.targets import target_lowering
-from duetto.serve.runtime.compiled.compile import make_abstract_arguments
+from duetto.serve.runtime.compiled.lowering import make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Sizes
 from duetto.serve.runtime.compiled.transfers import (
     COPY_SIZES,

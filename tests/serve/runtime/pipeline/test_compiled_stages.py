@@ -17,7 +17,7 @@ from duetto.serve.engine.startup.mesh import param_shardings, place_params
 from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.program_facts import read_program_facts
 from duetto.serve.planner.roofline.targets import target_lowering
-from duetto.serve.runtime.compiled.compile import make_abstract_arguments
+from duetto.serve.runtime.compiled.lowering import make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.pipeline.lowering import StageLowering
 from duetto.serve.runtime.pipeline.route import make_route

@@ -15,6 +15,7 @@ from duetto.kvcache.pages import Batch, empty_cache
 from duetto.sampling.params import request_knobs
 from duetto.sampling.sample import Sampled
 from duetto.serve.runtime.steps import step
+from duetto.serve.runtime.steps.output import Output
 from duetto.serve.runtime.steps.scoring import NEVER_SCORED
 from duetto.serve.runtime.steps.step import SlotContents, assign_slot, decode, empty_slots, prefill, verify
 
@@ -186,6 +187,6 @@ def test_rows_of_a_step_that_sample(B, tokens, num_slots, rows):
 def test_samples_are_found_by_the_rows_of_their_batch():
     """Four rows in each of two shards; the number 4 is padding."""
     number = np.array([2, 0, 4, 3, 1, 4], np.int32)
-    output = step.Output(Sampled(*[number] * 5), prompt=None, number=number)
+    output = Output(Sampled(*[number] * 5), prompt=None, number=number)
     assert output.sample_indices(4, shards=2) == [1, -1, 0, -1, -1, 4, -1, 3]
     assert [*replace(output, number=None).sample_indices(2, shards=2)] == [0, 1, 2, 3]

@@ -26,7 +26,7 @@ from duetto.sampling.params import fold_seed, request_knobs
 from duetto.sampling.state import empty_sampling_state, load_masks, num_mask_words
 from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.engine.core.request import Request
-from duetto.serve.runtime.compiled import compile
+from duetto.serve.runtime.compiled import lowering
 from duetto.serve.runtime.compiled.futures import PendingSample
 from duetto.serve.text.grammar.compiler import GrammarCompiler
 
@@ -126,7 +126,7 @@ def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
 @pytest.fixture
 def split_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes of two programs, as accelerators have."""
-    monkeypatch.setattr(compile, "splits_decode", lambda _: True)
+    monkeypatch.setattr(lowering, "splits_decode", lambda _: True)
 
 
 @pytest.fixture
