@@ -263,8 +263,8 @@ class Compiling(Future[None]):
 
     is_awaited, releases = False, 0
 
-    def add_done_callback(self, call: Any) -> None:
-        super().add_done_callback(call)
+    def add_done_callback(self, fn: Any) -> None:
+        super().add_done_callback(fn)
         self.is_awaited = True
 
     def release(self) -> None:
