@@ -19,10 +19,12 @@ from suite.marks import full, full_if
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface
+from duetto.kvcache.kernels.recurrent_step import StatePages, step_pages
 from duetto.kvcache.quantised import choose_cache_format
 from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfig
 from duetto.model.draft_pair import PairConfig
 from duetto.model.experts import MoE, experts_spec, run_moe
+from duetto.model.recurrent.linear import Terms
 from duetto.model.sharding import Layout, device_bytes, make_axis_rules, make_shardings, sharded_axes
 from duetto.model.tree import is_spec, tree_bytes
 from duetto.model.weights import device_forms as prepared_forms
@@ -241,6 +243,24 @@ def test_draws_from_logits_in_parts_are_those_of_one_device():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     sizes = re.findall(r"= .*?f32\[4,300\]\S* all-gather\(", program.as_text() or "")
     assert len(sizes) == 2 and moved(program) == {"all-gather": 3}
+
+
+@pytest.mark.parametrize("rate", [False, True])
+def test_devices_step_the_memories_of_their_heads(rate: bool):
+    """In place, by the GPU's kernel, interpreted."""
+    draw, mesh = np.random.default_rng(0), mesh_of(tensor=2)
+    by_head = NamedSharding(mesh, PartitionSpec("tensor"))
+    heads, whole = NamedSharding(mesh, PartitionSpec(None, "tensor")), NamedSharding(mesh, PartitionSpec())
+    q, k, v = (draw.standard_normal((2, 4, 16)).astype(np.float32) for _ in range(3))
+    terms = Terms(q, k, v, draw.random((2, 4), np.float32), draw.random((2, 4), np.float32) if rate else None)
+    pool = draw.standard_normal((4, 3, 16, 16)).astype(np.float32)
+    pages = StatePages(np.array([0, -1], np.int32), np.array([2, 1], np.int32))
+    step = jax.jit(partial(step_pages, interpret=True))
+    split = jax.device_put((pool, pages, terms), (by_head, whole, heads))
+    program = step.lower(*split).compile()
+    (found, out), expected = program(*split), step(pool, pages, terms)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), (found, out), expected)
+    assert sharded_axes(found, 0) == sharded_axes(out, 1) == ("tensor",) and not moved(program)
 
 
 def test_weights_in_shards_are_examined_on_their_devices():

@@ -20,7 +20,8 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load_hf
 from duetto.kvcache.stages import pipeline_stages, tree_devices
 from duetto.lora.request import LoRARequest
-from duetto.model.sharding import Layout
+from duetto.model.draft_pair import PairConfig
+from duetto.model.sharding import Layout, device_bytes
 from duetto.model.weights.lora import lora_stacks
 from duetto.serve.engine.startup.mesh import param_shardings, place_params, shard_params
 from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
@@ -29,6 +30,7 @@ from duetto.serve.planner.engine_plan import abstract_arguments, main_shapes, pl
 from duetto.serve.planner.render import render_plan
 from duetto.serve.planner.roofline.targets import GPUS, local_target
 from duetto.serve.planner.stage_plans import StagePlan, plan_stages
+from duetto.serve.runtime.compiled.sizing import stage_budgets
 from duetto.serve.runtime.pipeline.pipelined_step import PipelinedStep
 from duetto.serve.runtime.pipeline.split import split_layers
 
@@ -373,6 +375,18 @@ def test_what_stages_cannot_do_is_refused_before_weights_are_read(monkeypatch, o
         LLM(**{"pipeline_parallel_size": 2} | options)
 
 
+def test_stages_share_the_hosts_memory_or_fill_their_devices(tiny):
+    pair, options = PairConfig(tiny.config), EngineOptions(max_num_seqs=8, gpu_memory_utilization=0.5)
+
+    def budgets(params: Any, memory: int | None) -> list[int]:
+        return [stage.budget for stage in stage_budgets(pair, options, params, memory)]
+
+    (whole,) = budgets(tiny.params, None)
+    assert budgets(staged(tiny), None) == [whole // 2] * 2
+    few, many = (budgets(staged(tiny), memory) for memory in (1 << 30, 3 << 30))
+    assert [most - least for least, most in zip(few, many, strict=True)] == [1 << 30] * 2
+
+
 def test_plans_count_loops_over_keys_once_per_run():
     """And what a quantised weight is widened to counts where nothing was compiled."""
     target = replace(local_target(), devices=tuple(jax.devices()))
@@ -404,6 +418,9 @@ def test_a_plan_has_a_column_for_each_stage(option):
     text = render_plan(plan, arguments, found)
     heads = {line.split()[0]: line.split()[1:] for line in reversed(text.splitlines()) if line.strip()}
     assert heads["stage"] == [stage.name for stage in found] and heads["devices"] == ["1", "1"]
+    samples = ["attention"] if is_apart else [found[-1].name]  # stages that draw tokens
+    slots = [device_bytes(arguments.slots) * (stage.name in samples) for stage in found]
+    assert [stage.memory.slots for stage in found] == slots
     sizes = [f"{stage.memory.weights / 2**20:.1f}" for stage in found]
     assert heads["weights"] == [*sizes, "MiB"] and "micro-batches" in text
     assert ("apart" in text) == is_apart

@@ -103,6 +103,14 @@ def test_terms_that_are_no_numbers_stay_with_their_rows():
     assert np.isfinite(product("btd,dnh->btnh", x, bad)).all()
 
 
+def test_rows_that_are_selected_keep_their_adapters():
+    x, _, weight, _ = made("btd,dnh->btnh", "array")
+    whole, rows = replace(weight, row_slots=jnp.array([2, NO_ADAPTER], jnp.int32)), jnp.array([1, 0, 0])
+    expected = np.asarray(product("btd,dnh->btnh", x, whole))[rows]
+    np.testing.assert_array_equal(product("btd,dnh->btnh", x[rows], whole.select_rows(rows)), expected)
+    assert weight.select_rows(rows) is weight  # it has no rows of a batch
+
+
 def test_rows_lead_or_are_flat():
     owner, each = np.array([4, 5], np.int32), jax.jit(repeat_per_token, static_argnums=1)
     assert each(owner, (2, 3)).tolist() == [[4] * 3, [5] * 3]

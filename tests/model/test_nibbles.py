@@ -18,7 +18,7 @@ from duetto.model.layers import einsum
 from duetto.model.sharding import fit_sharding
 from duetto.model.weights import nibbles
 from duetto.model.weights.compress import dequantise_weight, encode_weight
-from duetto.model.weights.nibbles import NibbleTiles, choose_nibble_tiles
+from duetto.model.weights.nibbles import FLOAT16_LAYOUTS, NibbleTiles, choose_nibble_tiles
 from duetto.model.weights.quant import Quantised, einsum_by_kernel
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments, analyze_shape_cost
@@ -95,6 +95,23 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(interpreted: None):
 )  # fmt: skip
 def test_cuts_follow_from_the_weight(inner: int, columns: int, groups: int, expected: NibbleTiles | None):
     assert choose_nibble_tiles(inner, columns, groups) == expected
+
+
+@pytest.mark.parametrize("name", FLOAT16_LAYOUTS)
+def test_layouts_hold_the_bits_of_their_dtypes_numbers(name: str):
+    """GPUs alone run the instructions that take them."""
+    layout, dtype = FLOAT16_LAYOUTS[name], jnp.dtype(name)
+
+    def bits(number: float) -> int:
+        return int(np.array(number, dtype).view(np.uint16))
+
+    def number(bits: int) -> float:
+        return float(np.array(bits, np.uint16).view(dtype))
+
+    assert (layout.one, layout.half) == (bits(1), bits(0.5))
+    assert [bits(layout.least + i) for i in range(16)] == [layout.large << 8 | i for i in range(16)]
+    factor, sizes = number(layout.bias_factor), [size << layout.mantissa_bit for size in range(8)]
+    assert [number(size) * factor for size in sizes] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
 def test_a_devices_part_without_a_cut_is_widened():

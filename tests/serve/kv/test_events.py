@@ -1,5 +1,6 @@
 """Events of the cache: what a pool says, how it is written, and what a router makes of it."""
 
+import queue
 import random
 import socket
 import time
@@ -193,6 +194,21 @@ def test_events_go_over_zeromq():
     assert replica == 0 and {type(event) for event in events.events} == {BlockStored, BlockRemoved}
     numbers = [number for _, number, _ in heard]
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def test_batches_are_numbered_from_zero(monkeypatch):
+    """By the first number, a subscriber that was there from the start sees whether it missed a batch."""
+    zmq = pytest.importorskip("zmq", reason="needs duetto[events]")
+    sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    monkeypatch.setattr(zmq.Socket, "send_multipart", lambda self, message: sent.put(message))
+    publisher = EventPublisher(EventsConfig(endpoint="inproc://numbered", topic="kv@x"), ROOT, 2)
+    (name,) = names_of([5, 6], 2, ROOT)
+    for number, tell in enumerate((lambda: publisher.on_stored(None, name, [5, 6]), publisher.on_cleared)):
+        tell()
+        topic, told, _ = sent.get(timeout=20)
+        assert (topic, int.from_bytes(told)) == (b"kv@x", number)
+    publisher.close()
+    assert sent.empty()
 
 
 WRONG = [

@@ -227,6 +227,9 @@ def test_scores(llm, tiny):
     assert long.logprobs == [entry[t].logprob for t, entry in zip(whole[1:], entries[1:], strict=True)]
     (end,) = llm.log_likelihood(whole[:60], whole[60:])
     assert (end.token_ids, end.logprobs) == (whole[60:], long.logprobs[59:])
+    for n in (1, len(whole) - 1):  # one token alone is scored
+        (one,) = llm.log_likelihood(whole[:n], whole[n : n + 1])
+        assert (one.token_ids, one.logprobs) == (whole[n : n + 1], long.logprobs[n - 1 : n])
     assert [s.token_ids for s in llm.log_likelihood([IDS, IDS], [[], np.array([4, 5])])] == [[], [4, 5]]
     with pytest.raises(ValueError, match="2 prompts have 1 continuations"):
         llm.log_likelihood([IDS, IDS], [[1]])

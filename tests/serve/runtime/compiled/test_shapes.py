@@ -154,8 +154,11 @@ def test_requested_buckets_stay_beside_the_canonical_one():
 
 @pytest.mark.parametrize(
     "memory, seats, tokens",
-    [(None, 32, 512), (16 * GIB, 64, 512), (40 * GIB, 128, 1024), (75 * GIB, 256, 2048)],
-)
+    [
+        (None, 32, 512), (0, 64, 512), (25 * GIB - 1, 64, 512), (25 * GIB, 128, 1024),
+        (50 * GIB - 1, 128, 1024), (50 * GIB, 256, 2048), (75 * GIB, 256, 2048),
+    ],
+)  # fmt: skip
 def test_the_load_follows_the_memory_unless_it_is_chosen(memory: int | None, seats: int, tokens: int):
     found = EngineOptions().with_device_load(memory)
     assert (found.max_num_seqs, found.max_prefill_tokens) == (seats, tokens)

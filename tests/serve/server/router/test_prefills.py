@@ -82,6 +82,15 @@ def test_only_what_generates_is_prefilled_elsewhere(routing, path):
     routing(test, **PAIRS)
 
 
+def test_prompts_of_a_full_page_are_prefilled_elsewhere(routing):
+    async def test(router):
+        for tokens in (15, 16):
+            await router.words(prompt=list(range(tokens)))
+            assert len(all_chosen(router)) == (tokens == 16)
+
+    routing(test, **PAIRS)
+
+
 def test_clients_name_no_prefill_engine(routing):
     async def test(router):
         body, named = {"prompt": LONG}, {"x-duetto-prefill": "evil:1"}

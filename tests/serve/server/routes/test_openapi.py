@@ -1,6 +1,7 @@
 """/openapi.json says what the server reads and answers, and /docs is a page that needs nothing else."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +16,19 @@ from duetto import SamplingParams
 from duetto.neutral_values import HARMLESS_FIELDS, NEUTRAL
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.http.main import make_server_app
-from duetto.serve.server.streams.completion_request import parse_completion, parse_response
+from duetto.serve.server.streams.completion_request import CompletionRequest, parse_completion, parse_response
 from duetto.serve.text.openai.tasks import BODY_PARAM_NAMES
 
 FORMS: list[tuple[Any, str]] = [
     ("completion", "/v1/completions"), ("chat", "/v1/chat/completions"), ("response", "/v1/responses"),
 ]  # fmt: skip
+OWN = {"temperature": 0.5}  # the server's defaults
 
 
 def served(*keys: str) -> Starlette:
     """Paths without an engine behind them."""
     llm = SimpleNamespace(tokenizer=None)
-    own = {"llm": llm, "names": ["demo"], "defaults": {"temperature": 0.5}, "options": ServerOptions()}
+    own = {"llm": llm, "names": ["demo"], "defaults": OWN, "options": ServerOptions()}
     own["lag"] = SimpleNamespace(histogram=Histogram("duetto:late", "late", registry=None))
     own["answer_realm"] = SimpleNamespace(name="0" * 64)
     return make_server_app(SimpleNamespace(**own, error=None, is_draining=False), list(keys), None)
@@ -81,6 +83,18 @@ def test_fields_are_those_that_are_read(document, form, path):
     for name, schema in found.items():
         value = next(iter(schema.get("enum", [schema.get("default")])))
         assert read(post["example"] | ({} if value is None else {name: value}), {})
+
+
+@pytest.mark.parametrize("form, path", FORMS)
+def test_documented_defaults_are_those_of_absent_fields(document, form, path):
+    def read(body: dict[str, Any]) -> CompletionRequest:
+        parsed = parse_response(body, OWN) if form == "response" else parse_completion(form, body, OWN)
+        return replace(parsed, created=0, repeated_fields={})  # an answer repeats what was given
+
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    for name, schema in fields(document, path).items():
+        absent = {key: value for key, value in content["example"].items() if key != name}
+        assert "default" not in schema or read(absent | {name: schema["default"]}) == read(absent), name
 
 
 def test_fields_have_help_limits_and_the_servers_default(document):

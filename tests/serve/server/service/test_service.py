@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from cases.text.letters import letters
 from tokenizers import AddedToken
 
 from duetto import SamplingParams
+from duetto.sampling.structured import StructuredOutputsParams
 from duetto.serve.llm.driver import StreamChunk
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.routes.completions import COMPLETION_API, CompletionRoute
@@ -252,6 +254,55 @@ def test_a_client_that_leaves_during_tokenization_frees_its_ids(monkeypatch):
         while not driver.left:
             await asyncio.sleep(0.001)
         assert not driver.begun and not service._tokenizing
+
+    run(test, monkeypatch)
+
+
+class Compiling(Future[None]):
+    """A grammar that is compiled when a test says so, and is released as often as requests leave it."""
+
+    is_awaited, releases = False, 0
+
+    def add_done_callback(self, fn: Any) -> None:
+        super().add_done_callback(fn)
+        self.is_awaited = True
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+@pytest.mark.parametrize("error", [None, ValueError("too deep")])
+def test_tasks_become_requests_once_a_grammar_is_compiled(monkeypatch, error):
+    grammar, adapter = Compiling(), SimpleNamespace(lora_name="tuned")
+    job = SimpleNamespace(future=grammar, release=grammar.release)
+    registry, grammars = SimpleNamespace(requests=[adapter]), SimpleNamespace(submit=lambda _: job)
+    processor = SimpleNamespace(adapter_registry=registry, grammars=grammars)
+    monkeypatch.setattr(LLM, "input_processor", processor)
+    constrained = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+
+    async def test(service: Service, driver: Any) -> None:
+        adapters: list[Any] = []
+
+        def flow(*given: Any) -> Flow:
+            adapters.append(given[-1])
+            return Flow()
+
+        driver.flow = flow
+        tasks = [task(), replace(task(), params=constrained, model="tuned")]
+        call = service.open_call(tasks, service.admission.new_body())
+        coming = asyncio.ensure_future(call.__aenter__())
+        while not grammar.is_awaited:
+            await asyncio.sleep(0.001)
+        assert not adapters and not grammar.releases
+        if error is None:
+            grammar.set_result(None)
+            assert (await coming).handles == driver.begun and adapters == [None, adapter]
+            await call.__aexit__(None, None, None)
+        else:
+            grammar.set_exception(error)
+            with pytest.raises(RequestError, match="too deep"):
+                await coming
+        assert len(driver.begun) == len(adapters) == (2 if error is None else 0) and grammar.releases == 1
 
     run(test, monkeypatch)
 

@@ -93,9 +93,10 @@ def test_offsets_go_on_behind_tokens_of_another_server():
     assert told["logprobs"]["text_offset"] == [1]
 
 
-def test_offsets_of_an_echo_begin_with_the_prompt():
+@pytest.mark.parametrize("given", ["né", LETTERS.encode("né")], ids=["text", "token ids"])
+def test_offsets_of_an_echo_begin_with_the_prompt(given):
     prompt, ids = LETTERS.encode("né"), LETTERS.encode("ü!")
-    asked = parse_completion("completion", {"prompt": "né", "logprobs": 0, "echo": True}, {})
+    asked = parse_completion("completion", {"prompt": given, "logprobs": 0, "echo": True}, {})
     out = output(ids, *(scored(i) for i in ids), finish_reason="stop")
     scores = [None, *(scored(i) for i in prompt[1:])]
     result = RequestOutput("0", None, prompt, [out], prompt_logprobs=scores)
