@@ -60,7 +60,7 @@ def milliseconds(outputs: list[RequestOutput]) -> float | None:
 
 
 def main() -> None:
-    lowering.splits_decode = lambda arguments: True
+    lowering.is_decode_split = lambda arguments: True
     options: dict[str, Any] = {"max_num_seqs": ROWS, "max_model_len": 256}
     with LLM(**options) as llm:
         study("2.4M", llm)

@@ -35,7 +35,7 @@ PROMPTS = [np.random.default_rng(i).integers(3, 250, n).tolist() for i, n in enu
     "layout, options", [full(Layout(tensor=2), {}), (Layout(data=2), {"data_parallel_size": 2})]
 )
 def test_draws_that_wait_for_grammars_change_no_bit(one_layer, layout, options, monkeypatch):
-    monkeypatch.setattr(lowering, "splits_decode", lambda _: True)
+    monkeypatch.setattr(lowering, "is_decode_split", lambda _: True)
     params, draws, draw = shard_params(one_layer.config, one_layer.params, layout), [], PendingSample.draw
     monkeypatch.setattr(PendingSample, "draw", lambda *given: draws.append(1) or draw(*given))
     own = {"eos_token_ids": [END], "tokenizer": letters(None, AddedToken("<end>", special=True))}

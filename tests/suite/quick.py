@@ -205,7 +205,7 @@ def share_programs(phases, params, sizes, shapes, first=None, *more) -> Programs
         arguments,
         repr(executable_cache.describe_environment(device)),
         executable_cache.program_folder(),
-        lowering.splits_decode,
+        lowering.is_decode_split,
         more,
     )
     if key in TABLES:

@@ -107,12 +107,10 @@ def await_and_append_results(
         tokens = np.asarray(call.output.sampled.token).tolist()
         stats.on_result()
         samples = call.output.sample_indices(call.shape.rows, shards)
-        results += [
-            append_row_results(
-                scheduled, call, row, samples[row], tokens[samples[row]] if samples[row] >= 0 else []
-            )
-            for row, scheduled in call.rows.items()
-        ]
+        for row, scheduled in call.rows.items():
+            sample = row if samples is None else samples[row]
+            row_tokens = tokens[sample] if sample >= 0 else []
+            results.append(append_row_results(scheduled, call, row, sample, row_tokens))
     stats.on_tokens(results)
     return results
 

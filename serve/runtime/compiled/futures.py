@@ -25,19 +25,19 @@ class PendingSample:
     """Output of a step whose tokens are sampled later.
 
     sample: program that samples.
-    forwarded: output of the step's forward pass.
+    forward_output: output of the step's forward pass.
     output: the Output; None before `draw`.
     """
 
     sample: Callable[..., tuple[Any, Any]]
-    forwarded: ForwardOutput
+    forward_output: ForwardOutput
     output: Output | None = None
 
     def draw(self, params: EngineParams, slots: Any) -> Any:
         """Dispatch the draw of the tokens; returns the slots."""
         outer = outer_params(target_params(params))
-        slots, sampled = self.sample(outer, slots, self.forwarded.rows)
-        self.output = self.forwarded.with_samples(sampled)
+        slots, sampled = self.sample(outer, slots, self.forward_output.rows)
+        self.output = self.forward_output.with_samples(sampled)
         return slots
 
     def wait_result(self) -> Output:

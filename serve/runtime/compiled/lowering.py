@@ -109,13 +109,13 @@ def choose_sampler(phases: Phases, shape: Shape, arguments: StepArguments, sizes
 
     A dispatch of several steps needs each token at once, and so do drafters.
     """
-    is_split = shape.phase == "prefill" or splits_decode(arguments) and shape.tokens == 1
+    is_split = shape.phase == "prefill" or is_decode_split(arguments) and shape.tokens == 1
     if not isinstance(phases, TargetOnly) or not is_split or shape.phase == "verify":
         return None
     return Sampler(num_sample_rows(shape.rows, shape.tokens, sizes.max_num_seqs))
 
 
-def splits_decode(arguments: StepArguments) -> bool:
+def is_decode_split(arguments: StepArguments) -> bool:
     """Return True if a decode of one step samples in a second program. On a CPU that takes 5 % longer (8 rows
     of the 135M shape)."""
     (device, *_) = arguments.replicated_sharding.device_set

@@ -195,7 +195,7 @@ class Probe:
             sampled = output.sampled
             end_scores = {
                 end: sampled.logprob[i, 0].tobytes()
-                for end, i in zip(ends, samples, strict=False)
+                for end, i in zip(ends, samples or range(len(ends)), strict=False)
                 if i >= 0 and sampled.token[i, 0] != NO_TOKEN  # with fewer slots than rows, some have none
             }
             scores |= {

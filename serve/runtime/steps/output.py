@@ -38,10 +38,11 @@ class Output:
     observed: Observed | None = None
     number: Any = None
 
-    def sample_indices(self, B: int, shards: int = 1) -> Sequence[int]:
-        """Return for each of B rows in every shard its index among the samples; -1 if it has none."""
+    def sample_indices(self, B: int, shards: int = 1) -> Sequence[int] | None:
+        """Return for each of B rows in every shard its index among the samples, -1 if it has none. None if
+        all rows have samples, in their order."""
         if self.number is None:
-            return range(shards * B)
+            return None
         number = np.asarray(self.number).reshape(shards, -1)
         indices = np.full((shards, B + 1), -1)
         samples = np.arange(number.size).reshape(number.shape)

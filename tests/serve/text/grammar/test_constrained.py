@@ -126,7 +126,7 @@ def test_alone_and_beside_each_other_equal_the_oracle(base, expected):
 @pytest.fixture
 def split_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes of two programs, as accelerators have."""
-    monkeypatch.setattr(lowering, "splits_decode", lambda _: True)
+    monkeypatch.setattr(lowering, "is_decode_split", lambda _: True)
 
 
 @pytest.fixture
