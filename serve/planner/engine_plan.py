@@ -192,8 +192,8 @@ def abstract_params(
 def compile_stages(
     plan: EnginePlan, shape: Shape, arguments: StepArguments
 ) -> list[list[tuple[jax.stages.Compiled, ThunkCounts | None]]]:
-    """Compile a shape's programs, which are one for each stage; without stages, those of
-    `lower_programs`. For a GPU return also how each is launched."""
+    """Compile the programs of a shape; returns the programs of each stage. For a GPU return also how each
+    program is launched."""
     stage_route, phases = make_route(arguments.params), TargetOnly(plan.config)
     with target_lowering(plan.target):
         if len(stage_route) > 1:

@@ -69,7 +69,7 @@ class Measurement:
     def reaching(self, mutant: Mutant) -> list[str]:
         """Return the tests that run a mutant's line, cheapest first and one of each file before others.
 
-        A line that runs when its module is imported, without a test, is reached by the tests of all its lines.
+        A line that runs when its module is imported is reached by the tests of all of the module's lines.
         """
         lines = self.coverage.contexts_by_lineno(str(ROOT / mutant.file))
         tests = set(lines.get(mutant.line, ())) - {""}

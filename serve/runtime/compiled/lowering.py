@@ -100,7 +100,7 @@ class Sampler:
 
 
 def is_shape(program: Shape | Sampler) -> TypeGuard[Shape]:
-    """Return True for the key of a step, False for that of a sampler."""
+    """Return True for the key of a step, False for the key of a sampler."""
     return isinstance(program, Shape)
 
 
