@@ -76,8 +76,8 @@ def test_devices_in_another_order_have_programs_of_their_own(one_layer, folder):
             where = param_shardings(one_layer.config, PAIR, Mesh(own, ("tensor",)))
             tokens, found = served(one_layer, place_params(where, one_layer.params), {})
             assert tokens == alone and found.are_all_stored == are_stored
-            for step in found.steps.values():
-                assert list(step.runtime_executable().local_devices()) == list(own)
+            for program in (part for shape in found.steps for part in found.step_parts(shape)):
+                assert list(program.runtime_executable().local_devices()) == list(own)
 
 
 def test_a_program_that_cannot_be_kept_is_compiled(folder):
