@@ -43,9 +43,7 @@ def test_the_reference_has_all_commands_and_public_results():
     }
     listed = set(re.findall(r"^::: duetto\.(\w+)$", "\n".join(reference.values()), re.MULTILINE))
     assert listed <= set(duetto.__all__)
-    results = {
-        name for name in duetto.__all__ if name.endswith(("Output", "Delta", "Logprob", "LogLikelihood"))
-    }
+    results = {name for name in duetto.__all__ if name.endswith(("Output", "Logprob", "LogLikelihood"))}
     assert results | {"LLM", "SamplingParams", "BeamSearchParams"} <= listed
 
 

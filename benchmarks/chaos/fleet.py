@@ -280,8 +280,8 @@ class Fleet:
                 counts = f"{len(own.requests)} requests, load {own.load}, {len(own.connections)} connections"
                 raise Violation(f"{own}: {counts}")
         for replica in self.replicas:
-            if replica.session.groups:
-                raise Violation(f"{replica.host}: {len(replica.session.groups)} requests are left")
+            if replica.session.subscriptions:
+                raise Violation(f"{replica.host}: {len(replica.session.subscriptions)} requests are left")
             while self.loop.time() < LIMIT and not replica.machine.mover.is_idle:
                 await asyncio.sleep(0.2)
             audit_end(replica.machine)

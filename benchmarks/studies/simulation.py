@@ -130,7 +130,7 @@ def served(
         samples.append(Sample(clock() - begin, shape, cached, clock() - at))
         return given
 
-    programs.run, programs.batch, engine.on_request_end = run, batch, ended.append
+    programs.run, programs.batch = run, batch
     engine.stats.now = clock
     steps: list[Step] = []
     draw = np.random.default_rng()  # other prompts each time: none is found in the cache
@@ -146,6 +146,7 @@ def served(
             engine.submit(Request(str(i), prompts[i], GREEDY_PARAMS, 0, end, arrival=i, times=own))
         if engine.has_work:
             steps.append(stepped(engine, clock, samples))
+            ended += engine.take_ended()
         elif coming:
             clock.wait_until(begin + coming[0][1].arrival)
     seconds = max(r.times.finish for r in ended) - begin - entries[0].arrival

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
@@ -25,9 +26,10 @@ from ..kv.offload.tier import PageContent, PageKey, page_key
 from ..options.checks import GIB, parse_kv_address, parse_kv_addresses
 from ..options.engine import OUTBOX_GIB, EngineOptions
 from ..runtime.compiled.transfers import MAX_COPY_PAGES
-from .driver import DrivenRequest, Driver, StreamChunk
-from .request_group import RequestGroup
+from .driver import Driver
+from .mailbox import Delivery
 from .session import Session
+from .subscription import Subscription
 
 ONE_TOKEN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 
@@ -35,15 +37,18 @@ ONE_TOKEN_PARAMS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=Fals
 class PrefillWorker:
     """Computes prompts in a session's engine, as requests of one token, and offers their pages in its tiers.
 
-    `on_ready` of a prompt is called once its pages are in a tier. Only `fetch` and `close` wait.
+    `on_ready` of a prompt is called once its pages are in a tier. Only `fetch` and `close` wait. It reads its
+    subscriptions itself (`mailbox.Reader`).
     """
+
+    loop = None
 
     def __init__(self, options: EngineOptions, vocab_size: int):
         self.options, self.vocabulary = options, range(vocab_size)
         self.room_bytes, self.is_connected = int(options.host_space * GIB), False
         self.realm: bytes | None = None
         self._numbers = itertools.count()
-        self._prompts: dict[int, tuple[DrivenRequest, OnReady]] = {}  # under way
+        self._prompts: dict[int, tuple[Subscription, OnReady]] = {}  # under way
         # hashes of the pages that are still to be offered, and of all pages
         self._offers: deque[tuple[list[bytes], list[bytes], OnReady]] = deque()
         self._has_ended = False
@@ -85,34 +90,29 @@ class PrefillWorker:
     def _begin_prompt(self, number: int, prompt: list[int], on_ready: OnReady, salt: bytes) -> None:
         if self._has_ended or not self._is_valid_prompt(prompt):
             return on_ready([])
-        (group,) = self.session.make_groups([partial(self._make_group, prompt, number, salt)])
-        driven = DrivenRequest(
-            group, lambda: [group] * group.is_finished, partial(self._on_prompt_computed, number)
-        )
-        self._prompts[number] = driven, on_ready
-        self._driver.add_request(driven)
+        subscription = Subscription([self._make_request(number, prompt, salt)])
+        self._prompts[number] = subscription, on_ready
+        self._driver.submit(subscription, self)
 
     def _is_valid_prompt(self, prompt: list[int]) -> bool:
         max_model_len = self.session.engine.sizes.max_model_len
         return 0 < len(prompt) < max_model_len and all(token in self.vocabulary for token in prompt)
 
-    def _make_group(self, prompt: list[int], number: int, salt: bytes, id: str) -> RequestGroup:
-        max_delay = self.options.prefill_delay(is_awaited=True)
-        request = Request(
-            id,
-            prompt,
-            ONE_TOKEN_PARAMS,
+    def _make_request(self, number: int, prompt: list[int], salt: bytes) -> Request:
+        return Request(
+            id="",
+            prompt=prompt,
+            params=ONE_TOKEN_PARAMS,
             seed=0,
             end=len(prompt) + 1,
             arrival=number,
-            max_prefill_delay=max_delay,
+            max_prefill_delay=self.options.prefill_delay(is_awaited=True),
             cache_salt=salt,
         )
-        return RequestGroup(id, None, [request])
 
     def _drop_prompt(self, number: int) -> None:
         if (entry := self._prompts.pop(number, None)) is not None:
-            self._driver.drop_request(entry[0])
+            self._driver.drop(entry[0])
 
     def _abandon_prompts(self) -> None:
         """Report all prompts without pages, since the engine sleeps. Decode engines then compute them."""
@@ -120,7 +120,7 @@ class PrefillWorker:
             self._drop_prompt(number)
             on_ready([])
 
-    def _on_failure(self, error: Exception, prompts: Sequence[DrivenRequest]) -> None:
+    def _on_failure(self, error: Exception) -> None:
         warn_once(f"no prompts are computed for others any more: {type(error).__name__}: {error}")
         self._stop_serving()
 
@@ -131,11 +131,15 @@ class PrefillWorker:
         self._prompts.clear()
         self._offers.clear()
 
-    def _on_prompt_computed(self, number: int, chunk: StreamChunk) -> None:
+    def collect(self, subscription: Subscription) -> list[Any]:
+        """Return no outputs: only the end of a prompt matters."""
+        return []
+
+    def put(self, delivery: Delivery) -> None:
         """Offer the pages of a computed prompt, in the turn of its last step."""
-        if (entry := self._prompts.pop(number, None)) is None:
+        (request,) = delivery.subscription.requests
+        if (entry := self._prompts.pop(request.arrival, None)) is None:
             return
-        (request,) = chunk.handle.group.requests
         hashes = list(self.session.engine.scheduler.prefix_hashes(request))
         self._offers.append((hashes, hashes, entry[1]))
         if len(self._offers) == 1:  # else `_copy_remaining_pages` is among the orders

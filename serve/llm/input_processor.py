@@ -1,9 +1,8 @@
-"""Checks and tokenizes prompts into requests of the engine, and makes outputs of the requests."""
+"""Checks and tokenizes prompts into requests of the engine."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -13,11 +12,10 @@ from ...lora.request import LoRARequest, check_lora_request
 from ...model.pooling import Pooler, Pooling, PoolingParams
 from ...neutral_values import PROMPT_FIELDS
 from ...refusals import quote
-from ...sampling.checks import ALL_LOGPROBS
 from ...sampling.custom_processors import LogitsProcessor
-from ...sampling.params import NO_TOKEN, SamplingParams, fold_seed, request_knobs, tokenize_bad_words
+from ...sampling.params import SamplingParams, fold_seed, request_knobs, tokenize_bad_words
 from ...sampling.state import check_allowed_tokens
-from ..engine.core.request import Request, ScoreLog, TokenRecord
+from ..engine.core.request import Request, TokenRecord
 from ..engine.lora.registry import AdapterRegistry
 from ..host.process import trim_heap
 from ..options.engine import EngineOptions
@@ -28,12 +26,12 @@ from ..text.grammar.constraint import Constraint
 from ..text.grammar.trace_constraint import TraceConstraint
 from ..text.openai.dialect import Dialect
 from ..text.openai.tasks import constrain_answer
-from ..text.outputs import CompletionOutput, Delta, Logprob, RequestOutput
 from ..text.tokenizer.chats.chat import ChatMessage, effort_variables, render_and_tokenize
 from ..text.tokenizer.detokenizer import Detokenizer
 from ..text.tokenizer.stop_strings import StopStrings
 from ..text.tokenizer.tokenizer import Tokenizer
-from .request_group import RequestGroup
+from .output_processor import OutputProcessor
+from .subscription import Subscription
 from .vllm import check_vllm_arguments
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")  # keys of a prompt that is a mapping
@@ -48,7 +46,7 @@ Conversations = list[ChatMessage] | list[list[ChatMessage]]
 
 @dataclass
 class InputProcessor:
-    """Converts prompts to requests of the engine, and requests to outputs.
+    """Converts prompts to requests of the engine.
 
     vocab_size: number of token ids
     max_model_len: maximum number of tokens of a request
@@ -91,11 +89,11 @@ class InputProcessor:
         """Maximum number of tokens of a prompt."""
         return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
 
-    def make_group_factories(
+    def make_subscriptions(
         self, prompts: list[Any], params: Any, priority: Any, adapters: Any, awaited: bool = True
-    ) -> list[Callable[[str], RequestGroup]]:
-        """Return a function for each prompt that makes its request group, given an id. The other arguments
-        are one value for all prompts, or a list. Raises ValueError for a list of another length."""
+    ) -> list[Subscription]:
+        """Make a subscription for each prompt. The other arguments are one value for all prompts, or a list.
+        Raises ValueError for a list of another length, and as `make_subscription` does."""
         lists = {
             "sampling_params": params,
             "priorities": 0 if priority is None else priority,
@@ -106,12 +104,10 @@ class InputProcessor:
             *(broadcast_over_prompts(name, v, len(prompts)) for name, v in lists.items()),
             strict=True,
         )
-        factory = partial(partial, self.make_group, awaited=awaited)
-        return [factory(prompt=p, params=s, priority=r, lora_request=a) for p, s, r, a in arguments]
+        return [self.make_subscription(p, s, r, lora_request=a, awaited=awaited) for p, s, r, a in arguments]
 
-    def make_group(
+    def make_subscription(
         self,
-        id: str,
         prompt: PromptInput,
         params: SamplingParams | PoolingParams,
         priority: int = 0,
@@ -120,7 +116,7 @@ class InputProcessor:
         awaited: bool = True,
         known: Sequence[Sequence[int]] = (),
         lora_request: LoRARequest | None = None,
-    ) -> RequestGroup:
+    ) -> Subscription:
         """Make the requests for one prompt, to generate or to embed.
 
         prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and a `cache_salt`
@@ -145,7 +141,7 @@ class InputProcessor:
         stop_strings = StopStrings(params.stop_strings)
         requests = [
             Request(
-                id=id,
+                id="",
                 prompt=tokens,
                 params=params,
                 seed=fold_seed(seed, i),
@@ -167,7 +163,7 @@ class InputProcessor:
             for i in range(params.n)
         ]
         self._append_resumed_tokens(requests, known)
-        return RequestGroup(id, text, requests, lora_request)
+        return Subscription(requests, text, lora_request, OutputProcessor(self.tokenizer))
 
     def _append_resumed_tokens(self, requests: Sequence[Request], known: Sequence[Sequence[int]]) -> None:
         """Give completions the `known` token ids that they have already. Raises ValueError for tokens that
@@ -356,91 +352,6 @@ class InputProcessor:
         if trace is not None:
             return TraceConstraint(trace, start, self.vocab_size)
         return None if grammar is None else self.grammars.compile_constraint(grammar, start)
-
-    def make_output(self, group: RequestGroup) -> RequestOutput:
-        """Make the output of a group so far."""
-        first, finished = group.requests[0], group.is_finished
-        return RequestOutput(
-            request_id=group.id,
-            prompt=group.prompt,
-            prompt_token_ids=first.prompt,
-            outputs=[self.make_completion(i, request) for i, request in enumerate(group.requests)],
-            prompt_logprobs=self._prompt_logprobs(first),
-            finished=finished,
-            metrics=first.metrics() if finished else None,
-            num_cached_tokens=first.num_cached_tokens,
-            lora_request=group.lora_request,
-        )
-
-    def make_completion(self, index: int, request: Request) -> CompletionOutput:
-        has_logprobs, top = request.params.logprobs is not None, request.params.logprobs or 0
-        return CompletionOutput(
-            index=index,
-            text=request.detokenizer.text if request.detokenizer else "",
-            token_ids=request.output_tokens,
-            cumulative_logprob=sum(request.scores.logprob) if has_logprobs else None,
-            logprobs=self._logprobs(request.output_tokens, request.scores, top) if has_logprobs else None,
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            passes=list(request.passes) or None,
-            weights=list(request.weights_versions),
-            **self._recorded_values(request),
-        )
-
-    def _recorded_values(self, request: Request) -> dict[str, Any]:
-        """Return the recorded experts and hidden states of a finished request's tokens. The last token has
-        none: no step takes it as an input."""
-        record, num_tokens = request.token_record, len(request.tokens) - 1
-        if record is None or not request.is_finished:
-            return {}
-        recorded = {
-            "routed_experts": record.experts[:num_tokens],
-            "hidden_states": record.hidden[:num_tokens],
-        }
-        return {name: np.stack(values) for name, values in recorded.items() if values}
-
-    def make_delta_output(self, delta: Delta, request: Request, num_delivered: int) -> CompletionOutput:
-        """Make the output of a stream's delta. The stream has delivered `num_delivered` tokens before it."""
-        scores, top = None, request.params.logprobs
-        if top is not None:
-            indexed_tokens = enumerate(delta.token_ids, num_delivered)
-            scores = [self._alternatives(token, request.scores, i, top) for i, token in indexed_tokens]
-        return CompletionOutput(
-            index=delta.index,
-            text=delta.text,
-            token_ids=delta.token_ids,
-            logprobs=scores,
-            finish_reason=delta.finish_reason,
-            stop_reason=request.stop_reason,
-        )
-
-    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
-        """Return the prompt tokens' alternatives. As in vLLM, the first is None. Returns None unless the
-        request has `prompt_logprobs`."""
-        if request.params.prompt_logprobs is None:
-            return None
-        scores = request.prompt_scores
-        tokens = request.prompt[request.score_from : request.first_unscored]
-        unscored = [None] * request.score_from
-        return [*unscored, *self._logprobs(tokens, scores, request.params.prompt_logprobs)]
-
-    def _logprobs(self, tokens: list[int], scores: ScoreLog, top: int) -> list[dict[int, Logprob]]:
-        return [self._alternatives(token, scores, i, top) for i, token in enumerate(tokens)]
-
-    def _alternatives(self, token: int, scores: ScoreLog, i: int, top: int) -> dict[int, Logprob]:
-        """Return the log-probabilities at position `i`: of the token, then of the `top` likeliest. `ALL`
-        means every reported token."""
-        alternatives = {token: Logprob(scores.logprob[i], scores.rank[i], self._decode_token(token))}
-        for rank in range(len(scores.top_ids[i]) if top == ALL_LOGPROBS else top):
-            other = int(scores.top_ids[i][rank])
-            if other != NO_TOKEN:
-                alternatives.setdefault(
-                    other, Logprob(float(scores.top_logprobs[i][rank]), rank + 1, self._decode_token(other))
-                )
-        return alternatives
-
-    def _decode_token(self, token: int) -> str | None:
-        return None if self.tokenizer is None else self.tokenizer.decode_token(token)
 
 
 def is_one_prompt(prompts: Any) -> bool:

@@ -20,7 +20,7 @@ from ..engine.weights.sleep import TAGS
 from ..host.process import is_forked, trim_heap
 from ..planner.roofline.explain import explain_programs
 from ..runtime.multihost.rendezvous import fail_group_on_error
-from ..text.outputs import Delta, EmbeddingRequestOutput, RequestOutput
+from ..text.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from ..text.tokenizer.chats.chat import ChatMessage, effort_variables
 from ..text.tokenizer.tokenizer import Tokenizer
 from . import disaggregated, loading, profiling, snapshots, vllm, weights
@@ -29,8 +29,8 @@ from .driver import Driver
 from .input_processor import Conversations, PromptInput, PromptInputs, SamplingParamsInput, list_prompts
 from .metrics import Metric, engine_metrics
 from .progress_bar import Tqdm, show_progress
-from .request_group import RequestGroup, StreamCursor
 from .session import PauseMode
+from .subscription import Subscription
 from .tasks import beam, chat_reply, embedding, likelihood
 from .tasks.beam import BeamSearchOutput
 from .tasks.likelihood import LogLikelihood, ScoringPass
@@ -134,10 +134,11 @@ class LLM:
         """
         check_vllm_arguments(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         params = self._with_default_params(sampling_params)
-        group_factories = self.input_processor.make_group_factories(
+        subscriptions = self.input_processor.make_subscriptions(
             list_prompts(prompts), params, priority, lora_request, awaited=False
         )
-        return self._make_outputs(self.session.make_and_run_groups(group_factories, use_tqdm))
+        self.session.submit_and_run(subscriptions, use_tqdm)
+        return [subscription.make_output() for subscription in subscriptions]
 
     def chat(
         self,
@@ -235,19 +236,18 @@ class LLM:
         *,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
-    ) -> Generator[Delta]:
+    ) -> Generator[CompletionOutput]:
         """Generate a continuation piece by piece; the request begins with the first piece that is requested.
 
         Closing the generator aborts it. Raises ValueError or TypeError at once for what is not allowed.
         """
-        return self.session.stream(self._make_group(prompt, sampling_params, priority, lora_request))
+        return self.session.stream(self._subscribe(prompt, sampling_params, priority, lora_request))
 
     def astream(
         self, prompt: PromptInput, sampling_params: SamplingParams | None = None, **others: Any
-    ) -> AsyncGenerator[Delta]:
+    ) -> AsyncGenerator[CompletionOutput]:
         """`stream` for an event loop: a thread takes the steps. Closing the generator aborts the request."""
-        make_group = partial(self._make_group, prompt, sampling_params, **others)
-        return self.async_driver.stream(make_group, lambda group: StreamCursor(group).take)
+        return self.async_driver.stream(partial(self._subscribe, prompt, sampling_params, **others))
 
     @cached_property
     def async_driver(self) -> Driver:
@@ -263,13 +263,13 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue a request for `step`; smaller priorities go first. Raises ValueError for an id in use."""
-        group = self._make_group(prompt, params, priority, lora_request, request_id)
-        self.session.queue_groups([group])
-        return group.id
+        subscription = self._subscribe(prompt, params, priority, lora_request, request_id)
+        self.session.enqueue([subscription])
+        return subscription.id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests of `add_request` that have ended since the last call."""
-        return self._make_outputs(self.session.step())
+        return [ended.make_output() for ended in self.session.step()]
 
     def expect(self, requests: int | None) -> None:
         """Set the number of requests to follow (None: unknown). A cold engine compiles shapes for them."""
@@ -296,12 +296,11 @@ class LLM:
         """Queue prompts as `generate` takes them, for `wait_for_completion`; return their ids."""
         check_vllm_arguments(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         params = self._with_default_params(sampling_params)
-        group_factories = self.input_processor.make_group_factories(
+        subscriptions = self.input_processor.make_subscriptions(
             list_prompts(prompts), params, priority, lora_request, awaited=False
         )
-        groups = self.session.make_groups(group_factories)
-        self.session.queue_groups(groups)
-        return [group.id for group in groups]
+        self.session.enqueue(subscriptions)
+        return [subscription.id for subscription in subscriptions]
 
     def enqueue_chat(
         self,
@@ -332,7 +331,7 @@ class LLM:
         """Run all queued requests to their end; return the results in the order of their queueing."""
         check_vllm_arguments(output_type=None if output_type is RequestOutput else output_type)
         with show_progress(self.session.num_queued, use_tqdm) as on_ended:
-            return self._make_outputs(self.session.wait_queued(on_ended))
+            return [ended.make_output() for ended in self.session.wait_queued(on_ended)]
 
     @property
     def params(self) -> Decoder:
@@ -483,18 +482,16 @@ class LLM:
     def _with_default_params(self, params: SamplingParamsInput) -> Any:
         return self.get_default_sampling_params() if params is None else params
 
-    def _make_group(
+    def _subscribe(
         self,
         prompt: PromptInput,
         params: SamplingParams | None,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
         request_id: str | None = None,
-    ) -> RequestGroup:
-        """Make the request group of one prompt, for a client that waits for its first token."""
-        params = self._with_default_params(params)
-        factories = self.input_processor.make_group_factories([prompt], params, priority, lora_request)
-        return self.session.make_groups(factories, request_id)[0]
-
-    def _make_outputs(self, groups: Sequence[RequestGroup]) -> list[RequestOutput]:
-        return [self.input_processor.make_output(group) for group in groups]
+    ) -> Subscription:
+        """Make the subscription to one prompt, for a client that waits for its first token."""
+        make = self.input_processor.make_subscription
+        subscription = make(prompt, self._with_default_params(params), priority, lora_request=lora_request)
+        self.session.assign_ids([subscription], request_id)
+        return subscription

@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from .request_group import RequestGroup
+from .subscription import Subscription
 
 # whether a bar is shown, or a function that makes one, such as partial(tqdm, leave=False)
 Tqdm = bool | Callable[..., Any]
 
 
 @contextmanager
-def show_progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[RequestGroup]], None]]:
-    """Show a bar of `total` groups. Yields a function that advances the bar by a list of ended groups."""
+def show_progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[Subscription]], None]]:
+    """Show a bar of `total` prompts. Yields a function that advances the bar by those that have ended."""
     if not use_tqdm:
         yield lambda ended: None
         return
@@ -22,9 +22,9 @@ def show_progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[Request
         total=total, desc="Processed prompts", dynamic_ncols=True, postfix=format_speeds(0, 0, 1)
     ) as bar:
 
-        def advance(ended: list[RequestGroup]) -> None:
+        def advance(ended: list[Subscription]) -> None:
             nonlocal read, written
-            requests = [request for group in ended for request in group.requests]
+            requests = [request for subscription in ended for request in subscription.requests]
             read += sum(len(request.prompt) for request in requests)
             written += sum(request.num_output_tokens for request in requests)
             if ended:

@@ -69,7 +69,9 @@ class Pass(NamedTuple):
 
 @dataclass
 class CompletionOutput:
-    """Continuation `index` of a request's `n`."""
+    """Continuation `index` of a request's `n`, or what is new of it in a stream, whose last output of a
+    continuation has the finish reason. As a string it is its text.
+    """
 
     index: int
     text: str
@@ -85,6 +87,9 @@ class CompletionOutput:
     # layers, A], and hidden states, float32 [tokens, layers, D]
     routed_experts: Any = field(default=None, compare=False)
     hidden_states: Any = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return self.text
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -125,19 +130,6 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     finished: bool = True
     num_cached_tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Delta:
-    """New text and tokens of a stream. The last one of completion `index` has a finish reason."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-
-    def __str__(self) -> str:
-        return self.text
 
 
 CUT_REASONS = ("abort", "error")  # finish reasons of incomplete outputs

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from .sampling.params import BeamSearchParams, SamplingParams
     from .serve.llm.llm import LLM
     from .serve.llm.tasks.likelihood import LogLikelihood
-    from .serve.text.outputs import CompletionOutput, Delta, EmbeddingRequestOutput, Logprob, RequestOutput
+    from .serve.text.outputs import CompletionOutput, EmbeddingRequestOutput, Logprob, RequestOutput
 
     __version__: str
 
 __all__ = [
-    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput", "Delta",
+    "LLM", "AsyncEngineArgs", "AsyncLLMEngine", "BeamSearchParams", "CompletionOutput",
     "EmbeddingRequestOutput", "EngineArgs", "LLMEngine", "LogLikelihood", "Logprob", "PoolingParams",
     "PromptType", "RequestOutput", "SamplingParams", "TextPrompt", "TokensPrompt",
     "logits_processor",
@@ -34,7 +34,7 @@ PUBLIC_HOMES = {
     "PoolingParams": ".model.pooling",
     "LogLikelihood": ".serve.llm.tasks.likelihood",
     **dict.fromkeys(
-        ("CompletionOutput", "Delta", "EmbeddingRequestOutput", "Logprob", "RequestOutput"),
+        ("CompletionOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput"),
         ".serve.text.outputs",
     ),
     **dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), ".compat.arg_utils"),

@@ -103,7 +103,7 @@ class CheckingEngine(FakeEngine):
         self.intake = InputProcessor(vocabulary, 64, EngineOptions(), self.tokenizer, eos_ids=(0,))
 
     def add_request(self, prompt, params, request_id, lora_request=None):
-        self.intake.make_group(request_id, prompt, params)
+        self.intake.make_subscription(prompt, params)
         super().add_request(prompt, params, request_id)
 
 

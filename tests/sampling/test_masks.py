@@ -95,20 +95,22 @@ class Words:
 )
 def test_requests_that_allow_only_an_early_end_are_refused(given):
     with pytest.raises(ValueError, match=r"min_tokens=4 is not allowed.*leave only tokens that end"):
-        intake().make_group("a", [1], SamplingParams(min_tokens=4, detokenize=False, **given))
-    intake().make_group("a", [1], SamplingParams(detokenize=False, **given))
-    intake().make_group("a", [1], SamplingParams(min_tokens=4, detokenize=False, allowed_token_ids=[EOS, 7]))
+        intake().make_subscription([1], SamplingParams(min_tokens=4, detokenize=False, **given))
+    intake().make_subscription([1], SamplingParams(detokenize=False, **given))
+    intake().make_subscription(
+        [1], SamplingParams(min_tokens=4, detokenize=False, allowed_token_ids=[EOS, 7])
+    )
 
 
 def test_completions_share_the_bias_that_a_seat_needs():
     """A request holds no dense row while it waits; the last one is kept for the completions that follow."""
     params = SamplingParams(n=3, logit_bias={3: 2.0}, bad_words=["5"], detokenize=False)
-    biases, (first, *others) = LogitBiasCache(V), intake().make_group("a", [1], params).requests
+    biases, (first, *others) = LogitBiasCache(V), intake().make_subscription([1], params).requests
     assert not any(isinstance(value, np.ndarray) for value in vars(first).values())
     bias = biases.get(first)
     assert (bias == dense_bias(params, V, [[5]])).all() and bias[3] == 2
     assert all(biases.get(request) is bias for request in others)
-    (plain,) = intake().make_group("b", [1], SamplingParams(detokenize=False)).requests
+    (plain,) = intake().make_subscription([1], SamplingParams(detokenize=False)).requests
     assert not biases.get(plain).any()
     assert (biases.get(first) == bias).all()
 
@@ -116,7 +118,7 @@ def test_completions_share_the_bias_that_a_seat_needs():
 @pytest.mark.parametrize("words", [["3", "12"], ["4 12"], ["12 4"]])
 def test_a_bad_word_beyond_the_vocabulary_is_refused(words):
     with pytest.raises(ValueError, match=r"bad_words=.*token id 12: the vocabulary's ids are 0..11"):
-        intake().make_group("a", [1], SamplingParams(bad_words=words, detokenize=False))
+        intake().make_subscription([1], SamplingParams(bad_words=words, detokenize=False))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -2,8 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from ....sampling.sample import Sampled
 from ...engine.core.engine import Engine
 from ...engine.core.scheduler_output import SchedulerConfig
 from ...llm.input_processor import InputProcessor
-from ...llm.request_group import RequestGroup
 from ...llm.session import Session
+from ...llm.subscription import Subscription
 from ...options.engine import EngineOptions
 from ...runtime.compiled.batches import BatchRow, make_batch
 from ...runtime.compiled.lowering import StepArguments
@@ -77,11 +76,11 @@ def measure_host_step(
     processor = InputProcessor(
         config.vocab_size, PROMPT_TOKENS + ANSWER_TOKENS, options, tokenizer, eos_ids=()
     )
-    factories = host_request_factories(processor, config.vocab_size)
+    subscriptions = host_subscriptions(processor, config.vocab_size)
     step_times: list[float] = []
     for step in range(WARMUP_STEPS + TIMED_STEPS):
         while session.num_queued < 4 * num_slots:
-            session.queue_groups(session.make_groups([next(factories)]))
+            session.enqueue([next(subscriptions)])
         begin = time.perf_counter()
         session.step()
         step_times += [time.perf_counter() - begin] if step >= WARMUP_STEPS else []
@@ -89,14 +88,11 @@ def measure_host_step(
     return statistics.median(step_times)
 
 
-def host_request_factories(
-    processor: InputProcessor, vocabulary: int
-) -> Iterator[Callable[[str], RequestGroup]]:
-    """Yield makers of requests, without end: answers of various lengths, whose first tokens have no
-    reader."""
+def host_subscriptions(processor: InputProcessor, vocabulary: int) -> Iterator[Subscription]:
+    """Yield subscriptions, without end: answers of various lengths, whose first tokens have no reader."""
     draw = np.random.default_rng(1)
     while True:
         length = int(draw.integers(2, ANSWER_TOKENS))
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
         prompt = draw.integers(3, vocabulary, PROMPT_TOKENS).tolist()
-        yield partial(processor.make_group, prompt=prompt, params=params, awaited=False)
+        yield processor.make_subscription(prompt, params, awaited=False)

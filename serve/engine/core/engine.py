@@ -108,7 +108,7 @@ class Engine:
         self.scheduler.lora_slots = self._adapter_writer.lora_slots
         self.in_flight_steps = InFlightSteps(self.scheduler.group_of)
         self.num_failures = self.weights_version = 0  # of steps; version of the weights, which counts updates
-        self.on_request_end: Callable[[Request], None] | None = None  # called with each request that ends
+        self._ended_requests: list[Request] = []  # that `take_ended` returns
         self.speculation, self.warmup, self.can_defer_sampling = speculation, warmup, can_defer_sampling
         self.compile_planner = CompilePlanner(self.sizes, self.stats, classes)
         self.serving_since: dict[Shape, float] = {}  # seconds from the start until a shape serves
@@ -167,6 +167,11 @@ class Engine:
             request.finish("abort")
             self.scheduler.abort(request)
             self._on_request_end(request)
+
+    def take_ended(self) -> list[Request]:
+        """Return the requests that have ended since the last call."""
+        ended, self._ended_requests = self._ended_requests, []
+        return ended
 
     def step(self) -> list[Request]:
         """Plan and dispatch a step, then read the results of the one before; returns the requests that got
@@ -448,12 +453,11 @@ class Engine:
             self.scheduler.preempt(request)
 
     def _on_request_end(self, request: Request) -> None:
-        """Count an ended request, release its drafter's state, and call `on_request_end`."""
+        """Count an ended request, and release its drafter's state."""
         self.stats.on_finish(request)
         if self.speculation is not None:
             self.speculation.forget(request)
-        if self.on_request_end is not None:
-            self.on_request_end(request)
+        self._ended_requests.append(request)
 
     def _rebuild_device_state(self, error: BaseException | None = None) -> None:
         """Restart from the host's tokens: arrays that a failed step consumed cannot be read any more."""

@@ -6,16 +6,16 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from ....checkpoints.adapters.adapter import Adapter
 from ....sampling.params import SamplingParams, request_knobs
 from ....sampling.state import check_allowed_tokens
+from ...engine.core.request import Request
 from ...llm.audit.entry import scores_entry
 from ...llm.audit.facts import engine_facts, hash_tokenizer, hash_weights
 from ...llm.llm import LLM
-from ...llm.request_group import RequestGroup
+from ...llm.subscription import Subscription
 from ...text.outputs import CUT_REASONS
 from ...text.tokenizer.stop_strings import StopStrings
 from .claims import AuditEntry, Claim, Claims, Span
@@ -128,28 +128,29 @@ class LogVerifier:
     def _run_replays(self, replays: Sequence[Replay]) -> dict[int, list[str]]:
         """Run the spans again. Returns the differences by the claims' line numbers."""
         differences: dict[int, list[str]] = defaultdict(list)
-        groups: list[tuple[Replay, RequestGroup]] = []
+        subscriptions: list[tuple[Replay, Subscription]] = []
         for i, replay in enumerate(replays):
             try:
-                groups.append((replay, self._make_replay_group(replay, i)))
+                subscriptions.append((replay, self._subscribe(replay, i)))
             except (ValueError, TypeError) as error:
                 differences[replay.claim.line].append(f"what was asked: {error}")
-        self.llm.session.make_and_run_groups([partial(set_group_id, group) for _, group in groups])
-        for replay, group in groups:
-            wrong = first_difference(replay.claim.entry, replay.span, group)
+        self.llm.session.submit_and_run([subscription for _, subscription in subscriptions])
+        for replay, subscription in subscriptions:
+            wrong = first_difference(replay.claim.entry, replay.span, subscription.requests[0])
             differences[replay.claim.line].extend([wrong] if wrong else [])
         return differences
 
-    def _make_replay_group(self, replay: Replay, arrival: int) -> RequestGroup:
-        """Make a request that generates a span again. Tokens before the span are given. It ends with the
-        span, or as the claim did if the span is the last."""
+    def _subscribe(self, replay: Replay, arrival: int) -> Subscription:
+        """Subscribe to a request that generates a span again. Tokens before the span are given. The request
+        ends with the span, or as the claim did if the span is the last."""
         entry, span = replay.claim.entry, replay.span
         params = SamplingParams.from_dict(entry.params)
         if span.first > entry.known:
             params = replace(params, prompt_logprobs=None)
         self._check_params(params, entry)
         is_whole = is_last_span(entry, span) and entry.finish_reason not in CUT_REASONS
-        group = RequestGroup.from_request_fields(
+        request = Request(
+            id="",
             prompt=list(entry.prompt),
             params=params,
             seed=entry.seed,
@@ -166,12 +167,11 @@ class LogVerifier:
             constraint=self.llm.input_processor.make_constraint(params, len(entry.prompt)),
             adapter=self._find_adapter(entry),
         )
-        (request,) = group.requests
         request.append_resumed_tokens(entry.tokens[: span.first])
         request.advance_grammar()
         if request.is_finished:
             raise ValueError(f"it ends after {request.num_output_tokens} tokens")
-        return group
+        return Subscription([request])
 
     def _check_params(self, params: SamplingParams, entry: AuditEntry) -> None:
         """Raise ValueError for sampling parameters that this engine does not support."""
@@ -182,14 +182,8 @@ class LogVerifier:
         check_allowed_tokens(params, V, stops, words)
 
 
-def set_group_id(group: RequestGroup, id: str) -> RequestGroup:
-    group.id = group.requests[0].id = id
-    return group
-
-
-def first_difference(entry: AuditEntry, span: Span, group: RequestGroup) -> str:
+def first_difference(entry: AuditEntry, span: Span, request: Request) -> str:
     """Name the first token or score in which a span differs from its replay; "" if it does not differ."""
-    (request,) = group.requests
     index = first_mismatch(entry.tokens[span.first : span.end], request.output_tokens[span.first :])
     if index is not None:
         return f"token {span.first + index}"

@@ -107,7 +107,7 @@ class WorkerPool:
         lora_request: LoRARequest | None = None,
     ) -> str:
         """Check a request and assign it to a worker. Raises ValueError or TypeError for a wrong request."""
-        self._processor.make_group(request_id, prompt, params)
+        self._processor.make_subscription(prompt, params)
         self._assign(WorkerRequest(request_id, prompt, params, lora_request))
         return request_id
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from ....lora.request import LoRARequest, LoRARequests
 from ....sampling.params import BeamSearchParams, SamplingParams
@@ -149,17 +148,18 @@ def run_rounds(
     for _ in iterate_beam_rounds(max(search.rounds_left for search in searches), use_tqdm):
         if not (active := [search for search in searches if search.can_grow]):
             break
-        make_group = partial(partial, processor.make_group, params=params)
-        group_factories = [
-            make_group(
-                prompt=prompt_with_salt(beam.tokens, search.salt),
+        subscriptions = [
+            processor.make_subscription(
+                prompt_with_salt(beam.tokens, search.salt),
+                params,
                 written=len(beam.logprobs),
                 lora_request=search.adapter,
             )
             for search in active
             for beam in search.beams
         ]
-        outputs = [processor.make_output(group) for group in session.make_and_run_groups(group_factories)]
+        session.submit_and_run(subscriptions)
+        outputs = [subscription.make_output() for subscription in subscriptions]
         require_complete("beam_search", outputs)
         next_outputs = iter(outputs)
         for search in active:

@@ -5,7 +5,6 @@ conversation. `tools` and `tool_choice` have the form of a request to the server
 """
 
 from collections.abc import Mapping
-from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -49,7 +48,7 @@ def generate_reply(
     replies = Replies("", processor.tokenizer, parser)
     prompt = tokenize_prompt(task, processor.tokenizer, processor.longest_prompt)
     params = task_sampling_params(task, replies.dialect, prompt)
-    make_group = partial(processor.make_group, prompt=prompt, params=params, awaited=False)
-    (group,) = session.make_and_run_groups([make_group], use_tqdm)
+    subscription = processor.make_subscription(prompt, params, awaited=False)
+    session.submit_and_run([subscription], use_tqdm)
     key = sha256(msgspec.json.encode((prompt, params.seed))).hexdigest()
-    return replies.reply_body(key, task, [processor.make_output(group)])["choices"]
+    return replies.reply_body(key, task, [subscription.make_output()])["choices"]

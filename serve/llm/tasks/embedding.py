@@ -9,8 +9,8 @@ from ....model.pooling import PoolingParams
 from ...text.outputs import EmbeddingOutput, EmbeddingRequestOutput, GenerationError
 from ..input_processor import InputProcessor, PromptInput, broadcast_over_prompts, list_prompts
 from ..progress_bar import Tqdm
-from ..request_group import RequestGroup
 from ..session import Session
+from ..subscription import Subscription
 
 
 def embed_prompts(
@@ -31,23 +31,25 @@ def embed_prompts(
     prompt_params = broadcast_over_prompts("pooling_params", params or PoolingParams(), len(texts))
     if wrong := [type(value).__name__ for value in prompt_params if not isinstance(value, PoolingParams)]:
         raise TypeError(f"pooling parameters are PoolingParams, not {wrong[0]}")
-    group_factories = processor.make_group_factories(texts, prompt_params, None, adapters, awaited=False)
-    return [make_embedding_output(group) for group in session.make_and_run_groups(group_factories, use_tqdm)]
+    subscriptions = processor.make_subscriptions(texts, prompt_params, None, adapters, awaited=False)
+    session.submit_and_run(subscriptions, use_tqdm)
+    return [make_embedding_output(subscription) for subscription in subscriptions]
 
 
-def embedding_of(group: RequestGroup) -> np.ndarray:
-    """Return the embedding of a group that has ended, float32 [D]. Raises RuntimeError if the group was
+def embedding_of(subscription: Subscription) -> np.ndarray:
+    """Return the embedding of a subscription that has ended, float32 [D]. Raises RuntimeError if it was
     aborted, GenerationError if the model computed NaN."""
-    if group.requests[0].has_failed:
-        raise GenerationError(f"embed: {group.requests[0].stop_reason}")
-    pool = group.requests[0].pooler
+    request = subscription.requests[0]
+    if request.has_failed:
+        raise GenerationError(f"embed: {request.stop_reason}")
+    pool = request.pooler
     if pool is None or (embedding := pool.embedding) is None:
-        raise RuntimeError(f"embed: request {group.id} was aborted")
+        raise RuntimeError(f"embed: request {subscription.id} was aborted")
     return embedding
 
 
-def make_embedding_output(group: RequestGroup) -> EmbeddingRequestOutput:
-    request, output = group.requests[0], EmbeddingOutput(embedding_of(group).tolist())
+def make_embedding_output(subscription: Subscription) -> EmbeddingRequestOutput:
+    output = EmbeddingOutput(embedding_of(subscription).tolist())
     return EmbeddingRequestOutput(
-        group.id, output, request.prompt, num_cached_tokens=request.num_cached_tokens
+        subscription.id, output, subscription.prompt_ids, num_cached_tokens=subscription.num_cached_tokens
     )

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from ....sampling.params import SamplingParams
 from ...text.cache_salt import prompt_with_salt, read_prompt_salt
 from ...text.outputs import Logprob, RequestOutput, require_complete
 from ..input_processor import InputProcessor, PromptInput, is_one_prompt, list_prompts
-from ..session import GroupFactory, Session
+from ..session import Session
+from ..subscription import Subscription
 
 ScoringPass = Literal["prefill", "decode"]
 
@@ -60,17 +60,16 @@ def log_likelihood(
     if by == "decode":
         return score_by_decoding(session, processor, ids, suffixes, salts)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    group_factories = [
-        partial(
-            processor.make_group,
-            prompt=prompt_with_salt(prompt + suffix, salt),
-            params=params,
+    subscriptions = [
+        processor.make_subscription(
+            prompt_with_salt(prompt + suffix, salt),
+            params,
             score_from=start,
             awaited=False,
         )
         for prompt, suffix, salt, start in zip(ids, suffixes, salts, starts, strict=True)
     ]
-    outputs = zip(run_scoring_requests(session, processor, group_factories), starts, strict=True)
+    outputs = zip(run_scoring_requests(session, subscriptions), starts, strict=True)
     return [prompt_likelihood(output, start) for output, start in outputs]
 
 
@@ -82,17 +81,14 @@ def score_by_decoding(
     salts: list[str | None],
 ) -> list[LogLikelihood]:
     """Score continuations by trace replay. Raises ValueError for a continuation that is too long."""
-    group_factories = [
-        partial(
-            processor.make_group,
-            prompt=prompt_with_salt(prompt, salt),
-            params=make_trace_params(processor, prompt, suffix),
-            awaited=False,
+    subscriptions = [
+        processor.make_subscription(
+            prompt_with_salt(prompt, salt), make_trace_params(processor, prompt, suffix), awaited=False
         )
         for prompt, suffix, salt in zip(prompts, suffixes, salts, strict=True)
         if suffix
     ]
-    outputs = iter(run_scoring_requests(session, processor, group_factories))
+    outputs = iter(run_scoring_requests(session, subscriptions))
     scores = [next(outputs).outputs[0].logprobs or [] if suffix else [] for suffix in suffixes]
     return [
         LogLikelihood(suffix, [entry[token].logprob for token, entry in zip(suffix, entries, strict=True)])
@@ -100,11 +96,10 @@ def score_by_decoding(
     ]
 
 
-def run_scoring_requests(
-    session: Session, processor: InputProcessor, group_factories: Sequence[GroupFactory]
-) -> list[RequestOutput]:
+def run_scoring_requests(session: Session, subscriptions: Sequence[Subscription]) -> list[RequestOutput]:
     """Run requests and return their outputs. Raises RuntimeError if a request was aborted."""
-    outputs = [processor.make_output(group) for group in session.make_and_run_groups(group_factories)]
+    session.submit_and_run(subscriptions)
+    outputs = [subscription.make_output() for subscription in subscriptions]
     require_complete("log_likelihood", outputs)
     return outputs
 

@@ -63,6 +63,7 @@ class Simulation:
             clock=self.clock,
         )
         self.fast_forward: DecodeFastForward | None = DecodeFastForward(self.engine, self.programs)
+        self.on_request_end: Callable[[Request], None] = lambda request: None
         self._count, self._prefill_delay = 0, options.prefill_delay(is_awaited=True)
 
     @property
@@ -84,6 +85,8 @@ class Simulation:
         for, and before the next plan. The host's work for an admitted request comes before its first call."""
         if self.fast_forward is None or not self.fast_forward.step():
             self.engine.step()
+        for request in self.engine.take_ended():
+            self.on_request_end(request)
         self.clock.spend(self.host.step + self.host.row * len(self.engine.scheduler.running))
 
     def make_request(self, entry: TraceEntry) -> Request:

@@ -39,7 +39,7 @@ class SimulatedPrefillEngine:
     waiting: dict[Request, Callable[[float], None]] = field(default_factory=dict)
 
     def __post_init__(self):
-        self.simulation.engine.on_request_end = self._on_prompt_computed
+        self.simulation.on_request_end = self._on_prompt_computed
 
     def submit_prompt(self, entry: TraceEntry, on_ready: Callable[[float], None]) -> None:
         """Submit a prompt; call `on_ready` with the moment of its end."""
@@ -73,7 +73,7 @@ class SimulatedReplica:
         )
         self.replica = Replica(self.address, AssumedPrefixIndex(max_blocks))
         self.replica.is_up = self.replica.is_ready = True
-        self.simulation.engine.on_request_end = self._on_request_end
+        self.simulation.on_request_end = self._on_request_end
         self._routed_requests: dict[Request, RoutedRequest] = {}
         self._awaiting_first_token: deque[Request] = deque()  # no first token yet
         self._ended_requests: deque[tuple[float, RoutedRequest]] = deque()

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....sampling.params import SamplingParams
-from ..service.service import ApiCall
+from ..service.api_call import ApiCall
 
 EXPORT_SECONDS = 3  # seconds that an export may take, also at the end
 OPERATION_NAMES = {"chat": "chat", "completion": "text_completion", "embedding": "embeddings"}
@@ -103,7 +103,7 @@ class TracingMiddleware:
 
 
 def span_attributes(call: ApiCall) -> Iterator[tuple[str, Any]]:
-    task, requests = call.tasks[0], [request for handle in call.handles for request in handle.group.requests]
+    task, requests = call.tasks[0], [request for s in call.subscriptions for request in s.requests]
     yield "gen_ai.operation.name", OPERATION_NAMES.get(task.form, task.form)
     yield "gen_ai.provider.name", "duetto"
     yield "gen_ai.request.model", call.model

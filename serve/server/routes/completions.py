@@ -19,8 +19,9 @@ from ...text.openai.resume import STREAM_END, ResumeState
 from ...text.openai.schemas import make_task_body
 from ...text.outputs import GenerationError, RequestOutput
 from ..service.admission import ClientBody
+from ..service.api_call import ApiCall
 from ..service.errors import HttpError, convert_error, json_response
-from ..service.service import ApiCall, Service
+from ..service.service import Service
 from ..service.streams import ClientLeft, run_while_connected
 from ..streams import completion_stream, responses_stream
 from ..streams.completion_request import CompletionRequest, parse_completion, parse_response
@@ -136,10 +137,10 @@ class CompletionRoute:
     def _make_writer(self, call: ApiCall, request: CompletionRequest, id: str) -> EventWriter:
         replies = self.service.replies
         if request.stream:
-            return self.api.make_events(replies, id, request, [handle.prompt for handle in call.handles])
-        return WholeEvent(
-            lambda: self.api.build_answer(replies, id, request, self.service.call_results(call))
-        )
+            return self.api.make_events(
+                replies, id, request, [subscription.prompt_ids for subscription in call.subscriptions]
+            )
+        return WholeEvent(lambda: self.api.build_answer(replies, id, request, call.make_results()))
 
     async def _send_stream(self, call: ApiCall, request: CompletionRequest, id: str, send: Send) -> None:
         events = self._make_writer(call, request, id)
@@ -165,8 +166,8 @@ class CompletionRoute:
                 await write(events.encode_start())
 
         try:
-            async with aclosing(call.stream.read_pieces()) as pieces:
-                async for outputs in pieces:
+            async with aclosing(call.read_outputs()) as news:
+                async for outputs in news:
                     if not has_begun:
                         await begin()
                     await write(events.encode_chunks(outputs) + report_tokens(outputs) if outputs else PING)

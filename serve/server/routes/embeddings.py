@@ -8,7 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ...llm.driver import StreamHandle
+from ...llm.subscription import Subscription
+from ...llm.tasks.embedding import embedding_of
 from ...text.openai.bodies import CacheFields, EmbeddingFields
 from ...text.openai.embeddings import EmbeddingInputs, embedding_reply, parse_embedding_body
 from ...text.openai.reply_types import EmbeddingReply
@@ -47,11 +48,11 @@ class EmbeddingRoute:
                 if inputs.tasks[0].model is not None:
                     self.service.require_model(inputs.tasks[0].model)
                 with self.service.count_call():
-                    handles = await self._run_embeddings(inputs.tasks, client_body, scope, receive)
+                    subscriptions = await self._run_embeddings(inputs.tasks, client_body, scope, receive)
                     scope["response_id"] = id  # for tracing
-                    write = partial(self._build_reply, inputs, handles, id)
+                    write = partial(self._build_reply, inputs, subscriptions, id)
                     answer = await self.service.admission.answer_pool.run(
-                        client_body.client, len(handles), write
+                        client_body.client, len(subscriptions), write
                     )
             await answer(scope, receive, send)
         except ClientLeft:
@@ -59,22 +60,22 @@ class EmbeddingRoute:
 
     async def _run_embeddings(
         self, tasks: list[Task], client_body: ClientBody, scope: Scope, receive: Receive
-    ) -> list[StreamHandle]:
-        """Run all inputs, `MAX_INPUTS_AT_ONCE` at a time, and return their finished handles. Only the first
-        ones have to be admitted."""
-        handles: list[StreamHandle] = []
+    ) -> list[Subscription]:
+        """Run all inputs to their end, `MAX_INPUTS_AT_ONCE` at a time, and return their subscriptions. Only
+        the first ones have to be admitted."""
+        subscriptions: list[Subscription] = []
         size = min(MAX_INPUTS_AT_ONCE, self.service.options.max_queued)
         for i in range(0, len(tasks), size):
             if i > 0:
                 client_body.renew_deadline()
             async with self.service.open_call(tasks[i : i + size], client_body, is_admitted=i > 0) as call:
-                await run_while_connected(receive, call.stream.wait_end())
-                handles += call.handles
-                scope["call"] = replace(call, tasks=tasks, handles=handles)
-        return handles
+                await run_while_connected(receive, call.wait_end())
+                subscriptions += call.subscriptions
+                scope["call"] = replace(call, tasks=tasks, subscriptions=subscriptions)
+        return subscriptions
 
-    def _build_reply(self, inputs: EmbeddingInputs, handles: list[StreamHandle], id: str) -> Response:
+    def _build_reply(self, inputs: EmbeddingInputs, subscriptions: list[Subscription], id: str) -> Response:
         model = inputs.tasks[0].model or self.service.names[0]
-        tokens = sum(len(handle.prompt) for handle in handles)
-        body = embedding_reply(model, inputs, [handle.embedding for handle in handles], tokens)
+        tokens = sum(len(subscription.prompt_ids) for subscription in subscriptions)
+        body = embedding_reply(model, inputs, list(map(embedding_of, subscriptions)), tokens)
         return json_response(body, headers={"x-request-id": id})

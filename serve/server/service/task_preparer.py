@@ -1,17 +1,15 @@
-"""Conversion of tasks to requests of the engine's driver, as handles. Prompts are tokenized and grammars
-compiled without blocking other requests."""
+"""Conversion of tasks to subscriptions. Prompts are tokenized and grammars compiled without blocking other
+requests."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import replace
+from functools import partial
 
 from ....lora.request import LoRARequest
-from ....model.pooling import PoolingParams
-from ....sampling.params import SamplingParams
-from ...llm.driver import Driver, StreamHandle
 from ...llm.llm import LLM
+from ...llm.subscription import Subscription
 from ...text.cache_salt import prompt_with_salt
 from ...text.grammar.compiler import CompileJob
 from ...text.openai.errors import RequestError
@@ -20,121 +18,89 @@ from ...text.openai.tasks import Task, make_task_error, task_sampling_params, to
 from ...text.tokenizer.chats.chat import ChatTemplateError
 from .admission import ClientBody
 
-
-@dataclass(frozen=True)
-class PreparedPrompt:
-    """A task with its tokenized prompt.
-
-    params: of its request
-    grammar_job: compilation of its grammar; None if it has none
-    """
-
-    task: Task
-    prompt: list[int]
-    params: SamplingParams | PoolingParams
-    grammar_job: CompileJob | None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.grammar_job is None or self.grammar_job.future.done()
-
-
-T = TypeVar("T")
-BegunTasks = tuple[list[PreparedPrompt], list[StreamHandle] | None]
+GrammarJobs = list[CompileJob | None]  # compilation of each task's grammar, if it has one
+BegunTasks = tuple[list[Task], GrammarJobs, list[Subscription] | None]
 
 
 class TaskPreparer:
-    """Converts tasks to handles of requests of an engine's driver. A task may name an adapter as its
-    model."""
+    """Converts tasks to subscriptions. A task may name an adapter as its model."""
 
-    def __init__(self, llm: LLM, driver: Driver, replies: Replies):
-        self._llm, self._driver, self._replies = llm, driver, replies
+    def __init__(self, llm: LLM, replies: Replies):
+        self._llm, self._replies = llm, replies
 
-    async def prepare_handles(
+    async def prepare_subscriptions(
         self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest], client_body: ClientBody
-    ) -> list[StreamHandle]:
-        """Tokenize tasks, wait for their grammars, and return their handles. Raises RequestError for a
-        wrong task, and as `ClientBody.run` does."""
-        prepared_prompts, handles = await client_body.run_in_thread(
-            lambda: self._begin_tasks(tasks, adapters), self._undo_begin
+    ) -> list[Subscription]:
+        """Tokenize tasks, wait for their grammars, and subscribe to them. Raises RequestError for a wrong
+        task, and as `ClientBody.run` does."""
+        tokenized, jobs, subscriptions = await client_body.run_in_thread(
+            lambda: self._begin_tasks(tasks, adapters), lambda begun: release_jobs(begun[1])
         )
         try:
-            if handles is not None:
-                return handles
-            await self._wait_grammars(prepared_prompts, client_body)
-            return await client_body.run_in_thread(
-                lambda: self._make_handles(prepared_prompts, adapters), self.drop_handles
-            )
+            if subscriptions is None:
+                await wait_grammars(tokenized, jobs, client_body)
+                subscribe = partial(self._subscribe_all, tokenized, adapters)
+                subscriptions = await client_body.run_in_thread(subscribe)
+            return subscriptions
         finally:
-            drop_grammar_jobs(prepared_prompts)
-
-    def drop_handles(self, handles: Sequence[StreamHandle]) -> None:
-        """Drop requests of the driver that have not begun, so that their ids are free again."""
-        for handle in handles:
-            self._driver.drop_request(handle)
+            release_jobs(jobs)
 
     def _begin_tasks(self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest]) -> BegunTasks:
-        """Tokenize tasks, and make their handles; None if a grammar is still being compiled."""
-        prepared_prompts = collect_or_undo(map(self._prepare_prompt, tasks), drop_grammar_jobs)
-        return prepared_prompts, self._make_handles(prepared_prompts, adapters) if all(
-            prepared.is_ready for prepared in prepared_prompts
-        ) else None
+        """Tokenize tasks, begin to compile their grammars, and subscribe to them if no grammar is compiled
+        still."""
+        tokenized, jobs = list(map(self._tokenize, tasks)), GrammarJobs()
+        try:
+            jobs.extend(map(self._begin_grammar, tokenized))
+            is_ready = all(job is None or job.future.done() for job in jobs)
+            return tokenized, jobs, self._subscribe_all(tokenized, adapters) if is_ready else None
+        except BaseException:
+            release_jobs(jobs)
+            raise
 
-    def _undo_begin(self, begun: BegunTasks) -> None:
-        prepared_prompts, handles = begun
-        drop_grammar_jobs(prepared_prompts)
-        self.drop_handles(handles or [])
-
-    async def _wait_grammars(
-        self, prepared_prompts: Sequence[PreparedPrompt], client_body: ClientBody
-    ) -> None:
-        for prepared in prepared_prompts:
-            if prepared.grammar_job is None:
-                continue
-            with convert_task_errors(prepared.task):
-                await client_body.await_while_connected(asyncio.wrap_future(prepared.grammar_job.future))
-
-    def _prepare_prompt(self, task: Task) -> PreparedPrompt:
+    def _tokenize(self, task: Task) -> Task:
+        """Return a task with the token ids of its prompt, and the sampling parameters that its form needs."""
         with convert_task_errors(task):
             prompt = tokenize_prompt(task, self._llm.tokenizer, self._llm.longest_prompt, task.now)
-            params = task.pooling or task_sampling_params(task, self._replies.dialect, prompt)
-            grammar = None if isinstance(params, PoolingParams) else params.structured_outputs
-            grammars = self._llm.input_processor.grammars
-            return PreparedPrompt(task, prompt, params, None if grammar is None else grammars.submit(grammar))
+            params = (
+                task.params if task.pooling else task_sampling_params(task, self._replies.dialect, prompt)
+            )
+            return replace(task, prompt=prompt, params=params)
 
-    def _make_handles(
-        self, prepared_prompts: Sequence[PreparedPrompt], adapters: Mapping[str, LoRARequest]
-    ) -> list[StreamHandle]:
-        return collect_or_undo(
-            (self._make_handle(prepared, adapters) for prepared in prepared_prompts), self.drop_handles
-        )
+    def _begin_grammar(self, task: Task) -> CompileJob | None:
+        grammar = None if task.pooling else task.params.structured_outputs
+        with convert_task_errors(task):
+            return None if grammar is None else self._llm.input_processor.grammars.submit(grammar)
 
-    def _make_handle(self, prepared: PreparedPrompt, adapters: Mapping[str, LoRARequest]) -> StreamHandle:
-        with convert_task_errors(prepared.task):
-            adapter = adapters.get(prepared.task.model or "")
-            engine_parts = self._llm.session, self._llm.input_processor
-            prompt = prompt_with_salt(prepared.prompt, prepared.task.cache_salt)
-            return StreamHandle(
-                *engine_parts, prompt, prepared.params, prepared.task.resumed_outputs, adapter
+    def _subscribe_all(
+        self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest]
+    ) -> list[Subscription]:
+        return [self._subscribe(task, adapters) for task in tasks]
+
+    def _subscribe(self, task: Task, adapters: Mapping[str, LoRARequest]) -> Subscription:
+        with convert_task_errors(task):
+            assert isinstance(task.prompt, list), "the task is tokenized"
+            return self._llm.input_processor.make_subscription(
+                prompt_with_salt(task.prompt, task.cache_salt),
+                task.pooling or task.params,
+                known=task.resumed_outputs,
+                lora_request=adapters.get(task.model or ""),
             )
 
 
-def collect_or_undo(values: Iterable[T], undo: Callable[[list[T]], None]) -> list[T]:
-    """Return all values of an iterator. If it raises, call `undo` with the values so far."""
-    collected: list[T] = []
-    try:
-        collected.extend(values)
-    except BaseException:
-        undo(collected)
-        raise
-    return collected
+async def wait_grammars(tasks: Sequence[Task], jobs: GrammarJobs, client_body: ClientBody) -> None:
+    """Wait for the grammars of tasks. Raises RequestError for a wrong one, and as
+    `ClientBody.await_while_connected` does."""
+    for task, job in zip(tasks, jobs, strict=True):
+        if job is not None:
+            with convert_task_errors(task):
+                await client_body.await_while_connected(asyncio.wrap_future(job.future))
 
 
-def drop_grammar_jobs(prepared_prompts: Sequence[PreparedPrompt]) -> None:
-    """Stop waiting for the grammars of prompts."""
-    for prepared in prepared_prompts:
-        if prepared.grammar_job is not None:
-            prepared.grammar_job.release()
+def release_jobs(jobs: GrammarJobs) -> None:
+    """Stop waiting for the grammars of tasks."""
+    for job in jobs:
+        if job is not None:
+            job.release()
 
 
 @contextmanager

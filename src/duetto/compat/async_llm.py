@@ -3,14 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
-from functools import partial
 from typing import Any, Literal
 
 from ..lora.request import LoRARequest
 from ..sampling.params import SamplingParams
 from ..serve.llm.input_processor import PromptInput
 from ..serve.llm.llm import LLM
-from ..serve.llm.request_group import RequestGroup
+from ..serve.llm.subscription import Subscription
 from ..serve.llm.vllm import check_vllm_arguments
 from ..serve.text.outputs import RequestOutput
 from .llm_engine import EngineModelConfig
@@ -55,21 +54,19 @@ class AsyncLLM:
         generator aborts the request.
         """
         check_vllm_arguments(tokenization_kwargs=tokenization_kwargs)
-        session, processor = self.llm.session, self.llm.input_processor
-        progress = Progress(sampling_params.output_kind)
+        progress, make = Progress(sampling_params.output_kind), self.llm.input_processor.make_subscription
 
-        def make_group() -> RequestGroup:
-            makes = processor.make_group_factories([prompt], sampling_params, priority, lora_request)
-            return session.make_groups(makes, request_id)[0]
+        def subscribe() -> Subscription:
+            subscription = make(prompt, sampling_params, priority, lora_request=lora_request)
+            self.llm.session.assign_ids([subscription], request_id)
+            return subscription
 
-        def take_due_outputs(group: RequestGroup) -> list[RequestOutput]:
-            return [] if (report := progress.take_due_output(group, processor)) is None else [report]
+        def take_due_outputs(subscription: Subscription) -> list[RequestOutput]:
+            return [] if (output := progress.take_due_output(subscription)) is None else [output]
 
-        async with aclosing(
-            self.llm.async_driver.stream(make_group, partial(partial, take_due_outputs))
-        ) as reports:
-            async for report in reports:
-                yield report
+        async with aclosing(self.llm.async_driver.stream(subscribe, take_due_outputs)) as outputs:
+            async for output in outputs:
+                yield output
 
     sleep, wake_up, is_sleeping = async_method("sleep"), async_method("wake_up"), async_method("is_sleeping")
     reset_prefix_cache = async_method("reset_prefix_cache")

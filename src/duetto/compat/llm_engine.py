@@ -55,14 +55,13 @@ class LLMEngine:
         An output is due if a request has new tokens, as its `output_kind` states, or has ended. Requests that
         the `LLM` itself has queued are returned when they end.
         """
-        session, processor = self.llm.session, self.llm.input_processor
-        ended = {group.id: group for group in session.step()}
-        reports = [processor.make_output(group) for id, group in ended.items() if id not in self._progress]
+        ended = {subscription.id: subscription for subscription in self.llm.session.step()}
+        reports = [ended[id].make_output() for id in ended if id not in self._progress]
         for id, progress in list(self._progress.items()):
-            group = ended.get(id) or session.groups.get(id)
-            if group and (report := progress.take_due_output(group, processor)):
+            subscription = ended.get(id) or self.llm.session.subscriptions.get(id)
+            if subscription and (report := progress.take_due_output(subscription)):
                 reports.append(report)
-            if group is None or progress.has_ended:
+            if subscription is None or progress.has_ended:
                 del self._progress[id]
         return reports
 
@@ -70,8 +69,8 @@ class LLMEngine:
         """End requests now, without a further output. Unknown ids are ignored."""
         for id in [request_id] if isinstance(request_id, str) else request_id:
             self._progress.pop(id, None)
-            if group := self.llm.session.groups.get(id):
-                self.llm.session.drop_groups([group])
+            if subscription := self.llm.session.subscriptions.get(id):
+                self.llm.session.drop([subscription])
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._progress)

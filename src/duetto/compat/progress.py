@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 
 from ..sampling.params import RequestOutputKind
-from ..serve.llm.input_processor import InputProcessor
-from ..serve.llm.request_group import RequestGroup
+from ..serve.llm.subscription import Subscription
 from ..serve.text.outputs import CompletionOutput, RequestOutput
 
 
@@ -23,15 +22,15 @@ class Progress:
     reported_lengths: tuple[tuple[int, int], ...] = ()
     has_ended: bool = False
 
-    def take_due_output(self, group: RequestGroup, processor: InputProcessor) -> RequestOutput | None:
+    def take_due_output(self, subscription: Subscription) -> RequestOutput | None:
         """Return the output that is due for a request, and mark it as reported. Returns None if none is
         due."""
         before = self.num_generated_tokens
-        self.num_generated_tokens = sum(request.num_output_tokens for request in group.requests)
+        self.num_generated_tokens = sum(request.num_output_tokens for request in subscription.requests)
         new = self.kind is not RequestOutputKind.FINAL_ONLY and self.num_generated_tokens > before
-        if self.has_ended or not (new or group.is_finished):
+        if self.has_ended or not (new or subscription.is_finished):
             return None
-        output, self.has_ended = processor.make_output(group), group.is_finished
+        output, self.has_ended = subscription.make_output(), subscription.is_finished
         if self.kind is not RequestOutputKind.DELTA:
             return output
         lengths = self.reported_lengths or ((0, 0),) * len(output.outputs)

@@ -28,5 +28,9 @@ def expected(llm) -> list[tuple]:
 def nothing_is_left(llm):
     """Every test gives all pages back and leaves no request behind."""
     yield
-    assert not llm.has_unfinished_requests() and not llm.session.groups and not llm.engine.scheduler.has_work
+    assert (
+        not llm.has_unfinished_requests()
+        and not llm.session.subscriptions
+        and not llm.engine.scheduler.has_work
+    )
     assert llm.engine.tables.occupancy == 0

@@ -12,9 +12,10 @@ from cases.waiting import until
 from fakes.engine import ask
 
 from duetto.serve.host.streams import warn_once
-from duetto.serve.llm.driver import DrivenRequest, Driver, StreamChunk
-from duetto.serve.llm.request_group import RequestGroup, StreamCursor
+from duetto.serve.llm.driver import Driver
+from duetto.serve.llm.mailbox import Delivery
 from duetto.serve.llm.session import Session
+from duetto.serve.llm.subscription import Subscription
 
 TOKENS = 5
 
@@ -23,10 +24,10 @@ class Counting:
     """An engine whose steps give each request a token, until it has `tokens`."""
 
     warmup, is_sleeping, fails, tokens = None, False, False, TOKENS
-    on_request_end: Any = None
 
     def __init__(self):
         self.requests: list[Any] = []
+        self.ended: list[Any] = []
         self.sleep_state = SimpleNamespace(discarded=False)
 
     @property
@@ -43,8 +44,12 @@ class Counting:
             request.append(7)
             if request.num_output_tokens == self.tokens:
                 request.finish("length")
-                self.on_request_end(request)
+                self.ended.append(request)
         self.requests = [request for request in self.requests if not request.is_finished]
+
+    def take_ended(self) -> list[Any]:
+        ended, self.ended = self.ended, []
+        return ended
 
     def close(self) -> None:
         self.requests = []
@@ -52,8 +57,21 @@ class Counting:
     def abort(self, request: Any) -> None:
         if not request.is_finished:
             request.finish("abort")
-            self.on_request_end(request)
+            self.ended.append(request)
         self.requests = [other for other in self.requests if other is not request]
+
+
+class Noting:
+    """A reader in the engine's thread that keeps what it gets."""
+
+    loop = None
+
+    def __init__(self, put: Any = None):
+        self.news: list[Delivery] = []
+        self.put = put or self.news.append
+
+    def collect(self, subscription: Subscription) -> list[Any]:
+        return subscription.take_outputs()
 
 
 @pytest.fixture
@@ -66,14 +84,15 @@ def session(engine) -> Session:
     return Session(cast(Any, engine))
 
 
-def group_in(session: Session) -> RequestGroup:
-    (group,) = session.make_groups([lambda id: RequestGroup(id, None, [ask([1], max_tokens=20)])])
-    return group
+def subscription_in(session: Session, id: str | None = None) -> Subscription:
+    subscription = Subscription([ask([1], max_tokens=20)])
+    session.assign_ids([subscription], id)
+    return subscription
 
 
 async def streamed(driver: Driver, session: Session) -> list[int]:
-    pieces = driver.stream(lambda: group_in(session), lambda group: StreamCursor(group).take)
-    return [token async for piece in pieces for token in piece.token_ids]
+    outputs = driver.stream(lambda: subscription_in(session))
+    return [token async for output in outputs for token in output.token_ids]
 
 
 async def several(driver: Driver, session: Session) -> list[Any]:
@@ -85,7 +104,7 @@ def test_a_driver_serves_several_event_loops(session):
     driver = Driver(session)
     for _ in range(2):
         assert asyncio.run(several(driver, session)) == [[7] * TOKENS] * 3
-    assert not session.groups
+    assert not session.subscriptions
     driver.stop()
 
 
@@ -95,16 +114,16 @@ def test_an_error_reaches_every_stream_and_the_driver_goes_on(engine, session):
     assert [type(error) for error in found] == [ZeroDivisionError] * 3
     engine.fails = False
     assert asyncio.run(streamed(driver, session)) == [7] * TOKENS
-    assert not session.groups and not engine.requests
+    assert not session.subscriptions and not engine.requests
     driver.stop()
 
 
 def test_a_request_that_is_dropped_before_it_begins_never_runs(engine, session):
-    driver, group = Driver(session), group_in(session)
-    session.drop_groups([group])
-    driver.add_request(DrivenRequest(group, list, lambda news: None))
+    driver, subscription = Driver(session), subscription_in(session)
+    session.drop([subscription])
+    driver.submit(subscription, Noting())
     driver.stop()
-    assert not engine.requests and not group.is_submitted
+    assert not engine.requests and not subscription.is_submitted
 
 
 def test_a_paused_driver_takes_no_steps(engine, session):
@@ -157,57 +176,49 @@ def test_requests_of_a_sleeping_engine_go_on_when_it_wakes(engine, session):
 
 
 def test_a_late_cancellation_does_not_end_the_next_request(session):
-    driver, news = Driver(session), []
-    first, second = (RequestGroup("x", None, [ask([1], max_tokens=20)]) for _ in range(2))
-    flows = [DrivenRequest(group, StreamCursor(group).take, news.append) for group in (first, second)]
-    session.make_groups([lambda id: first], "x")
-    driver.add_request(flows[0])
-    until(lambda: first.is_finished and "x" not in session.groups)
-    session.make_groups([lambda id: second], "x")
-    driver.drop_request(flows[0])
-    driver.add_request(flows[1])
-    driver.drop_request(flows[0])
-    until(
-        lambda: any(isinstance(new, StreamChunk) and new.handle is flows[1] and new.is_last for new in news)
-    )
+    driver, readers = Driver(session), [Noting(), Noting()]
+    first = subscription_in(session, "x")
+    driver.submit(first, readers[0])
+    until(lambda: first.is_finished and "x" not in session.subscriptions)
+    second = subscription_in(session, "x")
+    driver.drop(first)
+    driver.submit(second, readers[1])
+    driver.drop(first)
+    until(lambda: any(news.is_last for news in readers[1].news))
+    assert second.requests[0].finish_reason == "length"
     driver.stop()
 
 
 def test_a_request_on_a_closed_session_gets_an_error(session):
-    driver, news = Driver(session), []
-    group = group_in(session)
+    driver, reader = Driver(session), Noting()
+    subscription = subscription_in(session)
     session.close()
-    driver.add_request(DrivenRequest(group, StreamCursor(group).take, news.append))
-    until(lambda: bool(news))
-    assert isinstance(news[0], RuntimeError)
+    driver.submit(subscription, reader)
+    until(lambda: bool(reader.news))
+    assert isinstance(reader.news[0].error, RuntimeError)
     driver.stop()
 
 
 def test_a_stalled_reader_holds_no_outputs_and_loses_no_token(engine, session):
     driver, engine.tokens, built = Driver(session), 19, []
 
-    def take_of(group: RequestGroup) -> Any:
-        cursor = StreamCursor(group)
-
-        def take() -> list[Any]:
-            built.append(cursor.take())
-            return built[-1]
-
-        return take
+    def take(subscription: Subscription) -> list[Any]:
+        built.append(subscription.take_outputs())
+        return built[-1]
 
     async def stalled() -> list[list[int]]:
         await asyncio.to_thread(driver.pause)
-        pieces = driver.stream(lambda: group_in(session), take_of)
+        pieces = driver.stream(lambda: subscription_in(session), take)
         first = asyncio.ensure_future(anext(pieces))
         await asyncio.to_thread(until, lambda: bool(engine.requests))
         driver.resume()
         found = [(await first).token_ids]
-        await asyncio.to_thread(until, lambda: not session.groups)
+        await asyncio.to_thread(until, lambda: not session.subscriptions)
         assert sum(map(len, built)) == 1, "outputs were built that the reader had not asked for"
         return found + [piece.token_ids async for piece in pieces]
 
     assert asyncio.run(stalled()) == [[7], [7] * 18]
-    assert [len(deltas) for deltas in built if deltas] == [1, 1] and built[-1][0].finish_reason == "length"
+    assert [len(outputs) for outputs in built if outputs] == [1, 1] and built[-1][0].finish_reason == "length"
     driver.stop()
 
 
@@ -219,40 +230,48 @@ def test_an_error_in_building_an_output_ends_that_request_alone(engine, session)
     driver = Driver(session)
 
     async def both() -> list[Any]:
-        wrong = driver.stream(lambda: group_in(session), lambda group: failing)
+        wrong = driver.stream(lambda: subscription_in(session), failing)
         both = asyncio.gather(streamed(driver, session), anext(wrong), return_exceptions=True)
         return list(await both)
 
     whole, error = asyncio.run(both())
     assert whole == [7] * TOKENS and isinstance(error, ZeroDivisionError)
-    assert not session.groups and not engine.requests
+    assert not session.subscriptions and not engine.requests
     driver.stop()
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_request_whose_reader_fails_is_dropped_alone(engine, session, caplog, order):
+def test_a_reader_that_fails_costs_no_other(engine, session, caplog, order):
     warn_once.cache_clear()
-    driver, news = Driver(session), []
-    groups = [group_in(session) for _ in range(2)]
-    puts = dict(zip(groups, [failing, news.append][::order], strict=True))
+    driver, reader = Driver(session), Noting()
     driver.pause()
-    for group in groups:
-        driver.add_request(DrivenRequest(group, StreamCursor(group).take, puts[group]))
+    for one in [Noting(failing), reader][::order]:
+        driver.submit(subscription_in(session), one)
     driver.resume()
-    until(lambda: not session.groups)
-    assert [token for new in news for delta in new.outputs for token in delta.token_ids] == [7] * TOKENS
-    assert sorted(group.requests[0].finish_reason for group in groups) == ["abort", "length"]
-    assert "is dropped, its reader failed: ZeroDivisionError" in caplog.text
+    until(lambda: not session.subscriptions)
+    assert [token for news in reader.news for o in news.outputs for token in o.token_ids] == [7] * TOKENS
+    assert "its reader failed: ZeroDivisionError" in caplog.text
     driver.stop()
 
 
-def test_engine_errors_reach_requests_after_one_whose_callback_fails(engine, session):
-    driver, news, engine.fails = Driver(session), [], True
+def test_engine_errors_reach_readers_after_one_that_fails(engine, session):
+    driver, reader, engine.fails = Driver(session), Noting(), True
     driver.pause()
-    for put in (failing, news.append):
-        group = group_in(session)
-        driver.add_request(DrivenRequest(group, StreamCursor(group).take, put))
+    for one in (Noting(failing), reader):
+        driver.submit(subscription_in(session), one)
     driver.resume()
-    until(lambda: not session.groups)
-    assert [type(error) for error in news] == [ZeroDivisionError]
+    until(lambda: not session.subscriptions)
+    assert [type(news.error) for news in reader.news] == [ZeroDivisionError]
+    driver.stop()
+
+
+def test_many_calls_to_wake_are_one_order(engine, session):
+    driver, engine.is_sleeping = Driver(session), True
+    begun, goes_on = threading.Event(), threading.Event()
+    driver.call_in_thread(lambda: begun.set() or goes_on.wait())
+    begun.wait()
+    for _ in range(100):
+        driver.wake()
+    assert driver._orders.qsize() == 1
+    goes_on.set()
     driver.stop()

@@ -79,7 +79,7 @@ def test_an_interrupt_leaves_a_usable_engine(llm, monkeypatch, ctrl_c, expected,
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert len(calls) <= steps[0] + 4  # those of one dispatch
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert not llm.session.groups
+    assert not llm.session.subscriptions
     assert exact(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
 
 

@@ -74,13 +74,13 @@ def test_leaving_an_asynchronous_stream_aborts_it(llm):
         begun = asyncio.Event()
         task = asyncio.create_task(consume(begun))
         await begun.wait()
-        assert llm.session.groups
+        assert llm.session.subscriptions
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     assert asyncio.run(leave()) > 0
-    assert not llm.session.groups
+    assert not llm.session.subscriptions
     asyncio.run(cancel())
     with pytest.raises(TypeError, match="a prompt is"):
         asyncio.run(anext(llm.astream(5)))

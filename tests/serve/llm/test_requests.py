@@ -180,4 +180,4 @@ def test_parameters_that_are_none(llm, wrong):
 def test_ids_are_released_if_the_progress_bar_fails(llm):
     with pytest.raises(ZeroDivisionError):
         llm.generate([ONE, TWO], GREEDY, use_tqdm=lambda *args, **given: 1 / 0)
-    assert not llm.session.groups
+    assert not llm.session.subscriptions

@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 from fakes.engine import ask
 
-from duetto.serve.llm.request_group import RequestGroup, StreamCursor
 from duetto.serve.llm.session import Session
+from duetto.serve.llm.subscription import Subscription
 
 
 class Ending:
@@ -16,7 +16,7 @@ class Ending:
     warmup = None
 
     def __init__(self):
-        self.on_request_end: Any = None
+        self.ended: list[Any] = []
         self.requests: list[Any] = []
 
     @property
@@ -29,46 +29,48 @@ class Ending:
     def step(self) -> None:
         request = self.requests.pop(0)
         request.finish("length")
-        self.on_request_end(request)
+        self.ended.append(request)
 
     def abort(self, request: Any) -> None:
         if not request.is_finished:
             self.requests.remove(request)
             request.finish("abort")
-            self.on_request_end(request)
+            self.ended.append(request)
+
+    def take_ended(self) -> list[Any]:
+        ended, self.ended = self.ended, []
+        return ended
 
 
 @pytest.fixture
 def looked(monkeypatch) -> list[str]:
-    """The ids of groups whose `is_finished` was read, one for each time."""
+    """The ids of subscriptions whose `is_finished` was read, one for each time."""
     seen: list[str] = []
-    plain = cast(property, RequestGroup.is_finished).fget
+    plain = cast(property, Subscription.is_finished).fget
     assert plain is not None
-    monkeypatch.setattr(RequestGroup, "is_finished", property(lambda t: seen.append(t.id) or plain(t)))
+    monkeypatch.setattr(Subscription, "is_finished", property(lambda t: seen.append(t.id) or plain(t)))
     return seen
 
 
-def groups(session: Session, count: int) -> list[RequestGroup]:
-    def make(id: str) -> RequestGroup:
-        request = ask([1], arrival=int(id))
-        return RequestGroup(id, None, [request])
-
-    return session.make_groups([make] * count)
+def subscriptions(session: Session, count: int) -> list[Subscription]:
+    made = [Subscription([ask([1], arrival=i)]) for i in range(count)]
+    session.assign_ids(made)
+    return made
 
 
 def test_a_list_of_requests_is_scanned_only_once(looked):
     session = Session(cast(Any, Ending()))
     done: list[str] = []
-    submitted = groups(session, 300)
-    session.submit_groups(submitted)
-    session.run_groups(submitted, lambda ended: done.extend(t.id for t in ended))
+    submitted = subscriptions(session, 300)
+    session.submit(submitted)
+    session.run(submitted, lambda ended: done.extend(t.id for t in ended))
     assert done == [str(i) for i in range(300)]
     assert len(looked) <= 4 * 300
 
 
 def test_each_step_checks_only_its_ended_requests(looked):
     session = Session(cast(Any, Ending()))
-    session.queue_groups(groups(session, 300))
+    session.enqueue(subscriptions(session, 300))
     found = [t.id for _ in range(300) for t in session.step()]
     assert found == [str(i) for i in range(300)] and session.num_queued == 0
     assert len(looked) <= 4 * 300
@@ -77,22 +79,22 @@ def test_each_step_checks_only_its_ended_requests(looked):
 def test_requests_ended_by_other_callers_are_still_reported():
     engine = Ending()
     session = Session(cast(Any, engine))
-    mine, others = groups(session, 3), groups(session, 2)
-    session.queue_groups(mine)
+    mine, others = subscriptions(session, 3), subscriptions(session, 2)
+    session.enqueue(mine)
     session.abort(mine[2].id)
-    session.submit_groups(others)
-    session.run_groups(others)
-    session.drop_groups(others)
+    session.submit(others)
+    session.run(others)
+    session.drop(others)
     assert engine.requests == [] and [t.id for t in session.step()] == ["0", "1", "2"]
-    assert not session.groups
+    assert not session.subscriptions
 
 
 def test_returned_outputs_are_not_kept():
     session = Session(cast(Any, Ending()))
     for _ in range(3):
-        session.queue_groups(groups(session, 5))
+        session.enqueue(subscriptions(session, 5))
         assert len(session.wait_queued(lambda ended: None)) == 5
-    assert not session.groups and not session.num_queued
+    assert not session.subscriptions and not session.num_queued
 
 
 class Sliced(list):
@@ -109,10 +111,10 @@ class Sliced(list):
 def test_a_stream_copies_each_token_once():
     request = ask([1, 2, 3], max_tokens=400)
     request.tokens = Sliced(request.tokens)
-    cursor, found = StreamCursor(RequestGroup("0", None, [request])), []
-    while not cursor.is_at_end:
+    subscription, found = Subscription([request]), []
+    while not subscription.is_at_end:
         request.append(7)
-        found += [token for piece in cursor.take() for token in piece.token_ids]
+        found += [token for output in subscription.take_outputs() for token in output.token_ids]
     assert found == [7] * 400 and Sliced.copied == 400
 
 
@@ -125,11 +127,11 @@ def test_fully_returned_completions_are_not_scanned():
             asked.append(self.number)
             return self.number > 0
 
-    requests = [
-        Completion(number=i, prompt=[1], tokens=[1], detokenizer=None, finish_reason=None) for i in range(50)
-    ]
-    cursor = StreamCursor(RequestGroup("0", None, cast(Any, requests)))
-    cursor.take()
+    fields = {"prompt": [1], "tokens": [1], "detokenizer": None, "finish_reason": None, "stop_reason": None}
+    params = SimpleNamespace(logprobs=None)
+    requests = [Completion(number=i, params=params, **fields) for i in range(50)]
+    subscription = Subscription(cast(Any, requests))
+    subscription.take_outputs()
     asked.clear()
-    cursor.take()
+    subscription.take_outputs()
     assert set(asked) == {0}

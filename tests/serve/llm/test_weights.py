@@ -4,7 +4,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -50,9 +49,9 @@ def ended(llm: LLM, ids: list[str]) -> list[RequestOutput]:
 
 def continued(llm: LLM, prompt: list[int], params: SamplingParams, known: list[int]) -> RequestOutput:
     """A request whose first tokens are given."""
-    make = partial(llm.input_processor.make_group, prompt=prompt, params=params, known=[known])
-    (group,) = llm.session.make_and_run_groups([make])
-    return llm.input_processor.make_output(group)
+    subscription = llm.input_processor.make_subscription(prompt, params, known=[known])
+    llm.session.submit_and_run([subscription])
+    return subscription.make_output()
 
 
 def test_kept_requests_continue_with_the_new_weights(llm, other, restored):

@@ -1,5 +1,6 @@
 """Requests for which the model computes NaN end with an error; those beside them keep every bit."""
 
+import asyncio
 from dataclasses import replace
 
 import jax
@@ -14,7 +15,10 @@ from duetto.model.pooling import Pooler, pool_hidden_states
 from duetto.sampling.params import BeamSearchParams
 from duetto.serve.engine.core.request import NAN_LOGITS, ScoreLog
 from duetto.serve.host.streams import warn_once
-from duetto.serve.llm.driver import StreamHandle
+from duetto.serve.options.server import ServerOptions
+from duetto.serve.server.service.errors import HttpError
+from duetto.serve.server.service.service import Service
+from duetto.serve.text.openai.tasks import Task
 from duetto.serve.text.outputs import GenerationError
 
 BAD = 7  # of its embedding nothing is a number
@@ -89,14 +93,18 @@ def test_results_that_are_made_of_several_raise(llm):
         llm.embed(BROKEN[:1], use_tqdm=False)
 
 
-def test_a_servers_request_ends_with_an_error(llm):
-    """Its flow raises, which its driver passes on."""
-    flow = StreamHandle(llm.session, llm.input_processor, {"prompt_token_ids": BROKEN[0]}, GREEDY)
-    llm.session.submit_groups([flow.group])
-    llm.session.run_groups([flow.group])
-    with pytest.raises(GenerationError, match="NaN"):
-        flow.take()
-    llm.session.drop_groups([flow.group])
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_servers_request_ends_with_an_error(llm, is_stream):
+    async def asked() -> None:
+        service = Service(llm, ServerOptions(), {})
+        task = Task("completion", None, GREEDY, prompt=BROKEN[0])
+        async with service.open_call([task], service.admission.new_body()) as call:
+            with pytest.raises(HttpError, match="NaN") as told:
+                await (anext(call.read_outputs()) if is_stream else call.wait_end())
+        await service.close()
+        assert (told.value.status, told.value.code) == (500, "nan_logits")
+
+    asyncio.run(asked())
 
 
 def test_a_score_that_is_nan_is_noticed():

@@ -36,7 +36,7 @@ def awake(llm, expected):
     """Every test leaves an engine that is awake and idle, and gives the same bits without a compilation."""
     compiled = llm.report()["compilations"]
     yield
-    assert not llm.is_sleeping() and not llm.has_unfinished_requests() and not llm.session.groups
+    assert not llm.is_sleeping() and not llm.has_unfinished_requests() and not llm.session.subscriptions
     assert exact(llm.generate(PROMPTS, PARAMS, use_tqdm=False)) == expected
     assert llm.report()["compilations"] == compiled
     assert llm.engine.tables.occupancy == 0

@@ -161,7 +161,7 @@ def test_a_search_that_is_aborted_says_so(llm, monkeypatch):
     plain = llm.engine.step
 
     def aborting():
-        for id in list(llm.session.groups):
+        for id in list(llm.session.subscriptions):
             llm.abort(id)
         return plain()
 
@@ -170,4 +170,4 @@ def test_a_search_that_is_aborted_says_so(llm, monkeypatch):
         llm.beam_search([[5, 6, 7]], BeamSearchParams(beam_width=2, max_tokens=4))
     with pytest.raises(RuntimeError, match="log_likelihood: request .* was aborted"):
         llm.log_likelihood([[5] * 60])
-    assert not llm.session.groups
+    assert not llm.session.subscriptions

@@ -92,9 +92,9 @@ def test_a_model_says_how_it_is_pooled(llm, monkeypatch, tmp_path, stated, pooli
 
 def test_a_model_without_a_head_makes_embeddings_and_no_text():
     intake = InputProcessor(8, 64, EngineOptions(), None, (), has_head=False)
-    assert intake.make_group("0", [1, 2], PoolingParams()).requests[0].pooler is not None
+    assert intake.make_subscription([1, 2], PoolingParams()).requests[0].pooler is not None
     with pytest.raises(ValueError, match="the checkpoint stores no lm_head: it makes embeddings"):
-        intake.make_group("1", [1, 2], SamplingParams())
+        intake.make_subscription([1, 2], SamplingParams())
 
 
 def test_a_dense_layer_behind_the_pooling_is_noticed(tmp_path):

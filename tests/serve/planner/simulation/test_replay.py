@@ -56,8 +56,8 @@ class Run:
 
         return noted
 
-    def end(self, request: Request) -> None:
-        self.ended.append((request.id, len(request.tokens), request.preemptions))
+    def note_ends(self, engine: Engine) -> None:
+        self.ended += [(r.id, len(r.tokens), r.preemptions) for r in engine.take_ended()]
 
 
 def workload() -> list[TraceEntry]:
@@ -85,7 +85,7 @@ def real() -> Iterator[tuple[Engine, EngineOptions]]:
 def recorded(engine: Engine) -> Run:
     """A run of the workload by a clock of its own."""
     run, clock, coming = Run(), Ticking(), workload()
-    engine.stats.now, engine.on_request_end = clock, run.end
+    engine.stats.now = clock
     engine.programs.batch = run.noting(engine.programs.batch)
     engine.stats.on_call = lambda shape, cached, seconds: run.seconds.append(seconds)
     count = 0
@@ -101,6 +101,7 @@ def recorded(engine: Engine) -> Run:
         run.plans.append([])
         if engine.has_work:
             engine.step()
+        run.note_ends(engine)
     return run
 
 
@@ -122,7 +123,7 @@ def replayed(engine: Engine, options: EngineOptions, run: Run) -> Run:
     own = Simulation(
         TINY, params, options, engine.sizes, Recorded(run.seconds), "cpu", classes=engine.classes
     )
-    own.engine.on_request_end, own.programs.batch = found.end, found.noting(own.programs.batch)
+    own.programs.batch = found.noting(own.programs.batch)
     coming = workload()
     for begin in run.begins:
         assert own.clock() <= begin, "a step took longer than in the run"
@@ -132,6 +133,7 @@ def replayed(engine: Engine, options: EngineOptions, run: Run) -> Run:
         found.plans.append([])
         if own.engine.has_work:
             own.engine.step()
+        found.note_ends(own.engine)
     return found
 
 

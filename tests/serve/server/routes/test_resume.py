@@ -14,7 +14,7 @@ from cases.requests import SIZES, SMALLEST
 from suite.marks import full, full_if
 
 from duetto import LLM, SamplingParams
-from duetto.serve.llm.driver import StreamHandle
+from duetto.serve.engine.core.request import Request
 from duetto.serve.llm.weights import set_answer_realm
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.http.main import make_server_app
@@ -22,7 +22,6 @@ from duetto.serve.server.routes import completions
 from duetto.serve.server.service.service import Service
 from duetto.serve.server.streams.completion_stream import TokenReporter
 from duetto.serve.text.openai.tasks import Task
-from duetto.serve.text.outputs import GenerationError
 
 ID = "0123456789abcdef" * 2
 TALK = [{"role": "user", "content": "sort a list"}]
@@ -246,7 +245,7 @@ def test_new_weights_within_an_answer_change_its_realm(llm):
         names, texts = [service.answer_realm.name], []
         task = Task("completion", None, SamplingParams(max_tokens=200, ignore_eos=True), prompt=[60, 61, 62])
         async with service.open_call([task], service.admission.new_body()) as call:
-            async for outputs in call.stream.read_pieces():
+            async for outputs in call.read_outputs():
                 texts.append(told(outputs).decode())
                 if len(texts) == 3:
                     await service.change_engine(lambda: llm.update_params(other, "keep"))
@@ -285,15 +284,13 @@ def test_an_adapter_is_a_part_of_the_realm(llm):
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_models_error_is_the_end_of_an_answer(llm, is_stream, monkeypatch):
     """Another server would compute the same: its router sends it to none."""
-    take, taken = StreamHandle.take, []
+    append = Request.append
 
-    def take_one(flow: StreamHandle) -> list[Any]:
-        if taken:
-            raise GenerationError("it is NaN")
-        taken.extend(take(flow) if flow.group.is_submitted else ())
-        return list(taken)
+    def append_one(request: Request, token: int) -> None:
+        append(request, token)
+        request.fail_with_nan()
 
-    monkeypatch.setattr(StreamHandle, "take", take_one)
+    monkeypatch.setattr(Request, "append", append_one)
     resume = {"id": ID, "created": 1_700_000_000}
     text = ask(
         llm, "completions", {"prompt": "a", "max_tokens": 60, "stream": is_stream, "resume": resume}

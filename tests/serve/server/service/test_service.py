@@ -13,48 +13,66 @@ from typing import Any
 
 import pytest
 from cases.text.letters import letters
+from fakes.engine import ask
 from tokenizers import AddedToken
 
 from duetto import SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
-from duetto.serve.llm.driver import StreamChunk
+from duetto.serve.llm.mailbox import Delivery, SlowReaderError
+from duetto.serve.llm.subscription import Subscription
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.routes.completions import COMPLETION_API, CompletionRoute
 from duetto.serve.server.service import service as services
-from duetto.serve.server.service import task_preparer
 from duetto.serve.server.service.errors import HttpError
 from duetto.serve.server.service.service import Service
 from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.openai.tasks import Task
-from duetto.serve.text.outputs import CompletionOutput, GenerationError
+from duetto.serve.text.outputs import CompletionOutput
 
 
-class Flow:
-    prompt, cached_tokens, known, adapter = (1, 2, 3), 0, (), None
+class Processor:
+    """Makes subscriptions that no engine runs."""
 
-    def __init__(self):
-        self.priority = 0
+    adapter_registry: Any = None
+    grammars: Any = None
 
-    def set_priority(self, priority: int, source: str | None = None) -> None:
-        self.priority = priority
+    def make_subscription(self, prompt: Any, params: Any, known: Any, lora_request: Any) -> Subscription:
+        self.params = params
+        return Subscription([ask([1, 2, 3], max_tokens=10) for _ in range(params.n)])
 
 
 class Driver:
     """Notes what it is told."""
 
-    def __init__(self, session: Any, deliver: Any, failed: Any):
-        self.deliver, self.failed = deliver, failed
-        self.begun: list[Any] = []
-        self.left: list[Any] = []
-        self.add_request, self.drop_request = self.begun.append, self.left.append
+    def __init__(self, session: Any, on_failure: Any):
+        self.failed = on_failure
+        self.begun: list[Subscription] = []
+        self.left: list[Subscription] = []
+        self.readers: dict[Subscription, Any] = {}
+        self.drop = self.left.append
 
-    def flow(self, session: Any, processor: Any, prompt: Any, params: Any, known: Any, adapter: Any) -> Flow:
-        self.params = params
-        return Flow()
+    def submit(self, subscription: Subscription, reader: Any) -> None:
+        self.begun.append(subscription)
+        self.readers[subscription] = reader
+
+    def deliver(self, subscription: Subscription, count: int = 1, at_end: bool = False, **more: Any) -> None:
+        """A step that gives each completion `count` tokens."""
+        for request in subscription.requests:
+            for _ in range(count):
+                request.append(7)
+            if at_end:
+                request.finish("length")
+        reader = self.readers[subscription]
+        outputs = [] if more else reader.collect(subscription)
+        if outputs or at_end or more:
+            reader.put(Delivery(reader, subscription, outputs, at_end or bool(more), **more))
 
     def wake(self) -> None:
-        """Nothing sleeps."""
+        """Bring the tokens of steps before, once the reader waits."""
+        for subscription in self.begun:
+            if not subscription.is_finished:
+                asyncio.get_running_loop().call_soon(self.deliver, subscription, 0)
 
     def stop(self) -> None:
         """Nothing runs."""
@@ -65,7 +83,7 @@ LLM = SimpleNamespace(
     longest_prompt=100,
     engine=SimpleNamespace(sizes=SimpleNamespace(max_model_len=100)),
     session=None,
-    input_processor=SimpleNamespace(adapter_registry=None, grammars=None),
+    input_processor=Processor(),
     is_sleeping=lambda: False,
 )
 
@@ -74,16 +92,11 @@ def task(n: int = 1) -> Task:
     return Task("completion", None, SamplingParams(n=n, max_tokens=10), prompt=[1, 2, 3])
 
 
-def piece(flow: Any, count: int = 1, at_end: bool = False) -> StreamChunk:
-    return StreamChunk(flow, [CompletionOutput(0, "x", [1]) for _ in range(count)], at_end)
-
-
 def run(test: Callable[[Service, Driver], Awaitable[None]], monkeypatch, **options: Any) -> None:
     monkeypatch.setattr(services, "set_answer_realm", lambda *_: None)
 
     async def served() -> None:
         service: Any = Service(LLM, ServerOptions(**options), {}, make_driver=Driver)
-        monkeypatch.setattr(task_preparer, "StreamHandle", lambda *given: service._driver.flow(*given))
         await asyncio.wait_for(test(service, service._driver), 60)
         await service.close()
 
@@ -106,8 +119,7 @@ def test_waiting_requests_are_counted_with_all_completions(monkeypatch):
                 async with service.open_call([task(2)], service.admission.new_body()):
                     pass
             assert told.value.to_response().headers["retry-after"] == "1"
-            driver.deliver([piece(driver.begun[0])])
-            await asyncio.sleep(0)
+            driver.deliver(driver.begun[0])
             async with service.open_call([task(3)], service.admission.new_body()):
                 assert len(driver.begun) == 2
         assert driver.left == driver.begun[::-1]
@@ -139,10 +151,17 @@ def test_a_slow_reader_costs_others_nothing(monkeypatch):
             service.open_call([task()], service.admission.new_body()) as slow,
             service.open_call([task()], service.admission.new_body()) as other,
         ):
-            driver.deliver([piece(slow.handles[0], 5, at_end=True), piece(other.handles[0], at_end=True)])
-            assert [len(outputs) async for outputs in other.stream.read_pieces()] == [1]
-            with pytest.raises(HttpError, match="4 pieces wait"):
-                await anext(slow.stream.read_pieces())
+            (slow_one,), (other_one,) = slow.subscriptions, other.subscriptions
+            with pytest.raises(SlowReaderError, match="5 tokens wait"):
+                driver.deliver(slow_one, 5)
+            driver.deliver(slow_one, 0, error=SlowReaderError("5 tokens wait"))
+            driver.deliver(other_one, 3, at_end=True)
+            assert [len(outputs) async for outputs in other.read_outputs()] == [1]
+            news = slow.read_outputs()
+            assert [output.token_ids for output in await anext(news)] == [[7] * 5]
+            with pytest.raises(HttpError, match="5 tokens wait") as told:
+                await anext(news)
+            assert (told.value.status, told.value.code) == (503, "slow_reader")
 
     run(test, monkeypatch, max_stream_backlog=4)
 
@@ -153,24 +172,40 @@ def test_a_request_that_fails_ends_no_other(monkeypatch, capsys):
             service.open_call([task()], service.admission.new_body()) as wrong,
             service.open_call([task()], service.admission.new_body()) as other,
         ):
-            failed = StreamChunk(wrong.handles[0], [], True, RuntimeError("boom"))
-            driver.deliver([failed, piece(other.handles[0], at_end=True)])
-            assert [len(outputs) async for outputs in other.stream.read_pieces()] == [1]
+            driver.deliver(wrong.subscriptions[0], 0, error=RuntimeError("boom"))
+            driver.deliver(other.subscriptions[0], at_end=True)
+            assert [len(outputs) async for outputs in other.read_outputs()] == [1]
             with pytest.raises(HttpError, match="the request has failed"):
-                await anext(wrong.stream.read_pieces())
+                async for _ in wrong.read_outputs():
+                    pass
         assert not service.ended.is_set() and "boom" in capsys.readouterr().err
 
     run(test, monkeypatch)
 
 
-def test_nan_is_an_error_with_its_reason_and_no_traceback(monkeypatch, capsys):
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_nan_is_an_error_with_its_reason_and_no_traceback(monkeypatch, capsys, is_stream):
+    """And what was generated before comes before it."""
+
     async def test(service: Service, driver: Driver) -> None:
-        async with service.open_call([task()], service.admission.new_body()) as wrong:
-            driver.deliver(
-                [StreamChunk(wrong.handles[0], [], True, GenerationError("the model computed NaN"))]
+        async with service.open_call([task(), task()], service.admission.new_body()) as wrong:
+            for subscription in wrong.subscriptions:
+                for token in (7, 8):
+                    subscription.requests[0].append(token)
+            wrong.subscriptions[0].requests[0].fail_with_nan()
+            driver.deliver(wrong.subscriptions[0], 0, at_end=False)
+            driver.readers[wrong.subscriptions[0]].put(
+                Delivery(wrong.mailbox, wrong.subscriptions[0], [], True)
             )
+            driver.deliver(wrong.subscriptions[1], 0, at_end=True)
             with pytest.raises(HttpError, match="the model computed NaN") as told:
-                await anext(wrong.stream.read_pieces())
+                if is_stream:
+                    news = wrong.read_outputs()
+                    found = [(o.index, o.token_ids, o.finish_reason) for o in await anext(news)]
+                    assert found == [(0, [7, 8], None), (1, [7, 8], "length")]
+                    await anext(news)
+                else:
+                    await wrong.wait_end()
         assert (told.value.status, told.value.code) == (500, "nan_logits") and not capsys.readouterr().err
 
     run(test, monkeypatch)
@@ -179,9 +214,9 @@ def test_nan_is_an_error_with_its_reason_and_no_traceback(monkeypatch, capsys):
 def test_nothing_waits_for_an_engine_that_has_failed(monkeypatch, capsys):
     async def test(service: Service, driver: Driver) -> None:
         async with service.open_call([task()], service.admission.new_body()) as call:
-            driver.failed(RuntimeError("boom"), [])
+            driver.failed(RuntimeError("boom"))
             with pytest.raises(HttpError, match="the engine has failed"):
-                await anext(call.stream.read_pieces())
+                await anext(call.read_outputs())
             pass_seconds(31, monkeypatch)  # past the longest wait
             await asyncio.sleep(0.01)
         await service.ended.wait()
@@ -198,8 +233,8 @@ def test_requests_that_wait_too_long_get_an_error(monkeypatch):
         async with service.open_call([task()], service.admission.new_body()) as call:
             pass_seconds(31, monkeypatch)
             with pytest.raises(HttpError, match="nothing was generated within 30 s") as told:
-                await anext(call.stream.read_pieces())
-        assert told.value.status == 503 and driver.left == call.handles
+                await anext(call.read_outputs())
+        assert told.value.status == 503 and driver.left == call.subscriptions
 
     run(test, monkeypatch, queue_timeout=30.0)
 
@@ -211,50 +246,53 @@ def test_clients_with_keys_get_equal_shares(monkeypatch):
             service.open_call([task()], service.admission.new_body("b")) as one,
             service.open_call([task()], service.admission.new_body()) as open,
         ):
-            ranks: Any = [call.handles for call in (many, one, open)]
-            assert [[flow.priority for flow in flows] for flows in ranks] == [[0, 13, 26, 39, 52], [0], [0]]
+            calls = (many, one, open)
+            ranks = [[s.requests[0].priority for s in call.subscriptions] for call in calls]
+            assert ranks == [[0, 13, 26, 39, 52], [0], [0]] == [call.positions for call in calls]
+            driver.deliver(many.subscriptions[3])  # the clock is at its position, also for a new client
+            async with service.open_call([task()], service.admission.new_body("c")) as late:
+                assert late.positions == [39]
 
     run(test, monkeypatch)
 
 
-def test_prompts_beside_one_that_is_refused_are_forgotten(monkeypatch):
-    """Or their ids would be taken for ever."""
+def test_prompts_beside_one_that_is_refused_do_not_begin(monkeypatch):
+    made: list[Any] = []
+
+    def make(*given: Any, **more: Any) -> Subscription:
+        if len(made) == 2:
+            raise ValueError("too many")
+        made.append(given)
+        return Processor().make_subscription(*given, **more)
 
     async def test(service: Service, driver: Any) -> None:
-        makes = iter([Flow, Flow])
-        driver.flow = lambda *given: next(makes, refuse)()
         with pytest.raises(RequestError, match="too many"):
             async with service.open_call([task()] * 3, service.admission.new_body()):
                 pass
-        assert len(driver.left) == 2 and not driver.begun
+        assert len(made) == 2 and not driver.begun and not service._calls
 
+    monkeypatch.setattr(LLM.input_processor, "make_subscription", make, raising=False)
     run(test, monkeypatch)
 
 
-def refuse() -> Flow:
-    raise ValueError("too many")
+def test_a_client_that_leaves_during_tokenization_begins_nothing(monkeypatch):
+    reading, goes_on = threading.Event(), threading.Event()
 
+    def make(*given: Any, **more: Any) -> Subscription:
+        reading.set()
+        goes_on.wait()
+        return Processor().make_subscription(*given, **more)
 
-def test_a_client_that_leaves_during_tokenization_frees_its_ids(monkeypatch):
     async def test(service: Service, driver: Any) -> None:
-        reading, goes_on = threading.Event(), threading.Event()
-
-        def flow(*given: Any) -> Flow:
-            reading.set()
-            goes_on.wait()
-            return Flow()
-
-        driver.flow = flow
         call = service.open_call([task()], service.admission.new_body())
         coming = asyncio.ensure_future(call.__aenter__())
         await asyncio.to_thread(reading.wait)
         coming.cancel()
         await asyncio.gather(coming, return_exceptions=True)
         goes_on.set()
-        while not driver.left:
-            await asyncio.sleep(0.001)
         assert not driver.begun and not service._tokenizing
 
+    monkeypatch.setattr(LLM.input_processor, "make_subscription", make, raising=False)
     run(test, monkeypatch)
 
 
@@ -276,18 +314,21 @@ def test_tasks_become_requests_once_a_grammar_is_compiled(monkeypatch, error):
     grammar, adapter = Compiling(), SimpleNamespace(lora_name="tuned")
     job = SimpleNamespace(future=grammar, release=grammar.release)
     registry, grammars = SimpleNamespace(requests=[adapter]), SimpleNamespace(submit=lambda _: job)
-    processor = SimpleNamespace(adapter_registry=registry, grammars=grammars)
+    adapters: list[Any] = []
+
+    class Noting(Processor):
+        adapter_registry = registry
+
+        def make_subscription(self, prompt: Any, params: Any, known: Any, lora_request: Any) -> Subscription:
+            adapters.append(lora_request)
+            return super().make_subscription(prompt, params, known, lora_request)
+
+    processor = Noting()
+    processor.grammars = grammars
     monkeypatch.setattr(LLM, "input_processor", processor)
     constrained = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
 
     async def test(service: Service, driver: Any) -> None:
-        adapters: list[Any] = []
-
-        def flow(*given: Any) -> Flow:
-            adapters.append(given[-1])
-            return Flow()
-
-        driver.flow = flow
         tasks = [task(), replace(task(), params=constrained, model="tuned")]
         call = service.open_call(tasks, service.admission.new_body())
         coming = asyncio.ensure_future(call.__aenter__())
@@ -296,7 +337,7 @@ def test_tasks_become_requests_once_a_grammar_is_compiled(monkeypatch, error):
         assert not adapters and not grammar.releases
         if error is None:
             grammar.set_result(None)
-            assert (await coming).handles == driver.begun and adapters == [None, adapter]
+            assert (await coming).subscriptions == driver.begun and adapters == [None, adapter]
             await call.__aexit__(None, None, None)
         else:
             grammar.set_exception(error)
@@ -310,19 +351,19 @@ def test_tasks_become_requests_once_a_grammar_is_compiled(monkeypatch, error):
 def test_the_longest_wait_counts_from_the_arrival(monkeypatch):
     """Also while prompts are read."""
 
+    goes_on = threading.Event()
+
+    def make(*given: Any, **more: Any) -> Subscription:
+        goes_on.wait()
+        return Processor().make_subscription(*given, **more)
+
     async def test(service: Service, driver: Any) -> None:
-        goes_on = threading.Event()
-
-        def flow(*given: Any) -> Flow:
-            goes_on.wait()
-            return Flow()
-
-        driver.flow = flow
         with pytest.raises(HttpError, match="within 0.05 s"):
             async with service.open_call([task()], service.admission.new_body()):
                 pass
         goes_on.set()
 
+    monkeypatch.setattr(LLM.input_processor, "make_subscription", make, raising=False)
     run(test, monkeypatch, queue_timeout=0.05)
 
 
@@ -340,15 +381,14 @@ def test_the_end_comes_when_all_calls_have_ended(monkeypatch):
 def test_the_end_does_not_wait_for_a_paused_engine(monkeypatch, pauses_first):
     async def test(service: Service, driver: Driver) -> None:
         async with service.open_call([task()], service.admission.new_body()) as call:
-            driver.deliver([piece(call.handles[0])])
-            await asyncio.sleep(0)
+            driver.deliver(call.subscriptions[0])
             service.llm.is_sleeping = lambda: pauses_first
             service.start_draining()
             if not pauses_first:
                 await service.change_engine(lambda: monkeypatch.setattr(LLM, "is_sleeping", lambda: True))
             with pytest.raises(HttpError, match="ending, and it is paused") as told:
-                await call.stream.wait_end()
-            assert told.value.status == 503 and driver.left == call.handles
+                await call.wait_end()
+            assert told.value.status == 503 and driver.left == call.subscriptions
         await service.ended.wait()
         with pytest.raises(HttpError, match="the server is ending"):
             async with service.open_call([task()], service.admission.new_body(), is_admitted=True):
@@ -383,7 +423,7 @@ def test_chats_keep_special_tokens_that_mark_reasoning(monkeypatch):
     async def test(service: Service, driver: Driver) -> None:
         for form, skipped in (("chat", False), ("completion", True)):
             async with service.open_call([replace(task(), form=form)], service.admission.new_body()):
-                assert driver.params.skip_special_tokens is skipped
+                assert LLM.input_processor.params.skip_special_tokens is skipped
 
     run(test, monkeypatch)
 
@@ -415,14 +455,14 @@ def test_a_stream_that_cannot_be_written_ends_with_an_error(monkeypatch, is_brok
         async def send(message: dict[str, Any]) -> None:
             sent.append(message)
             if b"text" in message.get("body", b""):
-                output = CompletionOutput(0, "x", [2 if is_broken else 3], finish_reason="stop")
-                driver.deliver([StreamChunk(driver.begun[0], [output], not is_broken)])
+                driver.begun[0].requests[0].append(2 if is_broken else 3)
+                asyncio.get_running_loop().call_soon(driver.deliver, driver.begun[0], 0, not is_broken)
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
         asked = asyncio.ensure_future(CompletionRoute(service, COMPLETION_API)(scope, receive, send))
         while not driver.begun:
             await asyncio.sleep(0)
-        driver.deliver([piece(driver.begun[0])])
+        driver.deliver(driver.begun[0])
         if is_broken:
             with pytest.raises(UnicodeEncodeError):
                 await asked

@@ -1,7 +1,5 @@
 """Answers of the model that ships behind the end that a grammar has come to."""
 
-from functools import partial
-
 import pytest
 from cases.requests import SIZES, SMALLEST
 from suite.marks import full
@@ -19,9 +17,9 @@ def llm():
 
 
 def resumed(llm: LLM, params: SamplingParams, known: list[int]) -> list[int]:
-    make = partial(llm.input_processor.make_group, prompt=PROMPT, params=params, known=[known])
-    (group,) = llm.session.make_and_run_groups([make])
-    return group.requests[0].output_tokens
+    subscription = llm.input_processor.make_subscription(PROMPT, params, known=[known])
+    llm.session.submit_and_run([subscription])
+    return subscription.requests[0].output_tokens
 
 
 @pytest.mark.parametrize("choice", [full(["yes please", "no thank you"]), ["yes", "no"]])

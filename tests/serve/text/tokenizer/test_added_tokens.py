@@ -82,7 +82,7 @@ def test_an_end_token_that_the_model_lacks_changes_nothing(tmp_path):
     intake = InputProcessor(V, 64, EngineOptions(), words, (V, 0))
     assert intake.eos_ids == (0,)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Once", "upon"]))
-    (request,) = intake.make_group("0", "Once", params).requests
+    (request,) = intake.make_subscription("Once", params).requests
     assert request.eos_ids == (0,) and request.constraint is not None
 
 

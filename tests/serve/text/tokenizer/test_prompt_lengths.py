@@ -157,12 +157,12 @@ def test_a_prompt_of_megabytes_is_not_tokenized(strict):
     intake = InputProcessor(strict.vocab_size, 1024, EngineOptions(), strict, ())
     for prompt in (LONG, {"prompt": LONG}):
         with pytest.raises(ValueError, match=r"the prompt has \d+ tokens or more, at most 1023 are allowed"):
-            intake.make_group("0", prompt, SamplingParams())
+            intake.make_subscription(prompt, SamplingParams())
 
 
 def test_completions_of_a_prompt_share_their_stop_strings(strict):
     intake = InputProcessor(strict.vocab_size, 1024, EngineOptions(), strict, ())
-    first, second = intake.make_group("0", "x", SamplingParams(n=2, stop=["\n", "def"])).requests
+    first, second = intake.make_subscription("x", SamplingParams(n=2, stop=["\n", "def"])).requests
     assert first.detokenizer is not None and second.detokenizer is not None
     assert (
         first.detokenizer is not second.detokenizer
@@ -181,9 +181,9 @@ def test_a_slightly_too_long_prompt_is_refused_by_tokens(strict):
     count = len(strict.encode(text))
     assert 63 < count
     with pytest.raises(ValueError, match=f"the prompt has {count} tokens, at most 63 are allowed"):
-        intake.make_group("0", text, SamplingParams())
+        intake.make_subscription(text, SamplingParams())
     wide = InputProcessor(strict.vocab_size, count + 1, EngineOptions(), strict, ())
-    assert len(wide.make_group("0", text, SamplingParams()).requests[0].prompt) == count
+    assert len(wide.make_subscription(text, SamplingParams()).requests[0].prompt) == count
 
 
 def test_an_llm_says_how_long_a_prompt_may_be(strict):

@@ -1,0 +1,110 @@
+"""A client's running request to a model, and the reader of its outputs."""
+
+import asyncio
+import traceback
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ...llm.mailbox import Mailbox, SlowReaderError
+from ...llm.subscription import Subscription
+from ...text.openai.tasks import Task
+from ...text.outputs import CompletionOutput, GenerationError, RequestOutput
+from .errors import HttpError
+
+
+@dataclass(eq=False)
+class ApiCall:
+    """A client's running request to a model.
+
+    model: name that it gave
+    tasks: one for each prompt
+    client: name of the API key that sent it, "" without keys
+    mailbox: receives the outputs of all subscriptions
+    subscriptions: one for each task
+    positions: of the subscriptions in the fair queue
+    resumed_outputs: outputs of the tokens that its completions already had from another server
+    deadline_timer: timer of the deadline of the first tokens
+    """
+
+    model: str
+    tasks: Sequence[Task]
+    client: str
+    mailbox: Mailbox
+    subscriptions: list[Subscription] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    resumed_outputs: list[CompletionOutput] = field(default_factory=list)
+    deadline_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Number of its completions."""
+        return sum(len(subscription.requests) for subscription in self.subscriptions)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of completions of the prompts without a first token."""
+        return sum(len(s.requests) for s in self.subscriptions if not s.has_begun)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Number of prompt tokens, and of prompt tokens that were cached."""
+        return {
+            "prompt_tokens": sum(len(s.prompt_ids) for s in self.subscriptions),
+            "cached_tokens": sum(s.num_cached_tokens for s in self.subscriptions),
+        }
+
+    def add(self, subscription: Subscription, position: int) -> None:
+        """Add a subscription at a position in the fair queue, before its submission."""
+        subscription.first_choice = self.num_choices
+        subscription.set_priority(position, self.tasks[len(self.subscriptions)].prefill_address)
+        self.resumed_outputs += subscription.take_outputs()
+        self.subscriptions.append(subscription)
+        self.positions.append(position)
+        if not subscription.is_at_end:  # else nothing is left to generate
+            self.mailbox.unfinished.append(subscription)
+
+    async def read_outputs(self) -> AsyncGenerator[list[CompletionOutput]]:
+        """Yield the outputs since the last time; [] after a ping without new ones. Raises HttpError after the
+        last output if the request failed."""
+        while not self.mailbox.is_at_end:
+            with convert_engine_errors():
+                outputs = await self.mailbox.get()
+            failed = [output for output in outputs if output.finish_reason == "error"]
+            for output in failed:
+                output.finish_reason = None
+            outputs_with_text = [o for o in outputs if o not in failed or o.token_ids or o.text]
+            if outputs_with_text or not failed:
+                yield outputs_with_text
+            if failed:
+                raise make_nan_error(failed[0].stop_reason)
+
+    async def wait_end(self) -> None:
+        """Wait for the end of all completions. Raises HttpError if one failed."""
+        with convert_engine_errors():
+            await self.mailbox.wait_end()
+        for request in (request for subscription in self.subscriptions for request in subscription.requests):
+            if request.has_failed:
+                raise make_nan_error(request.stop_reason)
+
+    def make_results(self) -> list[RequestOutput]:
+        """Make the outputs of all tasks so far."""
+        return [subscription.make_output() for subscription in self.subscriptions]
+
+
+def make_nan_error(reason: object) -> HttpError:
+    return HttpError(500, str(reason), GenerationError.CODE)
+
+
+@contextmanager
+def convert_engine_errors() -> Iterator[None]:
+    """Convert errors of an engine or a reader to HttpErrors. others are printed."""
+    try:
+        yield
+    except HttpError:
+        raise
+    except SlowReaderError as error:
+        raise HttpError(503, str(error), "slow_reader") from None
+    except Exception as error:  # noqa: BLE001 - a client gets no traceback
+        traceback.print_exception(error)
+        raise HttpError(500, "the request has failed", "engine_error") from None
