@@ -69,15 +69,18 @@ class Mailbox:
         self._outputs: list[Any] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # set while the reader waits
-        self._wants_outputs = self._is_silent = False
+        self._wanted: set[Subscription] = set()  # whose next outputs the reader waits for
+        self._is_silent = False
 
     # ------------------------------------------------------------ in the engine's thread
 
     def collect(self, subscription: Subscription) -> list[Any]:
         """Return the new outputs of a subscription if the reader waits for some, else []. Raises
         SlowReaderError if too many tokens are unread."""
-        if self._wants_outputs:
-            return self._take(subscription)
+        if subscription in self._wanted:
+            if outputs := self._take(subscription):
+                self._wanted.discard(subscription)
+            return outputs
         limit = self._max_unread_tokens
         if limit is not None and subscription.num_unread_tokens > limit:
             raise SlowReaderError(
@@ -92,7 +95,7 @@ class Mailbox:
         self._outputs += delivery.outputs
         if delivery.is_last and delivery.subscription in self.unfinished:
             self.unfinished.remove(delivery.subscription)
-            self._ended.append(delivery.subscription)
+            self._ended += [] if delivery.subscription.is_at_end else [delivery.subscription]
         if delivery.error is not None:
             return self.fail(delivery.error)
         self._is_silent = False
@@ -110,7 +113,6 @@ class Mailbox:
         self._is_silent = True
 
     def _wake(self) -> None:
-        self._wants_outputs = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -120,16 +122,17 @@ class Mailbox:
         return not (self.unfinished or self._ended or self._outputs) and self._error is None
 
     async def get(self) -> list[Any]:
-        """Wait for outputs, and return those since the last call; [] after a ping without new ones.
+        """Wait for outputs, and return new ones; [] after a ping without any, or at the end.
 
         Raises the error of a subscription or of the engine, after the outputs before it.
         """
         if not (self._outputs or self._ended or self._error):
-            self._wants_outputs = True
+            self._wanted = set(self.unfinished)
             await self._wait()
         outputs, self._outputs = self._outputs, []
-        while self._ended:  # the engine's thread does not change them any more
-            outputs += self._take(self._ended.pop(0))
+        if not outputs:
+            ended, self._ended = self._ended, []  # the engine's thread does not change them any more
+            outputs = [output for subscription in ended for output in self._take(subscription)]
         if self._error is not None and not outputs:
             raise self._error
         return outputs

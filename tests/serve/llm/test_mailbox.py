@@ -62,11 +62,12 @@ def test_a_reader_of_several_gets_what_each_brings():
     async def read() -> None:
         side = Side(2)
         soon(lambda: (side.step(5, number=0), side.step(6, number=1)))
-        assert [(o.index, o.token_ids) for o in await side.box.get()] == [(0, [5])]
+        assert [(o.index, o.token_ids) for o in await side.box.get()] == [(0, [5]), (1, [6])]
+        side.step(9, number=1)
         side.step(7, number=0, is_last=True)
         assert [(o.index, o.token_ids) for o in await side.box.get()] == [(0, [7])]
         side.step(8, number=1, is_last=True)
-        assert [(o.index, o.token_ids) for o in await side.box.get()] == [(1, [6, 8])]
+        assert [(o.index, o.token_ids) for o in await side.box.get()] == [(1, [9, 8])]
         assert side.box.is_at_end
 
     run(read)
