@@ -127,7 +127,7 @@ class Mailbox:
         Raises the error of a subscription or of the engine, after the outputs before it.
         """
         if not (self._outputs or self._ended or self._error):
-            self._wanted = set(self.unfinished)
+            self._wanted.update(self.unfinished)
             await self._wait()
         outputs, self._outputs = self._outputs, []
         if not outputs:

@@ -55,7 +55,7 @@ class ServerOptions:
     )
     max_stream_backlog: int = knob(
         4096,
-        "maximum chunks of a stream that the client has yet to read; then it ends with an error",
+        "maximum tokens of a stream that the client has yet to read; then it ends with an error",
         formerly="max_unread",
     )
     keepalive_interval: float = knob(

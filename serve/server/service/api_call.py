@@ -4,7 +4,7 @@ import asyncio
 import traceback
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...llm.mailbox import Mailbox, SlowReaderError
 from ...llm.subscription import Subscription
@@ -67,17 +67,14 @@ class ApiCall:
     async def read_outputs(self) -> AsyncGenerator[list[CompletionOutput]]:
         """Yield the outputs since the last time; [] after a ping without new ones. Raises HttpError after the
         last output if the request failed."""
-        while not self.mailbox.is_at_end:
-            with convert_engine_errors():
+        with convert_engine_errors():
+            while not self.mailbox.is_at_end:
                 outputs = await self.mailbox.get()
-            failed = [output for output in outputs if output.finish_reason == "error"]
-            for output in failed:
-                output.finish_reason = None
-            outputs_with_text = [o for o in outputs if o not in failed or o.token_ids or o.text]
-            if outputs_with_text or not failed:
-                yield outputs_with_text
-            if failed:
-                raise make_nan_error(failed[0].stop_reason)
+                if failed := [output for output in outputs if output.finish_reason == "error"]:
+                    if news := drop_errors(outputs):
+                        yield news
+                    raise make_nan_error(failed[0].stop_reason)
+                yield outputs
 
     async def wait_end(self) -> None:
         """Wait for the end of all completions. Raises HttpError if one failed."""
@@ -90,6 +87,12 @@ class ApiCall:
     def make_results(self) -> list[RequestOutput]:
         """Make the outputs of all tasks so far."""
         return [subscription.make_output() for subscription in self.subscriptions]
+
+
+def drop_errors(outputs: list[CompletionOutput]) -> list[CompletionOutput]:
+    """Return outputs as if no completion had failed; one that is nothing but the failure is left out."""
+    has_news = [o for o in outputs if o.finish_reason != "error" or o.text or o.token_ids]
+    return [replace(o, finish_reason=None) if o.finish_reason == "error" else o for o in has_news]
 
 
 def make_nan_error(reason: object) -> HttpError:
