@@ -24,14 +24,13 @@ from ..tree import has_instance, map_instances, pytree, static
 from .compress import place_replacement
 from .cpu.packed import pack_like, pack_params, unpack_params
 from .fixed_tiles import drop_fixed_tiles, has_fixed_tiles, with_fixed_tiles
-from .quant import Scheme
 from .transposed import abstract_like, has_transposed, transpose_params, untranspose_params
 
 T = TypeVar("T")
 TPU_LANES, TPU_SUBLANES = 128, 8  # lanes and sublanes of a TPU's tile
 
 
-def lay_out_params(params: T, cpu_kernels: bool, donate: bool = False, tied_head: Scheme | None = None) -> T:
+def lay_out_params(params: T, cpu_kernels: bool, donate: bool = False, tied_head: str | None = None) -> T:
     """Lay out parameters, or ShapeDtypeStructs, as products of their device read them.
 
     With `donate` each weight is deleted when its copy is ready. `tied_head` as in `pack_params`. Raises
@@ -49,7 +48,7 @@ def is_on_cpu(params: Any) -> bool:
 
 
 def convert_to_device_forms(
-    params: T, batch_invariant_matmul: bool, cpu_kernels: bool = False, tied_head: Scheme | None = None
+    params: T, batch_invariant_matmul: bool, cpu_kernels: bool = False, tied_head: str | None = None
 ) -> T:
     """Convert parameters, or ShapeDtypeStructs, to the forms that their device multiplies. `tied_head` as in
     `pack_params`."""

@@ -18,6 +18,7 @@ from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import shapes_from_specs
 from ...model.weights.compress import form_spec
 from ...model.weights.device_forms import convert_to_device_forms, fuse_qkv
+from ...model.weights.schemes import tied_head_scheme
 from ..engine.lora.writer import add_lora_if_enabled
 from ..engine.startup.cpu_kernels import decide_cpu_kernels, explain_unused_cpu_kernels
 from ..engine.startup.dtype import check_kv_cache_dtype, compute_dtype
@@ -115,7 +116,7 @@ def plan_engine(
     params = abstract_params(config, computed_dtype, target, weights, target_layout(options, target))
     if options.cpu_kernels:
         prepared_params = convert_to_device_forms(
-            params, options.batch_invariant_matmul, True, options.tied_head_scheme
+            params, options.batch_invariant_matmul, True, tied_head_scheme(options.quantization)
         )
         options = resolve_cpu_options(options, prepared_params)
     no_cpu_kernels_reason = explain_unused_cpu_kernels(
@@ -167,7 +168,10 @@ def abstract_arguments(plan: EnginePlan) -> StepArguments:
     params = fuse_qkv(params) if plan.options.can_fuse_qkv else params
     options = plan.options
     params = convert_to_device_forms(
-        params, options.batch_invariant_matmul, bool(options.cpu_kernels), options.tied_head_scheme
+        params,
+        options.batch_invariant_matmul,
+        bool(options.cpu_kernels),
+        tied_head_scheme(options.quantization),
     )
     params = add_lora_if_enabled(params, plan.config, plan.options)
     return make_abstract_arguments(PairConfig(plan.config), params, plan.sizes)

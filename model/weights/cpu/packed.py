@@ -15,7 +15,8 @@ from ...transformer import Decoder
 from ...tree import has_instance, map_instances
 from ..compress import CONTRACTED_AXES, encode_weight, place_replacement
 from ..nibbles import has_group_scales
-from ..quant import Quantised, Scheme
+from ..quant import Quantised
+from ..schemes import SCHEMES
 from ..transposed import TRANSPOSED_NAMES, Transposed, is_matrix_on_cpu, transpose_weight
 from .kernel_norm import drop_kernel_norms, with_kernel_norms
 from .panels import PANEL_DTYPES, Packed, apply_or_eval_shape, pack_codes, pack_experts, pack_matrix
@@ -25,7 +26,7 @@ EXPERT_NAMES = ("gate", "up", "down")  # fields of experts
 QUANTISED_ROWS_AT_ONCE = 8192  # rows of an embedding that are quantised at once: their floats take memory
 
 
-def pack_params(params: T, isa: str, donate: bool = False, tied_head: Scheme | None = None) -> T:
+def pack_params(params: T, isa: str, donate: bool = False, tied_head: str | None = None) -> T:
     """Pack a CPU's projections, experts and output matrix as `Packed`, for an instruction set.
 
     Takes parameters or ShapeDtypeStructs. If the embedding is the output matrix too, a copy is packed, in the
@@ -73,7 +74,7 @@ def pack_head(matrix: Any, target: str) -> Packed:
     return pack_matrix(matrix, (inputs,), (outputs,), target, is_head=True)
 
 
-def pack_tied_head(embed: Any, target: str, scheme: Scheme | None) -> Packed:
+def pack_tied_head(embed: Any, target: str, scheme: str | None) -> Packed:
     """Pack a copy of the embedding as output matrix."""
     if scheme is None:
         return replace(pack_head(embed, target), is_tied=True)
@@ -83,7 +84,7 @@ def pack_tied_head(embed: Any, target: str, scheme: Scheme | None) -> Packed:
     )
 
 
-def quantise_embedding(embed: Float[Array, "V D"], scheme: Scheme) -> Quantised:
+def quantise_embedding(embed: Float[Array, "V D"], scheme: str) -> Quantised:
     """Quantise the embedding as a weight [D,V]."""
     parts = [
         encode_weight(embed[i : i + QUANTISED_ROWS_AT_ONCE].T, (-2,), scheme)
@@ -109,17 +110,17 @@ def can_pack_codes(quantised: Quantised, inputs: int, is_expert: bool) -> bool:
     """Return True for 8-bit codes with scales of outputs, and for 4-bit codes with scales of groups of
     inputs."""
     shape, scales = quantised.shape[is_expert:], quantised.scales.shape[is_expert:]
-    if quantised.zeros is not None or not is_matrix_on_cpu(quantised.values, quantised.values.ndim):
+    scheme = SCHEMES[quantised.scheme]
+    if quantised.zeros is not None or not scheme.has_cpu_kernel:
+        return False
+    if not is_matrix_on_cpu(quantised.values, quantised.values.ndim):
         return False
     if is_expert and (len(shape) != 2 or len(quantised.scales) != len(quantised.values)):
         return False
-    if quantised.scheme == "int8":
+    if scheme.codes_per_byte == 1:
         return set(scales[:inputs]) == {1}
-    is_paired = (
-        quantised.scheme == "int4" and quantised.packed % len(quantised.shape) == inputs + is_expert - 1
-    )
     return (
-        is_paired
+        quantised.packed % len(quantised.shape) == inputs + is_expert - 1
         and has_group_scales(shape, scales, inputs)
         and prod(shape[:inputs]) // prod(scales[:inputs]) % 2 == 0
     )

@@ -380,7 +380,7 @@ def quantised_expert_case(w: Quantised, dtype: Any) -> KernelCase | None:
     used."""
     shape, counts = w.shape, rows_by_expert(w.shape[0])
     codes = expert_tiles.ExpertMatrices(w.values, w.scales, w.zeros)
-    if not expert_tiles.can_dequantise_experts(codes, w.scheme, shape, w.packed, dtype):
+    if not expert_tiles.can_dequantise_experts(codes, w.nibble_format, shape, w.packed, dtype):
         return None
 
     def inputs() -> tuple[Any, ...]:
@@ -451,7 +451,7 @@ def int4_case(w: Quantised, inputs: int, dtype: Any) -> KernelCase | None:
         return quantised.has_nibble_kernel(x, inputs)
 
     answers: list[bool] = []
-    if w.scheme == "int4":
+    if w.nibble_format is nibbles.INT4_NIBBLES:
         jax.eval_shape(lambda: answers.append(has_kernel(*make_inputs())))
     run = jax.jit(partial(einsum_by_kernel, inputs=inputs, dtype=dtype))
     scales = f"scales {'x'.join(map(str, w.scales.shape))} in {w.scales.dtype}"

@@ -25,6 +25,7 @@ from ....model.tree import find_non_finite, leaves_by_path
 from ....model.weights.compress import convert_weight_form
 from ....model.weights.cpu.packed import kernel_isa
 from ....model.weights.device_forms import convert_to_device_forms
+from ....model.weights.schemes import tied_head_scheme
 from ....sampling.custom_processors import trace_processors
 from ...host import progress
 from ...host.devices import memory_limit
@@ -159,7 +160,10 @@ def prepare_engine_params(config: ModelConfig, params: Decoder, options: EngineO
     params = convert_weight_form(params, options.quantization, params.embed.dtype)
     check_expert_shardings(params)
     return convert_to_device_forms(
-        params, options.batch_invariant_matmul, bool(options.cpu_kernels), options.tied_head_scheme
+        params,
+        options.batch_invariant_matmul,
+        bool(options.cpu_kernels),
+        tied_head_scheme(options.quantization),
     )
 
 
