@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from ..config import ModelConfig
 from ..sharding import fit_sharding
 from ..transformer import Decoder, decoder_spec
-from ..tree import Spec, has_instance, is_spec
+from ..tree import Spec, has_instance, is_spec, map_by_path, map_instances
 from .cpu.panels import Packed
 from .lowrank import LowRank, factorise_weight
 from .quant import Quantised, quantise_weight
@@ -74,13 +74,12 @@ def compress(tree: T, plan: CompressionPlan, donate: bool = False) -> T:
     """
     used_patterns: set[str] = set()
 
-    def compress_leaf(key: Any, weight: Any) -> Any:
-        path = jax.tree_util.keystr(key, simple=True, separator=".")
+    def compress_leaf(path: str, weight: Any) -> Any:
         if contracted_axes(path):
             used_patterns.update(pattern for pattern, _ in plan.rules if fnmatchcase(path, pattern))
         return compress_at_path(path, weight, plan, donate)
 
-    compressed = jax.tree_util.tree_map_with_path(compress_leaf, tree, is_leaf=is_weight_leaf)
+    compressed = map_by_path(tree, Quantised, compress_leaf)
     for pattern, _ in plan.rules:
         if pattern not in used_patterns:
             raise ValueError(f"rule {pattern!r} meets no weight that can be compressed")
@@ -107,11 +106,6 @@ def compress_at_path(path: str, weight: Any, plan: CompressionPlan, donate: bool
         if method is None or contracted is None
         else compress_weight(weight, contracted, method, donate)
     )
-
-
-def is_weight_leaf(x: Any) -> bool:
-    """Return True for a spec or a quantised weight, the leaves that `compress` takes."""
-    return is_spec(x) or isinstance(x, Quantised)
 
 
 def compress_weight(
@@ -205,12 +199,10 @@ def convert_weight_form(params: T, form: str | None, dtype: Any, donate: bool = 
 def dequantize_params(params: T, dtype: Any, donate: bool = False) -> T:
     """Convert a model's quantised weights to arrays of a dtype, one after the other."""
 
-    def dequantise_leaf(weight: Any) -> Any:
-        if not isinstance(weight, Quantised):
-            return weight
+    def dequantise_leaf(weight: Quantised) -> Any:
         return place_replacement(weight, dequantise_weight(weight, jnp.dtype(dtype)), donate)
 
-    return jax.tree.map(dequantise_leaf, params, is_leaf=is_weight_leaf)
+    return map_instances(params, Quantised, dequantise_leaf)
 
 
 @partial(jax.jit, static_argnames="dtype")

@@ -209,8 +209,8 @@ def expert_tile_kernel(
     block, tile = pl.program_id(0), pl.program_id(1)
     expert, first, last = (part[tile] for part in tiles)
     rows, columns, step_inner = pl.ds(first, height), pl.ds(block * width, width), EXPERT_STEP_INNER // len(x)
-    has_eight_bits = w.scales is not None and nibble_format is None
-    has_groups = has_eight_bits and jnp.shape(w.scales)[1] > 1
+    groups = 0 if w.scales is None or nibble_format is not None else w.scales.shape[1]
+    has_eight_bits, has_groups = groups > 0, groups > 1
 
     def add_step(i: Any, total: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
         codes = w.values[expert, pl.ds(i * step_inner, step_inner), columns]

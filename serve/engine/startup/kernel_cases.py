@@ -40,6 +40,7 @@ from ....model.recurrent.kinds import DeltaNet, Mamba
 from ....model.recurrent.linear import Terms, step_recurrence
 from ....model.rope import rotary_factors
 from ....model.transformer import Decoder
+from ....model.tree import paths_and_leaves
 from ....model.weights import expert_tiles, fixed_tiles, grouped_matmul, nibbles
 from ....model.weights.compress import CONTRACTED_AXES
 from ....model.weights.device_forms import Lanes, device_lanes
@@ -410,10 +411,10 @@ def quantised_expert_case(w: Quantised, dtype: Any) -> KernelCase | None:
 def weight_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
     """Yield the products of weights that are records in the parameter tree; each tiling once."""
     cases: dict[str, KernelCase] = {}
-    flat, _ = jax.tree_util.tree_flatten_with_path(drop_lora(params), is_leaf=is_kernel_weight)
-    for path, w in flat:
-        name = jax.tree_util.keystr(path, simple=True, separator=".").rpartition(".")[2]
-        if is_kernel_weight(w) and name in CONTRACTED_AXES:
+    kinds = Quantised, fixed_tiles.FixedTiled
+    for path, w in paths_and_leaves(drop_lora(params), kinds):
+        name = path.rpartition(".")[2]
+        if isinstance(w, kinds) and name in CONTRACTED_AXES:
             shape = w.array.shape if isinstance(w, fixed_tiles.FixedTiled) else w.shape
             inputs = len(CONTRACTED_AXES[name]) if len(shape) + CONTRACTED_AXES[name][0] == 0 else 0
             case = (
@@ -424,10 +425,6 @@ def weight_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
             if case is not None:
                 cases.setdefault(case.name, case)
     yield from cases.values()
-
-
-def is_kernel_weight(x: Any) -> bool:
-    return isinstance(x, Quantised | fixed_tiles.FixedTiled)
 
 
 def int4_case(w: Quantised, inputs: int, dtype: Any) -> KernelCase | None:
