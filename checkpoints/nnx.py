@@ -3,14 +3,14 @@
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from ..model.config import ModelConfig
 from ..model.transformer import Decoder, decoder_spec
-from ..model.tree import is_spec, leaves_by_path
+from ..model.tree import is_spec, leaves_by_path, paths_and_leaves
 
 
 def params_from_state(config: ModelConfig, state: Any, names: Mapping[str, str] | None = None) -> Decoder:
@@ -43,12 +43,11 @@ def params_from_state(config: ModelConfig, state: Any, names: Mapping[str, str] 
     return jax.tree.unflatten(treedef, [leaves[path] for path in expected])
 
 
-def flatten_state(state: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays of a nested mapping or an NNX state, by dotted path."""
+def flatten_state(state: Any) -> list[tuple[str, Any]]:
+    """Return the arrays of a nested mapping or an NNX state, by dotted path."""
     nnx = sys.modules.get("flax.nnx")
     tree = nnx.to_pure_dict(state) if nnx and isinstance(state, nnx.State) else state
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return ((jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves)
+    return paths_and_leaves(tree)
 
 
 def translate_path(path: str, names: Mapping[str, str]) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from ..model.config import ModelConfig
 from ..model.sharding import fit_sharding
 from ..model.transformer import Decoder, decoder_spec
-from ..model.tree import Spec, find_non_finite, is_spec, leaves_by_path
+from ..model.tree import Spec, find_non_finite, is_spec, leaves_by_path, paths_and_leaves
 from ..model.weights.lowrank import LowRank
 from ..model.weights.quant import Quantised
 from ..refusals import quote
@@ -211,21 +211,14 @@ def nest_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def is_orbax_record(x: Any) -> bool:
-    """Return True for a parameter that is a record of several arrays."""
-    return isinstance(x, tuple(RECORD_TYPES.values()))
-
-
 def describe_records(params: Any) -> dict[str, dict[str, Any]]:
     """Return the manifest's `records`: type and plain fields of each parameter that is a record, by path."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_orbax_record)
-    names = {
-        jax.tree_util.keystr(at, simple=True, separator="."): x for at, x in leaves if is_orbax_record(x)
-    }
+    kinds = tuple(RECORD_TYPES.values())
     return {
         path: {"type": type(x).__name__}
         | {f.name: v for f in fields(x) if type(v := getattr(x, f.name)) in (int, str)}
-        for path, x in names.items()
+        for path, x in paths_and_leaves(params, kinds)
+        if isinstance(x, kinds)
     }
 
 

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Num, PRNGKeyArray
 
 T = TypeVar("T")
+Kinds = type | tuple[type, ...]  # classes of records, as `isinstance` takes them
 
 
 @dataclass_transform(frozen_default=True)
@@ -82,8 +83,24 @@ def tree_bytes(tree: Any) -> int:
 
 def leaves_by_path(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by dotted path, such as `layers.0.attention.q`."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return dict(paths_and_leaves(tree))
+
+
+def paths_and_leaves(tree: Any, kinds: Kinds = ()) -> list[tuple[str, Any]]:
+    """Return the leaves of a tree with their dotted paths. Records of `kinds` are leaves."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
+def map_by_path(tree: T, kinds: Kinds, convert: Callable[[str, Any], Any]) -> T:
+    """Replace each leaf by what `convert` makes of its dotted path and the leaf. Records of `kinds` are
+    leaves. Returns the tree itself if `convert` returns all leaves unchanged."""
+    leaves = paths_and_leaves(tree, kinds)
+    converted = [convert(path, leaf) for path, leaf in leaves]
+    if all(new is old for new, (_, old) in zip(converted, leaves, strict=True)):
+        return tree
+    treedef = jax.tree.structure(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return jax.tree.unflatten(treedef, converted)
 
 
 def find_non_finite(leaves: Mapping[str, jax.Array]) -> str | None:
@@ -101,18 +118,18 @@ def is_all_finite(x: Num[Array, "..."]) -> Bool[Array, ""]:
     return jnp.isfinite(x).all()
 
 
-def has_instance(tree: Any, kind: type) -> bool:
-    """Return True if a node of the tree is of a kind."""
-    return any(isinstance(x, kind) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind)))
+def has_instance(tree: Any, kinds: Kinds) -> bool:
+    """Return True if a node of the tree is of these kinds."""
+    return any(isinstance(x, kinds) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)))
 
 
-def map_instances(tree: T, kind: type, convert: Callable[[Any], Any]) -> T:
-    """Replace each record of a kind by what `convert` makes of it. Returns the tree itself if it has none."""
-    if not has_instance(tree, kind):
-        return tree
-    return jax.tree.map(
-        lambda x: convert(x) if isinstance(x, kind) else x, tree, is_leaf=lambda x: isinstance(x, kind)
-    )
+def map_instances(tree: T, kinds: Kinds, convert: Callable[[Any], Any]) -> T:
+    """Replace each record of these kinds by what `convert` makes of it. Returns the tree itself if `convert`
+    returns all records unchanged."""
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, kinds))
+    converted = [convert(x) if isinstance(x, kinds) else x for x in nodes]
+    is_unchanged = all(new is old for new, old in zip(converted, nodes, strict=True))
+    return tree if is_unchanged else jax.tree.unflatten(treedef, converted)
 
 
 # Former names, until 0.3: docs/releasing.md

@@ -22,7 +22,8 @@ from suite.marks import full, full_if
 from duetto import LLM, RequestOutput, SamplingParams
 from duetto.cpu_kernels.library import load_library
 from duetto.model.recurrent.kinds import STATE_WINDOW
-from duetto.model.weights.fixed_tiles import has_fixed_tiles
+from duetto.model.tree import has_instance
+from duetto.model.weights.fixed_tiles import FixedTiled
 from duetto.serve.engine.core.request import Request
 from duetto.serve.engine.speculation.ngram import NgramDrafter
 from duetto.serve.engine.speculation.suffix import SuffixDrafter
@@ -303,7 +304,7 @@ def assert_same_bits(model: Model, serve, expected, options, embeddings=None) ->
         assert embeddings is None or embedded(llm, texts) == embeddings
         report = llm.report()
         llm.update_params(model.params)
-        is_wrapped = has_fixed_tiles(llm.engine.params)
+        is_wrapped = has_instance(llm.engine.params, FixedTiled)
         assert jax.tree.structure(llm.params) == jax.tree.structure(model.params)
     assert is_wrapped == ("batch_invariant_matmul" in options and model.params.embed.dtype == "bfloat16")
     assert [bits(o) for o in found] == expected

@@ -17,7 +17,7 @@ from duetto.model.tree import init_params
 from duetto.model.weights.compress import form_spec
 from duetto.model.weights.device_forms import convert_to_device_forms
 from duetto.serve.cli.bench import Bench, BenchModel, median_seconds
-from duetto.serve.engine.startup.model_folder import convert_to_engine_layout
+from duetto.serve.engine.startup.model_folder import choose_device_forms, convert_to_engine_layout
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline.floor import describe_pool_buffers
 from duetto.serve.planner.roofline.presets import PRESETS
@@ -56,7 +56,10 @@ def model_of(run: Run, name: str, form: str | None) -> BenchModel:
     )
     options = EngineOptions(page_size=PAGE, batch_invariant_matmul=is_fixed)
     return BenchModel(
-        name, config, convert_to_device_forms(convert_to_engine_layout(params, options), is_fixed), options
+        name,
+        config,
+        convert_to_device_forms(convert_to_engine_layout(params, options), choose_device_forms(options)),
+        options,
     )
 
 

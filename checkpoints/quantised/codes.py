@@ -16,7 +16,7 @@ import numpy as np
 
 from ...model.tree import Spec
 from ...model.weights.compress import contracted_axes
-from ...model.weights.quant import Quantised, Scheme
+from ...model.weights.quant import Quantised
 from ..layout import Parameter, ParameterGroup
 from ..tensors import JoinedViews, TensorSource, empty_aligned, read_into_views
 
@@ -67,7 +67,7 @@ class CodesSource(DerivedSource):
 class TensorCodes:
     """Codes, scales and zeros of a quantised tensor, in the axes in which it is read.
 
-    scheme: `Quantised`'s scheme.
+    scheme: key in `SCHEMES`.
     source: the codes.
     blocks: for each axis, the index of the scale of each entry: number [i, j] has scale [blocks[0][i],
     blocks[1][j]].
@@ -76,7 +76,7 @@ class TensorCodes:
     packed_axis: axis along which a byte holds two codes, or None.
     """
 
-    scheme: Scheme
+    scheme: str
     source: CodesSource
     blocks: AxisIndices
     scale_dtype: np.dtype

@@ -65,26 +65,16 @@ def with_expert_axes(params: Any) -> Any:
     def mark_layer(w: Any) -> Any:
         if not isinstance(w, MoE) or not all(has_named_sharding(x) for x in jax.tree.leaves(w.experts)):
             return w
-        expert_axes = ExpertAxes.from_layer(w)
-        return replace(w, expert_axes=expert_axes if any(expert_axes) else None)
+        axes = ExpertAxes.from_layer(w)
+        expert_axes = axes if any(axes) else None
+        return w if w.expert_axes == expert_axes else replace(w, expert_axes=expert_axes)
 
-    marked = map_instances(params, MoE, mark_layer)
-    return marked if has_expert_axes(marked) else params
+    return map_instances(params, MoE, mark_layer)
 
 
 def drop_expert_axes(params: Any) -> Any:
     """Remove the records of how experts are split."""
-    return (
-        map_instances(params, MoE, lambda w: replace(w, expert_axes=None))
-        if has_expert_axes(params)
-        else params
-    )
-
-
-def has_expert_axes(params: Any) -> bool:
-    """Return True if a layer of the tree records how its experts are split."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, MoE))
-    return any(isinstance(w, MoE) and w.expert_axes is not None for w in leaves)
+    return map_instances(params, MoE, lambda w: replace(w, expert_axes=None) if w.expert_axes else w)
 
 
 def has_named_sharding(x: Any) -> bool:

@@ -7,7 +7,7 @@ dequantises and quantises it again.
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,17 @@ from jaxtyping import Array, Float
 from ..config import ModelConfig
 from ..sharding import fit_sharding
 from ..transformer import Decoder, decoder_spec
-from ..tree import Spec, has_instance, is_spec
+from ..tree import Spec, has_instance, is_spec, map_by_path, map_instances
 from .cpu.panels import Packed
 from .lowrank import LowRank, factorise_weight
-from .quant import Quantised, Scheme, quantise_weight
+from .quant import Quantised, quantise_weight
+from .schemes import ENCODED_SCHEMES, SCHEMES
 
 T = TypeVar("T")
-CompressionMethod = Scheme | float
-SCHEMES = tuple(name for name in get_args(Scheme) if name != "fp4")  # fp4 only comes in checkpoints
+CompressionMethod = str | float
 DEQUANTIZE_FORM = "dequantize"
 # Forms of a model's weights: as they are, with projections in a scheme, or as arrays.
-WEIGHT_FORMS: tuple[str | None, ...] = (None, *SCHEMES, DEQUANTIZE_FORM)
+WEIGHT_FORMS: tuple[str | None, ...] = (None, *ENCODED_SCHEMES, DEQUANTIZE_FORM)
 # Axes over which the product with a weight sums, counted from the last, so that experts may come first.
 CONTRACTED_AXES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("q", "k", "v", "q_up", "k_up", "v_up"), (-3,)),
@@ -41,7 +41,7 @@ CONTRACTED_AXES: dict[str, tuple[int, ...]] = {
 class CompressionPlan:
     """Rules (pattern of a weight's path, method) for the compression of weights.
 
-    A method is "int8", "int4", "fp8", or the share of the weight's numbers that a low-rank factorisation
+    A method is one of `ENCODED_SCHEMES`, or the share of the weight's numbers that a low-rank factorisation
     keeps. Patterns are those of file names, as "layers.*.ffn.*". A weight's first rule counts, and weights
     without a rule stay unchanged. Routers, norms, biases, embeddings and positions are never compressed.
     Raises ValueError for an unknown method.
@@ -51,8 +51,8 @@ class CompressionPlan:
 
     def __post_init__(self):
         for pattern, method in self.rules:
-            if method not in SCHEMES and not (isinstance(method, float) and 0 < method < 1):
-                allowed = f"{', '.join(SCHEMES)}, or a share between 0.0 and 1.0"
+            if method not in ENCODED_SCHEMES and not (isinstance(method, float) and 0 < method < 1):
+                allowed = f"{', '.join(ENCODED_SCHEMES)}, or a share between 0.0 and 1.0"
                 raise ValueError(f"{method!r} for {pattern!r} is not allowed: {allowed}")
 
     def method(self, path: str) -> CompressionMethod | None:
@@ -74,13 +74,12 @@ def compress(tree: T, plan: CompressionPlan, donate: bool = False) -> T:
     """
     used_patterns: set[str] = set()
 
-    def compress_leaf(key: Any, weight: Any) -> Any:
-        path = jax.tree_util.keystr(key, simple=True, separator=".")
+    def compress_leaf(path: str, weight: Any) -> Any:
         if contracted_axes(path):
             used_patterns.update(pattern for pattern, _ in plan.rules if fnmatchcase(path, pattern))
         return compress_at_path(path, weight, plan, donate)
 
-    compressed = jax.tree_util.tree_map_with_path(compress_leaf, tree, is_leaf=is_weight_leaf)
+    compressed = map_by_path(tree, Quantised, compress_leaf)
     for pattern, _ in plan.rules:
         if pattern not in used_patterns:
             raise ValueError(f"rule {pattern!r} meets no weight that can be compressed")
@@ -107,11 +106,6 @@ def compress_at_path(path: str, weight: Any, plan: CompressionPlan, donate: bool
         if method is None or contracted is None
         else compress_weight(weight, contracted, method, donate)
     )
-
-
-def is_weight_leaf(x: Any) -> bool:
-    """Return True for a spec or a quantised weight, the leaves that `compress` takes."""
-    return is_spec(x) or isinstance(x, Quantised)
 
 
 def compress_weight(
@@ -168,28 +162,26 @@ def compress_spec(spec: Spec, contracted: tuple[int, ...], method: CompressionMe
         return LowRank(a, Spec(form.b.shape, b, 0.0, factor_scale, spec.dtype))
     if form is None:
         return spec
-    # mean and deviation of the codes, of the bytes where each holds two
-    mean, spread = {"int8": (0.0, 32.0), "fp8": (0.0, 64.0), "int4": (128.0, 32.0)}[form.scheme]
-    code_scale = spec.scale / (4 if form.scheme == "int4" else spread)
+    scheme = SCHEMES[form.scheme]
     axes = tuple(
         name if n == size or n > 1 else "group"
         for name, n, size in zip(spec.axes, form.scales.shape, spec.shape, strict=True)
     )
     return replace(
         form,
-        values=Spec(form.values.shape, spec.axes, mean, spread, form.values.dtype),
-        scales=Spec(form.scales.shape, axes, code_scale, 0.0, form.scales.dtype),
+        values=Spec(form.values.shape, spec.axes, *scheme.random_values, form.values.dtype),
+        scales=Spec(form.scales.shape, axes, spec.scale / scheme.code_deviation, 0.0, form.scales.dtype),
     )
 
 
 def quantize_params(params: T, scheme: CompressionMethod, donate: bool = False) -> T:
-    """Quantise a model's projections in a scheme: "int8", "int4" or "fp8". See `compress`."""
+    """Quantise a model's projections in one of `ENCODED_SCHEMES`. See `compress`."""
     return compress(params, projection_plan(scheme), donate)
 
 
 def weight_form_plan(form: str | None) -> CompressionPlan:
     """Return the compression plan of one of `WEIGHT_FORMS`, for weights that are arrays."""
-    return projection_plan(form) if form in SCHEMES else CompressionPlan(())  # type: ignore[arg-type]
+    return projection_plan(form) if form in ENCODED_SCHEMES else CompressionPlan(())
 
 
 def convert_weight_form(params: T, form: str | None, dtype: Any, donate: bool = False) -> T:
@@ -201,18 +193,16 @@ def convert_weight_form(params: T, form: str | None, dtype: Any, donate: bool = 
         return params
     if form == DEQUANTIZE_FORM:
         return dequantize_params(params, dtype, donate)
-    return params if form is None else quantize_params(params, form, donate)  # type: ignore[arg-type]
+    return params if form is None else quantize_params(params, form, donate)
 
 
 def dequantize_params(params: T, dtype: Any, donate: bool = False) -> T:
     """Convert a model's quantised weights to arrays of a dtype, one after the other."""
 
-    def dequantise_leaf(weight: Any) -> Any:
-        if not isinstance(weight, Quantised):
-            return weight
+    def dequantise_leaf(weight: Quantised) -> Any:
         return place_replacement(weight, dequantise_weight(weight, jnp.dtype(dtype)), donate)
 
-    return jax.tree.map(dequantise_leaf, params, is_leaf=is_weight_leaf)
+    return map_instances(params, Quantised, dequantise_leaf)
 
 
 @partial(jax.jit, static_argnames="dtype")

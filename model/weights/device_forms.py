@@ -9,7 +9,7 @@ H200, with 64 rows of the 8B shape, that takes 38 us of a layer, and one array t
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -22,24 +22,53 @@ from ..experts import drop_expert_axes, with_expert_axes
 from ..gpus import gpu_from_device
 from ..tree import has_instance, map_instances, pytree, static
 from .compress import place_replacement
-from .cpu.packed import pack_like, pack_params, unpack_params
-from .fixed_tiles import drop_fixed_tiles, has_fixed_tiles, with_fixed_tiles
-from .quant import Scheme
-from .transposed import abstract_like, has_transposed, transpose_params, untranspose_params
+from .cpu.kernel_norm import KernelNorm
+from .cpu.packed import Packed, pack_params
+from .fixed_tiles import FixedTiled, with_fixed_tiles
+from .transposed import Transposed, abstract_like, transpose_params
 
 T = TypeVar("T")
 TPU_LANES, TPU_SUBLANES = 128, 8  # lanes and sublanes of a TPU's tile
 
 
-def lay_out_params(params: T, cpu_kernels: bool, donate: bool = False, tied_head: Scheme | None = None) -> T:
-    """Lay out parameters, or ShapeDtypeStructs, as products of their device read them.
+@dataclass(frozen=True)
+class DeviceForms:
+    """Forms of weights that an engine uses where its device has them. Every engine uses the others.
 
-    With `donate` each weight is deleted when its copy is ready. `tied_head` as in `pack_params`. Raises
-    ValueError if a CPU is to use kernels that are missing.
+    cpu_kernels: duetto's CPU kernels multiply packed weights.
+    tied_head: scheme of the packed copy of a tied embedding, as in `pack_params`.
+    fuse_qkv: projections to queries, keys and values are one array.
+    fixed_tiles: products have one tiling for every number of rows.
     """
-    if cpu_kernels and is_on_cpu(params):
-        params = pack_params(params, load_library().isa, donate, tied_head)
-    return transpose_params(params, donate)
+
+    cpu_kernels: bool = False
+    tied_head: str | None = None
+    fuse_qkv: bool = False
+    fixed_tiles: bool = False
+
+    @classmethod
+    def from_params(cls, served: Any) -> "DeviceForms":
+        """Return the forms that parameters have."""
+        head = getattr(served, "head", None)
+        codes = head.codes if isinstance(head, Packed) and head.is_tied else None
+        return cls(
+            has_instance(served, Packed),
+            codes and codes.scheme,
+            has_instance(served, FusedQKV),
+            has_instance(served, FixedTiled),
+        )
+
+
+def lay_out_params(params: T, forms: DeviceForms, donate: bool = False) -> T:
+    """Convert parameters, or ShapeDtypeStructs, to the forms that are copies of weights.
+
+    With `donate` each weight is deleted when its copy is ready. Raises ValueError if a CPU is to use kernels
+    that are missing.
+    """
+    if forms.cpu_kernels and is_on_cpu(params):
+        params = pack_params(params, load_library().isa, donate, forms.tied_head)
+    params = transpose_params(params, donate)
+    return fuse_qkv(params, donate) if forms.fuse_qkv else params
 
 
 def is_on_cpu(params: Any) -> bool:
@@ -48,30 +77,22 @@ def is_on_cpu(params: Any) -> bool:
     return any(device.platform == "cpu" for where in shardings if where for device in where.device_set)
 
 
-def convert_to_device_forms(
-    params: T, batch_invariant_matmul: bool, cpu_kernels: bool = False, tied_head: Scheme | None = None
-) -> T:
-    """Convert parameters, or ShapeDtypeStructs, to the forms that their device multiplies. `tied_head` as in
-    `pack_params`."""
-    params = pad_embedding_rows(with_expert_axes(lay_out_params(params, cpu_kernels, tied_head=tied_head)))
-    return with_fixed_tiles(params) if batch_invariant_matmul else params
+def convert_to_device_forms(params: T, forms: DeviceForms = DeviceForms()) -> T:
+    """Convert parameters, or ShapeDtypeStructs, to the forms that their device multiplies.
 
-
-def match_device_forms(served: Any, params: T) -> T:
-    """Convert parameters to the forms of a running engine's."""
-    params = pack_like(served, params)
-    params = fuse_qkv(params) if has_fused_qkv(served) else params
-    params = pad_embedding_rows(
-        with_expert_axes(transpose_params(params) if has_transposed(served) else params)
-    )
-    return with_fixed_tiles(params) if has_fixed_tiles(served) else params
+    Weights that have their form already stay as they are. Raises like `lay_out_params`.
+    """
+    params = pad_embedding_rows(with_expert_axes(lay_out_params(params, forms)))
+    return with_fixed_tiles(params) if forms.fixed_tiles else params
 
 
 def restore_params(params: T) -> T:
     """Convert an engine's parameters back to arrays, in the forms in which they were loaded."""
-    return drop_expert_axes(
-        split_qkv(untranspose_params(unpack_params(drop_fixed_tiles(unpad_embedding_rows(params)))))
-    )
+    head: Any = getattr(params, "head", None)
+    if isinstance(head, Packed) and head.is_tied:
+        params = replace(params, head=None)  # type: ignore[type-var]
+    params = map_instances(params, RECORDS_OF_WEIGHTS, lambda x: x.original)
+    return drop_expert_axes(split_qkv(params))
 
 
 @pytree
@@ -110,6 +131,10 @@ class PaddedEmbedding:
 
     def __getitem__(self, tokens: Int[Array, "*tokens"]) -> Float[Array, "*tokens D"]:
         return self.array[tokens][..., : self.size]
+
+
+# Records that replace one weight, or one norm, which is their `original`.
+RECORDS_OF_WEIGHTS = Packed, KernelNorm, Transposed, FixedTiled, PaddedEmbedding
 
 
 def pad_embedding_rows(params: T) -> T:
@@ -168,12 +193,6 @@ def is_tpu(device: Any) -> bool:
     return device.platform == "tpu"
 
 
-def unpad_embedding_rows(params: T) -> T:
-    """Replace a `PaddedEmbedding` by its embedding without padding. Returns the tree itself if it has
-    none."""
-    return map_instances(params, PaddedEmbedding, lambda x: x.original)
-
-
 # ---------------------------------------------------------------- queries, keys and values
 
 
@@ -220,9 +239,4 @@ def split_qkv(params: T) -> T:
         q, k, v = w.q.projections
         return replace(w, q=q, k=k, v=v)
 
-    return map_instances(params, Attention, split_layer) if has_fused_qkv(params) else params
-
-
-def has_fused_qkv(params: Any) -> bool:
-    """Return True if a layer of the tree has a `FusedQKV`."""
-    return has_instance(params, FusedQKV)
+    return map_instances(params, Attention, split_layer)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
 from ..gpus import Kernel, refusal_reason, target_gpu
-from .nibbles import dequantise_codes, scales_to_float32
+from .nibbles import NibbleFormat, dequantise_codes, scales_to_float32
 
 EXPERT_TILE_ROWS = 16, 32, 64  # rows of a tile
 EXPERT_BLOCK_COLUMNS = 128, 64  # columns of a block: the first that divides a matrix's
@@ -27,7 +27,6 @@ MAJORS_OF_64_ROWS = (10,)  # major capabilities whose instructions take 64 rows:
 EXPERT_TILES_KERNEL = Kernel(
     "expert_tiles", "triton", "experts without tokens are read, or each tile copies one"
 )
-FOUR_BIT_SCHEMES = "int4", "fp4"
 EXPERTS_PER_TOKEN = 8  # experts of a token, for an estimate
 
 
@@ -72,9 +71,13 @@ def can_tile_experts(dtype: Any, *shapes: tuple[int, ...]) -> bool:
 
 
 def can_dequantise_experts(
-    matrices: ExpertMatrices, scheme: str, shape: tuple[int, ...], packed: int, dtype: Any
+    matrices: ExpertMatrices,
+    nibble_format: NibbleFormat | None,
+    shape: tuple[int, ...],
+    packed: int,
+    dtype: Any,
 ) -> bool:
-    """Return True if the kernel multiplies codes of a scheme that stand for matrices of this shape.
+    """Return True if the kernel multiplies codes that stand for matrices of this shape.
 
     Scales must be of outputs or of groups of inputs. Scales of 8-bit codes may be of blocks of outputs too.
     """
@@ -83,7 +86,7 @@ def can_dequantise_experts(
         return False
     (_, D, F), (_, groups, blocks) = shape, scales
     group, width = D // groups, expert_block_columns(F)
-    if scheme in FOUR_BIT_SCHEMES:
+    if nibble_format is not None:
         return (
             packed % 3 == 1
             and blocks == F
@@ -127,15 +130,15 @@ def multiply_experts(
     rows: Float[Array, "rows D"],
     w: ExpertMatrices,
     sizes: Int[Array, " E"],
-    scheme: str | None = None,
+    nibble_format: NibbleFormat | None = None,
     interpret: bool = False,
 ) -> Float[Array, "rows F"]:
     """Multiply consecutive rows by one expert's matrix each. Expert e owns the next sizes[e] rows.
 
-    Products of rows without an expert are undefined.
+    `nibble_format` is that of 4-bit codes. Products of rows without an expert are undefined.
     """
     height = expert_tile_rows(len(rows), len(sizes))
-    return multiply_by_tiles(rows, w, sizes, scheme, height, interpret)
+    return multiply_by_tiles(rows, w, sizes, nibble_format, height, interpret)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5))  # layers share one trace
@@ -143,7 +146,7 @@ def multiply_by_tiles(
     rows: Float[Array, "rows D"],
     w: ExpertMatrices,
     sizes: Int[Array, " E"],
-    scheme: str | None,
+    nibble_format: NibbleFormat | None,
     height: int,
     interpret: bool,
 ) -> Float[Array, "rows F"]:
@@ -153,12 +156,18 @@ def multiply_by_tiles(
     assert width is not None
     tiles = cut_expert_tiles(sizes, M, height)
     padded = jnp.pad(rows, ((0, height), (0, 0)))  # so that the last tile's rows exist
-    x = [padded.reshape(-1, D // 2, 2)[..., i] for i in range(2)] if scheme in FOUR_BIT_SCHEMES else [padded]
+    x = [padded.reshape(-1, D // 2, 2)[..., i] for i in range(2)] if nibble_format else [padded]
     if w.scales is not None and w.scales.dtype == jnp.float8_e8m0fnu:
         w = w._replace(scales=jax.lax.bitcast_convert_type(w.scales, jnp.uint8))
     with jax.named_scope(f"bytes_accessed:{expected_bytes(M, w, rows.dtype)}"):  # the planner reads it
         return pl.pallas_call(
-            partial(expert_tile_kernel, height=height, width=width, scheme=scheme, interpret=interpret),
+            partial(
+                expert_tile_kernel,
+                height=height,
+                width=width,
+                nibble_format=nibble_format,
+                interpret=interpret,
+            ),
             grid=(F // width, len(tiles.expert)),
             out_shape=jax.ShapeDtypeStruct((M, F), rows.dtype),
             compiler_params=triton.CompilerParams(
@@ -190,7 +199,7 @@ def expert_tile_kernel(
     *,
     height: int,
     width: int,
-    scheme: str | None,
+    nibble_format: NibbleFormat | None,
     interpret: bool,
 ):
     """Compute some columns of a tile's products.
@@ -200,14 +209,14 @@ def expert_tile_kernel(
     block, tile = pl.program_id(0), pl.program_id(1)
     expert, first, last = (part[tile] for part in tiles)
     rows, columns, step_inner = pl.ds(first, height), pl.ds(block * width, width), EXPERT_STEP_INNER // len(x)
-    has_eight_bits = scheme not in (None, *FOUR_BIT_SCHEMES)
-    has_groups = has_eight_bits and w.scales.shape[1] > 1
+    groups = 0 if w.scales is None or nibble_format is not None else w.scales.shape[1]
+    has_eight_bits, has_groups = groups > 0, groups > 1
 
     def add_step(i: Any, total: Float[Array, "rows F"]) -> Float[Array, "rows F"]:
         codes = w.values[expert, pl.ds(i * step_inner, step_inner), columns]
         operands = [codes.astype(out.dtype)]
-        if scheme in FOUR_BIT_SCHEMES:
-            operands = dequantise_pair(w, codes, expert, i, columns, scheme, out.dtype, interpret)
+        if nibble_format is not None:
+            operands = dequantise_pair(w, codes, expert, i, columns, nibble_format, out.dtype, interpret)
         parts = (part[rows, pl.ds(i * step_inner, step_inner)] for part in x)
         products = (
             jnp.dot(*pair, preferred_element_type=jnp.float32) for pair in zip(parts, operands, strict=True)
@@ -238,7 +247,14 @@ def step_scale(w: ExpertMatrices, expert: Any, i: Any, block: Any, width: int) -
 
 
 def dequantise_pair(
-    w: ExpertMatrices, codes: Any, expert: Any, i: Any, columns: Any, scheme: str, dtype: Any, interpret: bool
+    w: ExpertMatrices,
+    codes: Any,
+    expert: Any,
+    i: Any,
+    columns: Any,
+    nibble_format: NibbleFormat,
+    dtype: Any,
+    interpret: bool,
 ) -> list[Float[Array, "inner F"]]:
     """Widen a step's codes to two matrices: one for x's even numbers, one for the odd ones."""
     group = 2 * w.values.shape[1] // w.scales.shape[1]
@@ -249,4 +265,4 @@ def dequantise_pair(
         return jnp.broadcast_to(entries[:, None], (n, len(codes) // n, entries.shape[1])).reshape(codes.shape)
 
     zeros = None if w.zeros is None else spread_groups(w.zeros)
-    return dequantise_codes(codes, spread_groups(w.scales), zeros, dtype, scheme, interpret)
+    return dequantise_codes(codes, spread_groups(w.scales), zeros, dtype, nibble_format, interpret)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from ..gpus import Kernel, import_jax_kernel, may_use_kernel
 from ..layers import einsum, ragged_dot
-from ..tree import has_instance, map_instances, pytree
+from ..tree import map_by_path, pytree
 from .compress import CONTRACTED_AXES
 from .quant import count_contracted_axes
 
@@ -75,6 +75,11 @@ class FixedTiled:
     """A 16-bit weight [*inputs, *outputs], whose products sum over its first axes in fixed tiles."""
 
     array: Any
+
+    @property
+    def original(self) -> Any:
+        """Return the weight as an array, without a copy."""
+        return self.array
 
     @property
     def ragged_dot_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -154,17 +159,16 @@ def hopper_matmul(
 
 
 def with_fixed_tiles(params: T) -> T:
-    """Return parameters, or ShapeDtypeStructs, with projections as `Fixed`.
+    """Return parameters, or ShapeDtypeStructs, with projections as `FixedTiled`, without copies.
 
     Unchanged are: experts, an embedding that is the output matrix too, records, weights of 32 bits and those
     on several devices.
     """
 
-    def fix_weight(key: Any, weight: Any) -> Any:
-        name = jax.tree_util.keystr(key, simple=True, separator=".").rpartition(".")[2]
-        return FixedTiled(weight) if can_fix_tiles(name, weight) else weight
+    def fix_weight(path: str, weight: Any) -> Any:
+        return FixedTiled(weight) if can_fix_tiles(path.rpartition(".")[2], weight) else weight
 
-    return jax.tree_util.tree_map_with_path(fix_weight, params, is_leaf=is_fixed_record)
+    return map_by_path(params, FixedTiled, fix_weight)
 
 
 def can_fix_tiles(name: str, weight: Any) -> bool:
@@ -175,17 +179,3 @@ def can_fix_tiles(name: str, weight: Any) -> bool:
     is_projection = weight.ndim + CONTRACTED_AXES[name][0] == 0 or name == "head"
     is_narrow = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
     return is_projection and is_narrow and not several
-
-
-def drop_fixed_tiles(params: T) -> T:
-    """Replace each `Fixed` by its array, without a copy. Returns the tree itself if it has none."""
-    return map_instances(params, FixedTiled, lambda x: x.array)
-
-
-def has_fixed_tiles(params: Any) -> bool:
-    """Return True if a weight of the tree is `Fixed`."""
-    return has_instance(params, FixedTiled)
-
-
-def is_fixed_record(x: Any) -> bool:
-    return isinstance(x, FixedTiled)

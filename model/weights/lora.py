@@ -20,7 +20,7 @@ from ..config import Dense, Experts, GroupedQuery, Latent, LayerKind, ModelConfi
 from ..layers import Weight, einsum, ragged_dot
 from ..recurrent.kinds import DeltaNet, Mamba, ShortConv
 from ..transformer import decoder_spec
-from ..tree import Spec, leaves_by_path, map_instances, pytree
+from ..tree import Spec, leaves_by_path, map_by_path, map_instances, paths_and_leaves, pytree
 
 T = TypeVar("T")
 NO_ADAPTER = -1  # the slot of a row without an adapter
@@ -190,12 +190,11 @@ def named_sublayers(kind: LayerKind) -> list[tuple[str, Any]]:
 def with_lora_stacks(params: T, stacks: Mapping[str, tuple[Any, Any]]) -> T:
     """Return parameters with the low-rank stacks (a, b) at these paths, and without others."""
 
-    def replace_weight(key: Any, weight: Any) -> Any:
-        path = jax.tree_util.keystr(key, simple=True, separator=".")
+    def replace_weight(path: str, weight: Any) -> Any:
         base = weight.base if is_adapted(weight) else weight
         return Adapted(base, *stacks[path]) if path in stacks else base
 
-    return jax.tree_util.tree_map_with_path(replace_weight, params, is_leaf=lambda x: isinstance(x, Weight))
+    return map_by_path(params, Weight, replace_weight)
 
 
 def drop_lora(params: T) -> T:
@@ -205,12 +204,7 @@ def drop_lora(params: T) -> T:
 
 def lora_stacks(params: Any) -> dict[str, tuple[Any, Any]]:
     """Return the low-rank stacks (a, b) by the path of their weight."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_adapted)
-    return {
-        jax.tree_util.keystr(key, simple=True, separator="."): (w.a, w.b)
-        for key, w in leaves
-        if is_adapted(w)
-    }
+    return {path: (w.a, w.b) for path, w in paths_and_leaves(params, Adapted) if is_adapted(w)}
 
 
 def with_row_slots(params: T, row_slots: Int[Array, " B"]) -> T:

@@ -7,6 +7,7 @@ FasterTransformer (Kim et al., arXiv 2211.10017); Triton's own take one. Tiles, 
 dimension, follow from the weight alone. So a row's bits do not depend on the number of rows.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,27 +60,62 @@ FLOAT16_LAYOUTS = {
 # The numbers of four bytes' low or high codes ($0, $1) of a word of codes ($2), words of two factors ($3, $4)
 # and, of int4, what is added to a code as the last bits of a large number ($5, $6). To add -0 keeps signs;
 # sums and products are `fma`, since others of two bfloat16 numbers need compute capability 9.0.
-ASSEMBLY = {
-    "int4": """{{
-        .reg .b32 one, none, a, b;
-        mov.b32 one, {one}; mov.b32 none, 0x80008000;
-        shr.u32 a, $2, {shift}; and.b32 a, a, 0x0f0f0f0f;
-        prmt.b32 b, a, {large}, 0x4342; prmt.b32 a, a, {large}, 0x4140;
-        fma.rn.{kind} a, a, one, $5; fma.rn.{kind} b, b, one, $6;
-        fma.rn.{kind} $0, a, $3, none; fma.rn.{kind} $1, b, $4, none;
-    }}""",
-    "fp4": """{{
-        .reg .b32 lack, none, sign, a, b;
-        mov.b32 lack, {lack}; mov.b32 none, 0x80008000;
-        prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
-        shl.b32 sign, a, {to_sign}; and.b32 sign, sign, none;
-        shl.b32 a, a, {to_size}; and.b32 a, a, {size}; or.b32 a, a, sign;
-        shl.b32 sign, b, {to_sign}; and.b32 sign, sign, none;
-        shl.b32 b, b, {to_size}; and.b32 b, b, {size}; or.b32 b, b, sign;
-        fma.rn.{kind} a, a, lack, none; fma.rn.{kind} b, b, lack, none;
-        fma.rn.{kind} $0, a, $3, none; fma.rn.{kind} $1, b, $4, none;
-    }}""",
-}
+INT4_ASSEMBLY = """{{
+    .reg .b32 one, none, a, b;
+    mov.b32 one, {one}; mov.b32 none, 0x80008000;
+    shr.u32 a, $2, {shift}; and.b32 a, a, 0x0f0f0f0f;
+    prmt.b32 b, a, {large}, 0x4342; prmt.b32 a, a, {large}, 0x4140;
+    fma.rn.{kind} a, a, one, $5; fma.rn.{kind} b, b, one, $6;
+    fma.rn.{kind} $0, a, $3, none; fma.rn.{kind} $1, b, $4, none;
+}}"""
+FP4_ASSEMBLY = """{{
+    .reg .b32 lack, none, sign, a, b;
+    mov.b32 lack, {lack}; mov.b32 none, 0x80008000;
+    prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342;
+    shl.b32 sign, a, {to_sign}; and.b32 sign, sign, none;
+    shl.b32 a, a, {to_size}; and.b32 a, a, {size}; or.b32 a, a, sign;
+    shl.b32 sign, b, {to_sign}; and.b32 sign, sign, none;
+    shl.b32 b, b, {to_size}; and.b32 b, b, {size}; or.b32 b, b, sign;
+    fma.rn.{kind} a, a, lack, none; fma.rn.{kind} b, b, lack, none;
+    fma.rn.{kind} $0, a, $3, none; fma.rn.{kind} $1, b, $4, none;
+}}"""
+
+
+class NibbleFormat(NamedTuple):
+    """Widening of 4-bit codes inside a kernel.
+
+    assembly: instructions that widen four codes, as `dequantise_by_assembly` formats and calls them.
+    widen: computes the same numbers of codes 0..15 and these operands, by arithmetic.
+    has_zeros: True if codes are integers around zeros, which are an operand.
+    """
+
+    assembly: str
+    widen: Callable[..., Float[Array, "inner F"]]
+    has_zeros: bool
+
+
+def widen_int4_nibbles(
+    nibbles: UInt8[Array, "inner F"], factors: Float[Array, "inner F"], added: Float[Array, "inner F"]
+) -> Float[Array, "inner F"]:
+    """Widen integers: as the last bits of a large number, from which `added` leads back."""
+    large = nibbles.astype(jnp.uint16) | jnp.uint16(FLOAT16_LAYOUTS[factors.dtype.name].large << 8)
+    return (jax.lax.bitcast_convert_type(large, factors.dtype) + added) * factors
+
+
+def widen_fp4_nibbles(
+    nibbles: UInt8[Array, "inner F"], factors: Float[Array, "inner F"]
+) -> Float[Array, "inner F"]:
+    """Widen floats e2m1."""
+    bits = FLOAT16_LAYOUTS[factors.dtype.name]
+    size = (nibbles & jnp.uint8(7)).astype(jnp.uint16)
+    normal = (size << jnp.uint16(bits.mantissa_bit)) + jnp.uint16(bits.half)
+    magnitude = jnp.where(size < 2, size * jnp.uint16(bits.half), normal)
+    sign = (nibbles & jnp.uint8(8)).astype(jnp.uint16) << jnp.uint16(12)
+    return jax.lax.bitcast_convert_type(magnitude | sign, factors.dtype) * factors
+
+
+INT4_NIBBLES = NibbleFormat(INT4_ASSEMBLY, widen_int4_nibbles, has_zeros=True)
+FP4_NIBBLES = NibbleFormat(FP4_ASSEMBLY, widen_fp4_nibbles, has_zeros=False)
 
 
 class NibbleCodes(NamedTuple):
@@ -183,7 +219,9 @@ def nibble_kernel(
         scales = spread_group_entries(codes.scales, first, columns, tiles)
         zeros = None if codes.zeros is None else spread_group_entries(codes.zeros, first, columns, tiles)
         for x, w in zip(
-            (even, odd), dequantise_codes(pairs, scales, zeros, even.dtype, interpret=interpret), strict=True
+            (even, odd),
+            dequantise_codes(pairs, scales, zeros, even.dtype, INT4_NIBBLES, interpret),
+            strict=True,
         ):
             total += jnp.dot(x[rows, inner], w, preferred_element_type=jnp.float32)
         return total
@@ -208,7 +246,7 @@ def dequantise_codes(
     scales: Num[Array, "inner F"],
     zeros: Num[Array, "inner F"] | None,
     dtype: Any,
-    scheme: str = "int4",
+    nibble_format: NibbleFormat,
     interpret: bool = False,
 ) -> list[Float[Array, "inner F"]]:
     """Widen codes inside a kernel: the numbers of low codes and of high codes, times their scales.
@@ -221,7 +259,7 @@ def dequantise_codes(
     scales = scales if scales.dtype == dtype else scales_to_float32(scales)
     factors = scales.astype(dtype) if in_16_bits else jnp.ones(codes.shape, dtype)
     operands = [factors]
-    if scheme == "int4":
+    if nibble_format.has_zeros:
         least = FLOAT16_LAYOUTS[dtype.name].least
         operands += [
             jnp.full(codes.shape, -least - ZERO_CODE, dtype)
@@ -230,7 +268,7 @@ def dequantise_codes(
         ]
     numbers = [
         (dequantise_by_arithmetic if interpret else dequantise_by_assembly)(
-            codes, *operands, scheme=scheme, shift=shift
+            codes, *operands, nibble_format=nibble_format, shift=shift
         )
         for shift in (0, 4)
     ]
@@ -240,11 +278,11 @@ def dequantise_codes(
 
 
 def dequantise_by_assembly(
-    codes: UInt8[Array, "inner F"], *operands: Any, scheme: str, shift: int
+    codes: UInt8[Array, "inner F"], *operands: Any, nibble_format: NibbleFormat, shift: int
 ) -> Float[Array, "inner F"]:
     """Widen the codes that begin at bit `shift`, by instructions that make two numbers each."""
     bits = FLOAT16_LAYOUTS[operands[0].dtype.name]
-    body = ASSEMBLY[scheme].format(
+    body = nibble_format.assembly.format(
         kind=bits.kind, shift=shift, large=bits.large, one=repeat_half(bits.one),
         lack=repeat_half(bits.bias_factor), size=repeat_half(7 << bits.mantissa_bit),
         to_size=bits.mantissa_bit - shift, to_sign=12 - shift,
@@ -257,21 +295,11 @@ def dequantise_by_assembly(
 
 
 def dequantise_by_arithmetic(
-    codes: UInt8[Array, "inner F"], *operands: Any, scheme: str, shift: int
+    codes: UInt8[Array, "inner F"], *operands: Any, nibble_format: NibbleFormat, shift: int
 ) -> Float[Array, "inner F"]:
     """Widen the codes that begin at bit `shift`, like `dequantise_by_assembly`, by arithmetic that can be
     interpreted."""
-    factors, *added = operands
-    bits, nibbles = FLOAT16_LAYOUTS[factors.dtype.name], codes >> jnp.uint8(shift) & jnp.uint8(15)
-    float_of = partial(jax.lax.bitcast_convert_type, new_dtype=factors.dtype)
-    if scheme == "int4":
-        large = nibbles.astype(jnp.uint16) | jnp.uint16(bits.large << 8)
-        return (float_of(large) + added[0]) * factors
-    size = (nibbles & jnp.uint8(7)).astype(jnp.uint16)
-    normal = (size << jnp.uint16(bits.mantissa_bit)) + jnp.uint16(bits.half)
-    magnitude = jnp.where(size < 2, size * jnp.uint16(bits.half), normal)
-    sign = (nibbles & jnp.uint8(8)).astype(jnp.uint16) << jnp.uint16(12)
-    return float_of(magnitude | sign) * factors
+    return nibble_format.widen(codes >> jnp.uint8(shift) & jnp.uint8(15), *operands)
 
 
 def repeat_half(half: int) -> str:

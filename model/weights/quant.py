@@ -8,23 +8,19 @@ input) instead.
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Num, UInt8
+from jaxtyping import Array, Float, Int, Num
 
 from ..gpus import may_use_kernel
 from ..layers import einsum, ragged_dot
 from ..sharding import is_manual_shard, is_multi_device, sharded_axes
 from . import expert_tiles, nibbles
-
-Scheme = Literal["int8", "int4", "fp8", "fp4"]
-# numbers along the packed axis that share a four-bit scale: the largest that divides
-GROUP_SIZES = (32, 16, 8, 4, 2)
-FP8_MAX, INT8_MAX = 448.0, 127.0
+from .schemes import SCHEMES, spread_blocks, unpack_nibbles
 
 
 @partial(
@@ -45,16 +41,20 @@ class Quantised:
     values: Any  # int8, float8_e4m3fn or uint8
     scales: Any  # of any float, float8_e8m0fnu included
     zeros: Any = None  # int8 or uint8, in the shape of scales
-    scheme: Scheme = "int8"
+    scheme: str = "int8"  # key in `SCHEMES`
     packed: int = -1
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the weight's shape, which may differ from the shape of its bytes."""
         shape = list(self.values.shape)
-        if self.scheme in ("int4", "fp4"):
-            shape[self.packed] *= 2
+        shape[self.packed] *= SCHEMES[self.scheme].codes_per_byte
         return tuple(shape)
+
+    @property
+    def nibble_format(self) -> nibbles.NibbleFormat | None:
+        """Return how GPU kernels widen 4-bit codes. None: codes have 8 bits."""
+        return SCHEMES[self.scheme].nibble_format
 
     @property
     def ragged_dot_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -75,7 +75,7 @@ class Quantised:
         """Return True if a GPU kernel multiplies x, summing over the weight's first `inputs` axes."""
         shape, scales = self.shape, self.scales.shape
         return (
-            self.scheme == "int4"
+            self.nibble_format is nibbles.INT4_NIBBLES
             and 0 < inputs == self.packed % len(shape) + 1
             and x.dtype.itemsize == 2
             and self.scales.dtype.name in nibbles.NIBBLE_SCALE_DTYPES
@@ -89,7 +89,7 @@ class Quantised:
     def has_channel_scales(self) -> bool:
         """Return True if 8-bit codes have one scale for each number of an axis, or one for all."""
         sizes = zip(self.scales.shape, self.values.shape, strict=True)
-        return self.scheme in ("int8", "fp8") and all(n in (1, size) for n, size in sizes)
+        return SCHEMES[self.scheme].codes_per_byte == 1 and all(n in (1, size) for n, size in sizes)
 
     def einsum_by_xla(self, equation: str, x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
         """Compute the product with an array: the codes if scales can multiply the product or x, else the
@@ -121,7 +121,7 @@ class Quantised:
         """Multiply consecutive rows by one expert's matrix each."""
         matrices = expert_tiles.ExpertMatrices(self.values, self.scales, self.zeros)
         if not expert_tiles.can_dequantise_experts(
-            matrices, self.scheme, self.shape, self.packed, rows.dtype
+            matrices, self.nibble_format, self.shape, self.packed, rows.dtype
         ):
             return ragged_dot_by_xla(rows, self, sizes, row_experts)
         return jax.lax.platform_dependent(
@@ -146,19 +146,10 @@ class Quantised:
 
     def signed_codes(self) -> Num[Array, "..."]:
         """Return the codes less their zeros, in the weight's shape."""
-        if self.scheme in ("int8", "fp8"):
-            if self.zeros is None:
-                return self.values
-            return self.values.astype(jnp.int16) - spread_blocks(
-                self.zeros.astype(jnp.int16), self.values.shape
-            )
-        nibbles = unpack_nibbles(self.values, self.packed)
-        if self.scheme == "fp4":
-            return decode_e2m1(nibbles)
-        zeros = (
-            jnp.int8(8) if self.zeros is None else spread_blocks(self.zeros.astype(jnp.int8), nibbles.shape)
-        )
-        return nibbles.astype(jnp.int8) - zeros
+        scheme, codes = SCHEMES[self.scheme], self.values
+        if scheme.codes_per_byte > 1:
+            codes = unpack_nibbles(codes, self.packed)
+        return scheme.widen(codes, self.zeros)
 
 
 def einsum_by_xla(x: Float[Array, "..."], w: Quantised, equation: str, dtype: Any) -> Float[Array, "..."]:
@@ -199,7 +190,7 @@ def ragged_dot_by_kernel(
 ) -> Float[Array, "rows F"]:
     """Multiply consecutive rows by one expert's matrix each with the GPU kernel. It reads codes only."""
     matrices = expert_tiles.ExpertMatrices(w.values, w.scales, w.zeros)
-    return expert_tiles.multiply_experts(rows, matrices, sizes, w.scheme, interpret)
+    return expert_tiles.multiply_experts(rows, matrices, sizes, w.nibble_format, interpret)
 
 
 def count_contracted_axes(equation: str) -> int:
@@ -233,75 +224,17 @@ def align_scales(
     return spread_blocks(transposed.reshape(blocks).astype(jnp.float32), whole)
 
 
-def spread_blocks(blocks: Num[Array, "..."], shape: tuple[int, ...]) -> Num[Array, "..."]:
-    """Repeat each entry over its block of an array of this shape."""
-    if blocks.shape == shape:
-        return blocks
-    pairs = [(n, size // n) for n, size in zip(blocks.shape, shape, strict=True)]
-    single = blocks.reshape([size for n, _ in pairs for size in (n, 1)])
-    return jnp.broadcast_to(single, [size for pair in pairs for size in pair]).reshape(shape)
-
-
-def unpack_nibbles(pairs: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
-    """Unpack two 4-bit codes from each byte, neighbours along an axis."""
-    axis %= pairs.ndim
-    codes = jnp.stack([pairs & jnp.uint8(15), pairs >> jnp.uint8(4)], axis + 1)
-    return codes.reshape(*pairs.shape[:axis], -1, *pairs.shape[axis + 1 :])
-
-
-def pack_nibbles(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
-    """Pack codes 0..15, two neighbours along an axis to a byte."""
-    axis %= codes.ndim
-    even, odd = (jax.lax.slice_in_dim(codes, i, None, 2, axis) for i in range(2))
-    return even | (odd << jnp.uint8(4))
-
-
-def decode_e2m1(codes: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Decode 4-bit floats: a sign, two bits of exponent, one of mantissa. They are 0, 0.5, 1, 1.5, 2, 3, 4,
-    6."""
-    size, exponent = codes & jnp.uint8(7), (codes & jnp.uint8(7)) >> jnp.uint8(1)
-    normal = ((size & jnp.uint8(1)) | jnp.uint8(2)) << (jnp.maximum(exponent, jnp.uint8(1)) - jnp.uint8(1))
-    halves = jnp.where(exponent == 0, size, normal).astype(jnp.float32)
-    return jnp.where(codes < 8, halves, -halves) * 0.5
-
-
 def quantise_weight(
-    weight: Float[Array, "..."], contracted: tuple[int, ...], scheme: Scheme
+    weight: Float[Array, "..."], contracted: tuple[int, ...], scheme: str
 ) -> Quantised | None:
-    """Quantise a weight in "int8", "int4" or "fp8". Its products sum over the axes `contracted`, counted from
-    the last.
+    """Quantise a weight in one of `ENCODED_SCHEMES`. Returns None if the scheme cannot hold the weight.
 
-    8-bit schemes have a scale per output channel, int4 one per group along the last of those axes, in
-    bfloat16. Returns None if int4 cannot pair the axis' numbers.
+    Products of the weight sum over the axes `contracted`, counted from the last.
     """
-    w, axis = weight.astype(jnp.float32), contracted[-1]
-    if scheme in ("int8", "fp8"):
-        top, dtype = (INT8_MAX, jnp.int8) if scheme == "int8" else (FP8_MAX, jnp.float8_e4m3fn)
-        scales = replace_zeros(jnp.max(jnp.abs(w), axis=contracted, keepdims=True) / top)
-        codes = jnp.clip(w / scales, -top, top)
-        return Quantised(
-            (jnp.round(codes) if scheme == "int8" else codes).astype(dtype), scales, scheme=scheme
-        )
-    group = next((g for g in GROUP_SIZES if w.shape[axis] % g == 0), None)
-    if group is None:
-        return None
-    scales = compute_group_scales(w, axis % w.ndim, group)
-    codes = jnp.clip(jnp.round(w / spread_blocks(scales.astype(jnp.float32), w.shape)) + 8, 0, 15)
-    return Quantised(pack_nibbles(codes.astype(jnp.uint8), axis), scales, None, "int4", axis)
-
-
-def replace_zeros(scales: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Replace scales of zero by one."""
-    return jnp.where(scales == 0, 1, scales)
-
-
-def compute_group_scales(w: Float[Array, "..."], axis: int, group: int) -> Float[Array, "..."]:
-    """Return a bfloat16 scale for each group of numbers along an axis: its largest number, signed, becomes
-    -8."""
-    shape = (*w.shape[:axis], w.shape[axis] // group, group, *w.shape[axis + 1 :])
-    groups = w.reshape(shape)
-    low, high = groups.min(axis + 1), groups.max(axis + 1)
-    return replace_zeros(jnp.where(-low > high, low, high) / -8).astype(jnp.bfloat16)
+    encode = SCHEMES[scheme].encode
+    assert encode is not None, f"weights are not encoded in {scheme}"
+    encoded = encode(weight.astype(jnp.float32), contracted)
+    return encoded and Quantised(encoded.values, encoded.scales, None, scheme, encoded.packed)
 
 
 # ---------------------------------------------------------------- on several devices

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from ..layers import einsum, ragged_dot
 from ..sharding import fit_sharding
-from ..tree import has_instance, map_instances, pytree, static
+from ..tree import map_by_path, pytree, static
 from .compress import CONTRACTED_AXES, place_replacement
 
 T = TypeVar("T")
@@ -72,19 +72,17 @@ def transpose_weight(weight: Any, inputs: int) -> Transposed:
 def transpose_params(params: T, donate: bool = False) -> T:
     """Return parameters, or ShapeDtypeStructs, with a CPU's 16-bit projections as `Transposed`.
 
-    Unchanged are: experts, latents' projections, records, weights of 32 bits and those on several devices. A
-    tree with nothing else is returned itself. With `donate` each weight is deleted when its copy is ready.
+    Unchanged are: experts, latents' projections, records, weights of 32 bits and those on several devices.
+    With `donate` each weight is deleted when its copy is ready.
     """
 
-    def transpose_leaf(key: Any, weight: Any) -> Any:
-        name = jax.tree_util.keystr(key, simple=True, separator=".").rpartition(".")[2]
+    def transpose_leaf(path: str, weight: Any) -> Any:
+        name = path.rpartition(".")[2]
         if not can_transpose(name, weight):
             return weight
-        transposed = transpose_weight(weight, len(CONTRACTED_AXES[name]))
-        return place_replacement(weight, transposed, donate) if isinstance(weight, jax.Array) else transposed
+        return place_replacement(weight, transpose_weight(weight, len(CONTRACTED_AXES[name])), donate)
 
-    result = jax.tree_util.tree_map_with_path(transpose_leaf, params, is_leaf=is_transposed_record)
-    return result if has_transposed(result) else params
+    return map_by_path(params, Transposed, transpose_leaf)
 
 
 def can_transpose(name: str, weight: Any) -> bool:
@@ -100,17 +98,3 @@ def is_matrix_on_cpu(weight: Any, axes: int) -> bool:
         return False
     devices = weight.sharding.device_set if weight.sharding is not None else ()
     return len(devices) == 1 and all(device.platform == "cpu" for device in devices)
-
-
-def untranspose_params(params: T) -> T:
-    """Replace each `Transposed` by a copy that is an array. Returns the tree itself if it has none."""
-    return map_instances(params, Transposed, lambda x: x.original)
-
-
-def has_transposed(params: Any) -> bool:
-    """Return True if a weight of the tree is `Transposed`."""
-    return has_instance(params, Transposed)
-
-
-def is_transposed_record(x: Any) -> bool:
-    return isinstance(x, Transposed)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ...option_fields import knob
 from ...refusals import ensure
@@ -293,14 +293,6 @@ class EngineOptions:
         Adapters, tiles for each product, and a second engine on other devices need them separate.
         """
         return not (self.enable_lora or self.batch_invariant_matmul or self.kv_role == "both")
-
-    @property
-    def tied_head_scheme(self) -> Literal["int8"] | None:
-        """Scheme in which CPU kernels store the copy of a tied embedding, their output matrix.
-
-        None keeps its dtype, also for checkpoints that are stored quantised.
-        """
-        return "int8" if self.quantization in ("int8", "int4") else None
 
     @property
     def num_device_groups(self) -> int:

@@ -17,7 +17,7 @@ from ...model.sharding import Layout
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import shapes_from_specs
 from ...model.weights.compress import form_spec
-from ...model.weights.device_forms import convert_to_device_forms, fuse_qkv
+from ...model.weights.device_forms import convert_to_device_forms
 from ..engine.lora.writer import add_lora_if_enabled
 from ..engine.startup.cpu_kernels import decide_cpu_kernels, explain_unused_cpu_kernels
 from ..engine.startup.dtype import check_kv_cache_dtype, compute_dtype
@@ -28,7 +28,7 @@ from ..engine.startup.mesh import (
     place_params,
     single_device_shardings,
 )
-from ..engine.startup.model_folder import DEMO_FOLDER, read_param_shapes
+from ..engine.startup.model_folder import DEMO_FOLDER, choose_device_forms, read_param_shapes
 from ..engine.startup.model_source import ModelSource, remaining_quantization
 from ..engine.startup.stage_shardings import with_last_stage_head
 from ..options.engine import EngineOptions
@@ -114,9 +114,7 @@ def plan_engine(
     target = limit_devices(target, make_layout(options).num_devices)
     params = abstract_params(config, computed_dtype, target, weights, target_layout(options, target))
     if options.cpu_kernels:
-        prepared_params = convert_to_device_forms(
-            params, options.batch_invariant_matmul, True, options.tied_head_scheme
-        )
+        prepared_params = convert_to_device_forms(params, choose_device_forms(options))
         options = resolve_cpu_options(options, prepared_params)
     no_cpu_kernels_reason = explain_unused_cpu_kernels(
         options, first_device(target), config, computed_dtype, len(target.devices)
@@ -164,11 +162,7 @@ def abstract_arguments(plan: EnginePlan) -> StepArguments:
         weights = shapes_from_specs(form_spec(plan.config, plan.options.quantization), jnp.dtype(plan.dtype))
         params = abstract_params(plan.config, plan.dtype, plan.target, weights, layout)
     check_expert_shardings(params)
-    params = fuse_qkv(params) if plan.options.can_fuse_qkv else params
-    options = plan.options
-    params = convert_to_device_forms(
-        params, options.batch_invariant_matmul, bool(options.cpu_kernels), options.tied_head_scheme
-    )
+    params = convert_to_device_forms(params, choose_device_forms(plan.options))
     params = add_lora_if_enabled(params, plan.config, plan.options)
     return make_abstract_arguments(PairConfig(plan.config), params, plan.sizes)
 

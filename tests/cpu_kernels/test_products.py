@@ -19,7 +19,7 @@ from duetto.cpu_kernels.build import ISAS
 from duetto.cpu_kernels.library import ffi_target_name, has_correct_products, load_library, register_handlers
 from duetto.model.layers import einsums
 from duetto.model.weights.cpu.panels import Packed, maybe_encode_bf12, pack_codes, pack_matrix, to_panels
-from duetto.model.weights.quant import Quantised, Scheme, quantise_weight
+from duetto.model.weights.quant import Quantised, quantise_weight
 
 # No multiple of a panel, of a pair, of a tile or of a block of inputs; one number; and those of a model.
 SIZES = full((1, 1)), full((7, 5)), (33, 63), full((640, 40)), full((1025, 100)), full((576, 576))
@@ -83,7 +83,7 @@ def products(x: jax.Array, weights: list[Any]) -> list[Any]:
 
 
 @cache
-def codes(inputs: int, outputs: int, scheme: Scheme) -> Quantised:
+def codes(inputs: int, outputs: int, scheme: str) -> Quantised:
     found = jax.jit(quantise_weight, static_argnums=(1, 2))(
         numbers(inputs, outputs, dtype=jnp.float32, seed=1), (-2,), scheme
     )

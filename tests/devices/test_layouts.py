@@ -194,7 +194,7 @@ def test_experts_stay_where_they_are(c: Experts, how: Any, experts: bool):
             w, experts=compress({"layers": {"ffn": w.experts}}, projection_plan(how))["layers"]["ffn"]
         )
     placed = convert_to_device_forms(
-        place_params(make_shardings(experts_spec(c, D, 4), mesh, make_axis_rules(mesh, experts)), w), False
+        place_params(make_shardings(experts_spec(c, D, 4), mesh, make_axis_rules(mesh, experts)), w)
     )
     x = jax.device_put(np.random.default_rng(1).standard_normal((16, 1, D), np.float32))
     expected = np.asarray(jax.jit(partial(run_moe, c=c))(w, x=x))

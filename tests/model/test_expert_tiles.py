@@ -22,6 +22,7 @@ from duetto.model.weights.expert_tiles import (
     expert_tile_rows,
 )
 from duetto.model.weights.quant import Quantised, ragged_dot_by_kernel
+from duetto.model.weights.schemes import SCHEMES
 
 D, F = 128, 192
 SIZES = [17, 0, 40, 5]  # rows of each expert; eight more are no expert's
@@ -52,11 +53,12 @@ def codes(name: str, scales: Any = jnp.bfloat16) -> Quantised:
     else:
         values = (random(4, D, F, seed=3) * 30).astype(jnp.int8 if scheme == "int8" else jnp.float8_e4m3fn)
     offsets = None if zeros is None else jax.device_put(rng.integers(0, 16, shape, np.uint8)).astype(zeros)
-    return Quantised(values, own, offsets, scheme, -2 if scheme in ("int4", "fp4") else -1)  # type: ignore[arg-type]
+    return Quantised(values, own, offsets, scheme, -2 if scheme in ("int4", "fp4") else -1)
 
 
 def tiled(x: Any, w: ExpertMatrices, sizes: list[int], height: int, scheme: str | None = None) -> np.ndarray:
-    found = expert_tiles.multiply_by_tiles(x, w, np.asarray(sizes, np.int32), scheme, height, True)
+    nibble_format = None if scheme is None else SCHEMES[scheme].nibble_format
+    found = expert_tiles.multiply_by_tiles(x, w, np.asarray(sizes, np.int32), nibble_format, height, True)
     assert found.shape == (len(x), w.values.shape[2]) and found.dtype == x.dtype
     return np.asarray(found)[: sum(sizes)]
 
@@ -142,7 +144,7 @@ def test_every_gpu_since_ampere_has_the_kernel(kind: str):
 def test_codes_are_read_where_the_gpu_converts_them():
     def possible(w: Quantised, packed: int = -2) -> bool:
         own = ExpertMatrices(w.values, w.scales, w.zeros)
-        return can_dequantise_experts(own, w.scheme, w.shape, packed, jnp.bfloat16)
+        return can_dequantise_experts(own, w.nibble_format, w.shape, packed, jnp.bfloat16)
 
     with traced_for("l4"):
         assert all(possible(codes(name)) for name in CODES)

@@ -143,7 +143,7 @@ def test_the_kernel_takes_types_and_sizes_that_blocks_divide(there: None):
     assert not has_expert_kernel(matrices(64, 64, jnp.float32), jnp.float32)
 
 
-@pytest.mark.parametrize("how, possible", [("int8", True), ("fp4", True), (1.0, False)])
+@pytest.mark.parametrize("how, possible", [("int8", True), ("int4", True), (1.0, False)])
 def test_the_kernel_takes_the_arrays_that_records_stand_for(there: None, how: Any, possible: bool):
     """Two factors of a size that is no multiple of a block's are none of them."""
     f = matrices(128, 192)

@@ -14,6 +14,7 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import leaves_by_path, shapes_from_specs
 from duetto.model.weights import fixed_tiles as module
 from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.device_forms import restore_params
 from duetto.model.weights.fixed_tiles import (
     FIXED_TILE_ROWS,
     LOGITS_TILES,
@@ -22,8 +23,6 @@ from duetto.model.weights.fixed_tiles import (
     FixedTiled,
     FixedTiles,
     choose_fixed_tiles,
-    drop_fixed_tiles,
-    has_fixed_tiles,
     multiply_fixed_head,
     multiply_fixed_rows,
     with_fixed_tiles,
@@ -113,9 +112,9 @@ def test_projections_of_16_bits_are_fixed_and_nothing_else():
         leaves_by_path(with_fixed_tiles(with_fixed_tiles(params))).keys()
         == leaves_by_path(with_fixed_tiles(params)).keys()
     )
-    assert has_fixed_tiles(with_fixed_tiles(params)) and not has_fixed_tiles(params)
-    assert drop_fixed_tiles(with_fixed_tiles(params)) == params == drop_fixed_tiles(params)
-    assert not has_fixed_tiles(with_fixed_tiles(shapes_from_specs(decoder_spec(MIXED), jnp.float32)))
+    assert restore_params(with_fixed_tiles(params)) == params and restore_params(params) is params
+    wide = shapes_from_specs(decoder_spec(MIXED), jnp.float32)
+    assert with_fixed_tiles(wide) is wide
 
 
 def test_quantised_weights_and_those_of_several_devices_stay():
@@ -127,4 +126,5 @@ def test_quantised_weights_and_those_of_several_devices_stay():
     ]
     assert left == ["head.array"]
     mesh = NamedSharding(AbstractMesh((2,), ("tensor",)), PartitionSpec())
-    assert not has_fixed_tiles(with_fixed_tiles(shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16, mesh)))
+    split = shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16, mesh)
+    assert with_fixed_tiles(split) is split

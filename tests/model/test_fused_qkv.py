@@ -8,14 +8,14 @@ from cases.models import RANDOM
 from cases.weights import drawn
 from suite.marks import full
 
-from duetto.model.attention import Attention, causal
+from duetto.model.attention import Attention, FusedQKV, causal
 from duetto.model.transformer import Decoder, decoder_spec, forward
-from duetto.model.tree import shapes_from_specs
+from duetto.model.tree import has_instance, shapes_from_specs
 from duetto.model.weights import device_forms as rules
 from duetto.model.weights.device_forms import (
+    DeviceForms,
+    convert_to_device_forms,
     fuse_qkv,
-    has_fused_qkv,
-    match_device_forms,
     restore_params,
     split_qkv,
 )
@@ -45,7 +45,7 @@ def test_hidden_states_are_the_same(name: str, one_gpu):
     tokens = jnp.arange(2 * 9, dtype=jnp.int32).reshape(2, 9)
     places, lengths = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 9)), jnp.full(2, 9, jnp.int32)
     run = jax.jit(lambda params: forward(params, config, tokens, places, causal, None, lengths)[0])
-    assert has_fused_qkv(fuse_qkv(params))
+    assert has_instance(fuse_qkv(params), FusedQKV)
     # a CPU adds up in an order that follows from the number of outputs
     np.testing.assert_allclose(run(fuse_qkv(params)), run(params), rtol=2e-5, atol=2e-5)
 
@@ -65,10 +65,10 @@ def test_unfusing_gives_the_same_arrays(params, one_gpu):
 
 
 def test_new_weights_take_the_form_of_those_before(params, one_gpu):
-    assert jax.tree.structure(match_device_forms(fuse_qkv(params), params)) == jax.tree.structure(
-        fuse_qkv(params)
-    )
-    assert match_device_forms(params, params) is params
+    assert jax.tree.structure(
+        convert_to_device_forms(params, DeviceForms.from_params(fuse_qkv(params)))
+    ) == jax.tree.structure(fuse_qkv(params))
+    assert convert_to_device_forms(params, DeviceForms.from_params(params)) is params
 
 
 def test_layers_without_their_own_keys_are_not_fused(one_gpu):
@@ -81,4 +81,5 @@ def test_layers_without_their_own_keys_are_not_fused(one_gpu):
 
 def test_projections_are_fused_on_one_gpu_only(params):
     assert fuse_qkv(params) is params
-    assert not has_fused_qkv(fuse_qkv(shapes_from_specs(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)))
+    shapes = shapes_from_specs(decoder_spec(RANDOM["tiny"]), jnp.bfloat16)
+    assert fuse_qkv(shapes) is shapes

@@ -17,9 +17,9 @@ from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.weights import device_forms as forms
 from duetto.model.weights.device_forms import (
+    DeviceForms,
     PaddedEmbedding,
     convert_to_device_forms,
-    match_device_forms,
     pad_embedding_rows,
     restore_params,
 )
@@ -41,7 +41,7 @@ def tpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_are_those_of_the_embedding(tpu: None):
     params = params_of()
-    found = convert_to_device_forms(params, False).embed
+    found = convert_to_device_forms(params).embed
     tokens = jnp.array([[3, 0], [383, 3]])
     assert isinstance(found, PaddedEmbedding) and found.array.shape == (384, 128)
     assert (found.shape, found.dtype, found.sharding) == (
@@ -71,12 +71,12 @@ def test_shapes_are_those_of_arrays(tpu: None):
 )
 def test_other_embeddings_are_unchanged(tpu: None, config: ModelConfig):
     params = params_of(config)
-    assert convert_to_device_forms(params, False).embed is params.embed
+    assert convert_to_device_forms(params).embed is params.embed
 
 
 def test_lane_rows_are_for_tpus_only():
     params = params_of()
-    assert convert_to_device_forms(params, False).embed is params.embed
+    assert convert_to_device_forms(params).embed is params.embed
 
 
 @pytest.mark.full
@@ -92,7 +92,9 @@ def test_an_engine_serves_the_same_tokens_and_takes_other_weights(
 
     with LLM.from_params(CONFIG, params, **SIZES) as llm:
         assert isinstance(llm.engine.params.embed, PaddedEmbedding)
-        assert isinstance(match_device_forms(llm.engine.params, other).embed, PaddedEmbedding)
+        assert isinstance(
+            convert_to_device_forms(other, DeviceForms.from_params(llm.engine.params)).embed, PaddedEmbedding
+        )
         assert jax.tree.structure(llm.params) == jax.tree.structure(params)
         found = [answers(llm)]
         llm.update_params(other)

@@ -23,14 +23,17 @@ from duetto.model.tree import leaves_by_path, shapes_from_specs
 from duetto.model.weights.compress import convert_weight_form, quantize_params
 from duetto.model.weights.cpu.packed import (
     can_pack,
-    has_packed_weights,
     kernel_isa,
     pack_params,
     pack_weight,
-    unpack_params,
 )
 from duetto.model.weights.cpu.panels import Packed
-from duetto.model.weights.device_forms import lay_out_params, match_device_forms, restore_params
+from duetto.model.weights.device_forms import (
+    DeviceForms,
+    convert_to_device_forms,
+    lay_out_params,
+    restore_params,
+)
 from duetto.model.weights.quant import quantise_weight
 from duetto.model.weights.transposed import Transposed, transpose_params, transpose_weight
 
@@ -65,11 +68,11 @@ def test_projections_experts_and_the_head_are_packed_and_nothing_else():
     assert {f"layers.{i}.ffn.experts.{name}" for i in (1, 2) for name in ("gate", "up", "down")} <= found
     assert not any(word in path for path in found for word in ("router", "embed", "_up", "bias"))
     assert pack_params(pack_params(params, ISA), ISA) == pack_params(params, ISA)
-    assert not has_packed_weights(
-        pack_params(shapes_from_specs(decoder_spec(MIXED), jnp.float16, where), ISA)
-    )
-    # it is not known where
-    assert not has_packed_weights(pack_params(shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16), ISA))
+    for unchanged in (
+        shapes_from_specs(decoder_spec(MIXED), jnp.float16, where),
+        shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16),  # it is not known where
+    ):
+        assert pack_params(unchanged, ISA) is unchanged
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -78,10 +81,10 @@ def test_unpacking_gives_the_bits_of_the_weights(dtype: Any, tied: bool):
     params = drawn(decoder_spec(replace(MIXED, tied_embeddings=tied)), dtype)
     kept = jax.tree.map(np.asarray, params)
     jax.tree.map(
-        np.testing.assert_array_equal, unpack_params(pack_params(transpose_params(params), ISA)), kept
+        np.testing.assert_array_equal, restore_params(pack_params(transpose_params(params), ISA)), kept
     )
     assert not params.layers[0].attention.q.is_deleted()
-    jax.tree.map(np.testing.assert_array_equal, unpack_params(pack_params(params, ISA, donate=True)), kept)
+    jax.tree.map(np.testing.assert_array_equal, restore_params(pack_params(params, ISA, donate=True)), kept)
     assert params.layers[0].attention.q.is_deleted() and not params.embed.is_deleted()
 
 
@@ -93,14 +96,14 @@ def test_codes_are_packed_and_come_back(scheme: Any):
     found = {path.removesuffix(".array") for path in leaves_by_path(done) if path.endswith(".array")}
     assert {*(f"layers.0.attention.{name}" for name in "qkvo"), "layers.0.ffn.down"} <= found
     assert "layers.1.ffn.experts.down" in found
-    jax.tree.map(np.testing.assert_array_equal, unpack_params(done), params)
+    jax.tree.map(np.testing.assert_array_equal, restore_params(done), params)
     where = SingleDeviceSharding(jax.devices("cpu")[0])
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params)
     alone = pack_params(shapes, ISA)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), alone) == jax.tree.map(
         lambda x: (x.shape, x.dtype), done
     )
-    assert jax.tree.structure(unpack_params(alone)) == jax.tree.structure(params)
+    assert jax.tree.structure(restore_params(alone)) == jax.tree.structure(params)
 
 
 @pytest.mark.parametrize("dtype", [full(jnp.bfloat16), jnp.float32])
@@ -142,19 +145,20 @@ def test_a_mixture_with_packed_experts_is_that_of_the_arrays(dtype: Any):
 
 def test_other_weights_take_the_form_of_those_that_are_served():
     params = drawn(decoder_spec(MIXED), jnp.bfloat16)
-    served = lay_out_params(params, cpu_kernels=True)
+    served = lay_out_params(params, DeviceForms(cpu_kernels=True))
     assert kernel_isa(served) == ISA and kernel_isa(params) is None
     assert isinstance(served.layers[0].attention.q, Packed) and isinstance(served.head, Packed)
-    assert jax.tree.structure(match_device_forms(served, params)) == jax.tree.structure(served)
+    found = convert_to_device_forms(params, DeviceForms.from_params(served))
+    assert jax.tree.structure(found) == jax.tree.structure(served)
     assert jax.tree.structure(restore_params(served)) == jax.tree.structure(params)
-    assert isinstance(lay_out_params(params, cpu_kernels=False).layers[0].attention.q, Transposed)
+    assert isinstance(lay_out_params(params, DeviceForms()).layers[0].attention.q, Transposed)
 
 
 @pytest.mark.parametrize("form", ["int8", full("int4"), "dequantize"])
 def test_packed_weights_keep_the_form_that_they_were_read_in(form: Any):
     """A folder's weights are quantised, then packed; its engine is asked for the same form."""
     params = drawn(decoder_spec(MIXED), jnp.bfloat16)
-    read = lay_out_params(convert_weight_form(params, form, jnp.bfloat16), cpu_kernels=True)
+    read = lay_out_params(convert_weight_form(params, form, jnp.bfloat16), DeviceForms(cpu_kernels=True))
     assert convert_weight_form(read, form, jnp.bfloat16) is read
 
 
@@ -170,5 +174,6 @@ def test_a_tied_output_matrix_may_be_copied_in_codes(dtype: Any):
     found = jax.jit(lambda x, w: einsum("...d,vd->...v", x, w, jnp.float32))(x, head)
     exact = x.astype(jnp.float32) @ quantise_weight(params.embed.T, (-2,), "int8").dequantise(jnp.float32)
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
-    assert jax.tree.structure(match_device_forms(served, params)) == jax.tree.structure(served)
+    found = convert_to_device_forms(params, DeviceForms.from_params(served))
+    assert jax.tree.structure(found) == jax.tree.structure(served)
     assert restore_params(served).head is None

@@ -12,7 +12,6 @@ from cases.weights import (
     EXPERTS,
     MIXED,
     PRODUCTS,
-    SCHEMES,
     SINKING,
     dense,
     is_record,
@@ -38,11 +37,20 @@ from duetto.model.weights.compress import (
     encode_weight,
     projection_plan,
 )
-from duetto.model.weights.quant import Quantised, decode_e2m1, quantise_weight, unpack_nibbles
+from duetto.model.weights.quant import Quantised, quantise_weight
+from duetto.model.weights.schemes import (
+    ENCODED_SCHEMES,
+    SCHEMES,
+    WeightScheme,
+    decode_e2m1,
+    encode_by_channel,
+    unpack_nibbles,
+    widen_bytes,
+)
 
 
 @full_if(lambda name, scheme: scheme != "int4" and name != "q")
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ENCODED_SCHEMES)
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_a_product_is_that_of_the_widened_weight(name: str, scheme: str):
     equation, left, right = PRODUCTS[name]
@@ -140,6 +148,21 @@ def test_zeros_and_floats_of_four_bits():
     np.testing.assert_array_equal(pairs, [1, 2, 3, 4])
 
 
+def test_a_new_scheme_is_one_record(monkeypatch: pytest.MonkeyPatch):
+    encode = partial(encode_by_channel, dtype=jnp.int8, max_code=7.0)
+    scheme = WeightScheme("few", widen_bytes, encode, random_values=(0.0, 2.0), code_deviation=2.0)
+    monkeypatch.setitem(SCHEMES, scheme.name, scheme)
+    w, x = random(16, 24, seed=1), random(3, 16)
+    record = encode_weight(w, (-2,), scheme.name)
+    assert jnp.abs(record.values).max() == 7
+    np.testing.assert_allclose(
+        product("td,df->tf", x, record), x @ dequantise_weight(record, jnp.float32), rtol=1e-5, atol=1e-5
+    )
+    specs = compress_weight(Spec(w.shape, ("model", "ffn")), (-2,), scheme.name)
+    drawn = dequantise_weight(init_params(jax.random.key(0), specs), jnp.float32)
+    assert drawn.shape == w.shape and 0.01 < drawn.std() < 0.04
+
+
 @pytest.mark.parametrize(("how", "length"), [full("int8", 9), ("int4", 40)], ids=["absorbed", "expanded"])
 def test_a_model_computes_with_the_widened_weights(mixed: Decoder, how: Any, length: int):
     tokens = np.random.default_rng(1).integers(0, MIXED.vocab_size, (2, length), np.int32)
@@ -149,7 +172,7 @@ def test_a_model_computes_with_the_widened_weights(mixed: Decoder, how: Any, len
 
 
 @full_if(lambda layer, how: layer == 2 or how == "int8")
-@pytest.mark.parametrize("how", [*SCHEMES, 0.5])
+@pytest.mark.parametrize("how", [*ENCODED_SCHEMES, 0.5])
 @pytest.mark.parametrize("layer", [1, 2])
 def test_both_ways_through_experts_agree(mixed: Decoder, how: Any, layer: int):
     kind = EXPERTS if layer == 1 else SINKING
@@ -170,7 +193,7 @@ def test_both_ways_through_experts_agree(mixed: Decoder, how: Any, layer: int):
 
 
 @full_if(lambda how: how in ("int8", "fp8"))
-@pytest.mark.parametrize("how", [*SCHEMES, 0.5])
+@pytest.mark.parametrize("how", [*ENCODED_SCHEMES, 0.5])
 def test_specs_shapes_and_arrays_are_one_tree(mixed: Decoder, how: Any):
     """The structure and the memory plan exist before the weights do."""
     plan = projection_plan(how)
@@ -192,13 +215,13 @@ def test_specs_shapes_and_arrays_are_one_tree(mixed: Decoder, how: Any):
 
 
 def test_random_quantised_weights_have_the_scale_of_their_specs():
-    for how in (*SCHEMES, 0.5):
+    for how in (*ENCODED_SCHEMES, 0.5):
         record = compress_weight(Spec((256, 192), ("model", "ffn"), scale=0.02), (-2,), how)
         drawn = jax.jit(lambda key, record=record: dense(init_params(key, record)))(jax.random.key(0))
         assert 0.5 < np.std(np.asarray(drawn)) / 0.02 < 2, how
 
 
-@pytest.mark.parametrize("how", [*SCHEMES, 0.5])
+@pytest.mark.parametrize("how", [*ENCODED_SCHEMES, 0.5])
 def test_records_are_split_like_their_weights(how: Any):
     config = ModelConfig.uniform(32, 64, 128, 1, 4, 2, 32)
     mesh = AbstractMesh((2,), ("tensor",))

@@ -11,15 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import leaves_by_path, shapes_from_specs
-from duetto.model.weights.device_forms import match_device_forms
+from duetto.model.tree import has_instance, leaves_by_path, shapes_from_specs
+from duetto.model.weights.device_forms import DeviceForms, convert_to_device_forms, restore_params
 from duetto.model.weights.fixed_tiles import FixedTiled, with_fixed_tiles
 from duetto.model.weights.transposed import (
     Transposed,
-    has_transposed,
     transpose_params,
     transpose_weight,
-    untranspose_params,
 )
 
 LEADING = {"q": 1, "o": 2, "down": 1}
@@ -56,13 +54,16 @@ def test_only_dense_16_bit_projections_on_one_cpu_are_transposed():
     assert not any(word in path for path in found for word in ("experts", "router", "embed", "head", "_up"))
     assert (
         transpose_params(transpose_params(params)) == transpose_params(params)
-        and untranspose_params(transpose_params(params)) == params
+        and restore_params(transpose_params(params)) == params
     )
     mesh = NamedSharding(Mesh(np.array(jax.devices()[:1]), ("tensor",)), PartitionSpec())
-    assert has_transposed(transpose_params(shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16, mesh)))
-    assert not has_transposed(transpose_params(shapes_from_specs(decoder_spec(MIXED), jnp.float32, where)))
-    # it is not known where
-    assert not has_transposed(transpose_params(shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16)))
+    on_mesh = transpose_params(shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16, mesh))
+    assert has_instance(on_mesh, Transposed)
+    for unchanged in (
+        shapes_from_specs(decoder_spec(MIXED), jnp.float32, where),
+        shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16),  # it is not known where
+    ):
+        assert transpose_params(unchanged) is unchanged
 
 
 def test_transposing_frees_donated_weights_and_is_undone_exactly():
@@ -70,17 +71,15 @@ def test_transposing_frees_donated_weights_and_is_undone_exactly():
     kept = jax.tree.map(np.asarray, params)
     there = transpose_params(params)
     assert not params.layers[0].attention.q.is_deleted()
-    jax.tree.map(np.testing.assert_array_equal, untranspose_params(there), kept)
-    jax.tree.map(
-        np.testing.assert_array_equal, untranspose_params(transpose_params(params, donate=True)), kept
-    )
+    jax.tree.map(np.testing.assert_array_equal, restore_params(there), kept)
+    jax.tree.map(np.testing.assert_array_equal, restore_params(transpose_params(params, donate=True)), kept)
     assert params.layers[0].attention.q.is_deleted() and not params.embed.is_deleted()
 
 
 def test_new_weights_take_the_forms_of_those_before():
     params = drawn(decoder_spec(MIXED), jnp.bfloat16)
     served = with_fixed_tiles(transpose_params(params))
-    found = match_device_forms(served, params)
+    found = convert_to_device_forms(params, DeviceForms.from_params(served))
     assert jax.tree.structure(found) == jax.tree.structure(served)
     assert isinstance(found.layers[0].attention.q, Transposed) and isinstance(found.head, FixedTiled)
-    assert match_device_forms(params, params) is params
+    assert convert_to_device_forms(found, DeviceForms.from_params(served)) is found

@@ -68,13 +68,6 @@ def with_kernel_norms(params: T, target: str) -> T:
     def wrap_norms(x: Any) -> Any:
         if isinstance(x, Norm):
             return x if x.gain is None else KernelNorm(x.gain, x.bias, target)
-        if isinstance(x, Attention):
-            return replace(x, q_norm=wrap_bare_gain(x.q_norm), k_norm=wrap_bare_gain(x.k_norm))
-        return x
+        return replace(x, q_norm=wrap_bare_gain(x.q_norm), k_norm=wrap_bare_gain(x.k_norm))
 
-    return jax.tree.map(wrap_norms, params, is_leaf=lambda x: isinstance(x, Norm | Attention))
-
-
-def drop_kernel_norms(params: T) -> T:
-    """Replace each `KernelNorm` by its norm. Returns the tree itself if it has none."""
-    return map_instances(params, KernelNorm, lambda x: x.original)
+    return map_instances(params, (Norm, Attention), wrap_norms)

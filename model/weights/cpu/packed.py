@@ -12,12 +12,13 @@ from jaxtyping import Array, Float
 
 from ....cpu_kernels import library
 from ...transformer import Decoder
-from ...tree import has_instance, map_instances
+from ...tree import map_by_path
 from ..compress import CONTRACTED_AXES, encode_weight, place_replacement
 from ..nibbles import has_group_scales
-from ..quant import Quantised, Scheme
+from ..quant import Quantised
+from ..schemes import SCHEMES
 from ..transposed import TRANSPOSED_NAMES, Transposed, is_matrix_on_cpu, transpose_weight
-from .kernel_norm import drop_kernel_norms, with_kernel_norms
+from .kernel_norm import with_kernel_norms
 from .panels import PANEL_DTYPES, Packed, apply_or_eval_shape, pack_codes, pack_experts, pack_matrix
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ EXPERT_NAMES = ("gate", "up", "down")  # fields of experts
 QUANTISED_ROWS_AT_ONCE = 8192  # rows of an embedding that are quantised at once: their floats take memory
 
 
-def pack_params(params: T, isa: str, donate: bool = False, tied_head: Scheme | None = None) -> T:
+def pack_params(params: T, isa: str, donate: bool = False, tied_head: str | None = None) -> T:
     """Pack a CPU's projections, experts and output matrix as `Packed`, for an instruction set.
 
     Takes parameters or ShapeDtypeStructs. If the embedding is the output matrix too, a copy is packed, in the
@@ -35,22 +36,17 @@ def pack_params(params: T, isa: str, donate: bool = False, tied_head: Scheme | N
     """
     target = library.ffi_target_name("product", isa)
 
-    def pack_leaf(key: Any, weight: Any) -> Any:
-        path = jax.tree_util.keystr(key, simple=True, separator=".").split(".")
-        name, is_expert = path[-1], "experts" in path[:-1]
+    def pack_leaf(path: str, weight: Any) -> Any:
+        *parents, name = path.split(".")
+        is_expert = "experts" in parents
         if not can_pack(name, weight, is_expert):
             return weight
-        packed = pack_weight(name, weight, target, is_expert)
-        return (
-            packed
-            if isinstance(packed.array, jax.ShapeDtypeStruct)
-            else place_replacement(weight, packed, donate)
-        )
+        return place_replacement(weight, pack_weight(name, weight, target, is_expert), donate)
 
-    result = jax.tree_util.tree_map_with_path(pack_leaf, params, is_leaf=is_packing_leaf)
+    result = map_by_path(params, (Packed, Transposed, Quantised), pack_leaf)
     if isinstance(result, Decoder) and result.head is None and can_pack("head", result.embed):
         result = replace(result, head=pack_tied_head(result.embed, target, tied_head))
-    if not has_packed_weights(result):
+    if result is params:
         return params
     return with_kernel_norms(result, library.ffi_target_name("norm", isa))  # type: ignore[return-value]
 
@@ -73,7 +69,7 @@ def pack_head(matrix: Any, target: str) -> Packed:
     return pack_matrix(matrix, (inputs,), (outputs,), target, is_head=True)
 
 
-def pack_tied_head(embed: Any, target: str, scheme: Scheme | None) -> Packed:
+def pack_tied_head(embed: Any, target: str, scheme: str | None) -> Packed:
     """Pack a copy of the embedding as output matrix."""
     if scheme is None:
         return replace(pack_head(embed, target), is_tied=True)
@@ -83,7 +79,7 @@ def pack_tied_head(embed: Any, target: str, scheme: Scheme | None) -> Packed:
     )
 
 
-def quantise_embedding(embed: Float[Array, "V D"], scheme: Scheme) -> Quantised:
+def quantise_embedding(embed: Float[Array, "V D"], scheme: str) -> Quantised:
     """Quantise the embedding as a weight [D,V]."""
     parts = [
         encode_weight(embed[i : i + QUANTISED_ROWS_AT_ONCE].T, (-2,), scheme)
@@ -109,36 +105,20 @@ def can_pack_codes(quantised: Quantised, inputs: int, is_expert: bool) -> bool:
     """Return True for 8-bit codes with scales of outputs, and for 4-bit codes with scales of groups of
     inputs."""
     shape, scales = quantised.shape[is_expert:], quantised.scales.shape[is_expert:]
-    if quantised.zeros is not None or not is_matrix_on_cpu(quantised.values, quantised.values.ndim):
+    scheme = SCHEMES[quantised.scheme]
+    if quantised.zeros is not None or not scheme.has_cpu_kernel:
+        return False
+    if not is_matrix_on_cpu(quantised.values, quantised.values.ndim):
         return False
     if is_expert and (len(shape) != 2 or len(quantised.scales) != len(quantised.values)):
         return False
-    if quantised.scheme == "int8":
+    if scheme.codes_per_byte == 1:
         return set(scales[:inputs]) == {1}
-    is_paired = (
-        quantised.scheme == "int4" and quantised.packed % len(quantised.shape) == inputs + is_expert - 1
-    )
     return (
-        is_paired
+        quantised.packed % len(quantised.shape) == inputs + is_expert - 1
         and has_group_scales(shape, scales, inputs)
         and prod(shape[:inputs]) // prod(scales[:inputs]) % 2 == 0
     )
-
-
-def unpack_params(params: T) -> T:
-    """Replace each `Packed` by a copy that is an array, and drop the embedding's copy. Returns the tree
-    itself if it has none."""
-    if isinstance(params, Decoder) and isinstance(params.head, Packed) and params.head.is_tied:
-        params = replace(params, head=None)
-    return drop_kernel_norms(map_instances(params, Packed, lambda x: x.original))
-
-
-def pack_like(served: Any, params: T) -> T:
-    """Pack parameters as a running engine's are packed."""
-    isa, head = kernel_isa(served), getattr(served, "head", None)
-    codes = head.codes if isinstance(head, Packed) and head.is_tied else None
-    scheme = None if codes is None else codes.scheme
-    return params if isa is None else pack_params(params, isa, tied_head=scheme)
 
 
 def kernel_isa(params: Any) -> str | None:
@@ -149,15 +129,5 @@ def kernel_isa(params: Any) -> str | None:
 
 def kernel_ffi_target(params: Any) -> str | None:
     """Return the name for XLA of the kernels that multiply parameters, or None."""
-    targets = (x.target for x in jax.tree.leaves(params, is_leaf=is_packing_leaf) if isinstance(x, Packed))
-    return next(targets, None)
-
-
-def has_packed_weights(params: Any) -> bool:
-    """Return True if a weight of the tree is `Packed`."""
-    return has_instance(params, Packed)
-
-
-def is_packing_leaf(x: Any) -> bool:
-    """Return True for a record that is not flattened when weights are packed."""
-    return isinstance(x, Packed | Transposed | Quantised)
+    nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Packed))
+    return next((x.target for x in nodes if isinstance(x, Packed)), None)

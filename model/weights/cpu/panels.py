@@ -20,8 +20,8 @@ from ....cpu_kernels import library
 from ...layers import einsum, ragged_dot
 from ...sharding import fit_sharding
 from ...tree import pytree, static
-from .. import quant
 from ..quant import Quantised
+from ..schemes import SCHEMES, pack_nibbles, spread_blocks, unpack_nibbles
 from . import bf12
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class CodesForm:
     dtype: dtype of the scales.
     """
 
-    scheme: quant.Scheme
+    scheme: str
     packed: int
     scales: tuple[int, ...]
     dtype: str
@@ -154,22 +154,22 @@ def panels_from_codes(
 ) -> tuple[Num[Array, "panels depth ..."], Float[Array, "panels groups C"]]:
     """Lay out codes and scales in panels, of a weight whose product sums over its first axes."""
     outputs = quantised.shape[inputs:]
-    is_narrow = quantised.scheme == "int4"
-    codes = quant.unpack_nibbles(quantised.values, quantised.packed) if is_narrow else quantised.values
+    is_narrow = SCHEMES[quantised.scheme].codes_per_byte > 1
+    codes = unpack_nibbles(quantised.values, quantised.packed) if is_narrow else quantised.values
     panels = panels_from_matrix(codes.reshape(-1, prod(outputs)).T)
     is_kept = is_narrow and quantised.scales.dtype == jnp.bfloat16
     scales = quantised.scales if is_kept else quantised.scales.astype(jnp.float32)
-    scales = quant.spread_blocks(scales, (*scales.shape[:inputs], *outputs)).reshape(-1, prod(outputs))
+    scales = spread_blocks(scales, (*scales.shape[:inputs], *outputs)).reshape(-1, prod(outputs))
     scales = jnp.pad(scales, ((0, 0), (0, -scales.shape[1] % PANEL_COLUMNS)))
     scales = jnp.moveaxis(scales.reshape(len(scales), -1, PANEL_COLUMNS), 1, 0)
-    return quant.pack_nibbles(panels, -1)[..., 0] if is_narrow else panels, scales
+    return pack_nibbles(panels, -1)[..., 0] if is_narrow else panels, scales
 
 
 def weight_from_panels(w: Packed) -> Any:
     """Return the weight, or one expert's weight, before packing."""
     form, K, N = w.codes, prod(w.inputs), prod(w.outputs)
-    is_narrow = form is not None and form.scheme == "int4"
-    panels = quant.unpack_nibbles(w.array[..., None], -1) if is_narrow else w.array
+    is_narrow = form is not None and SCHEMES[form.scheme].codes_per_byte > 1
+    panels = unpack_nibbles(w.array[..., None], -1) if is_narrow else w.array
     if panels.dtype == jnp.uint16:
         panels = bf12.decode_bf12(panels)
     matrix = jnp.moveaxis(panels, 2, 1).reshape(panels.shape[0] * PANEL_COLUMNS, -1)[:N, :K]
@@ -180,7 +180,7 @@ def weight_from_panels(w: Packed) -> Any:
     whole = (*form.scales[: len(w.inputs)], *w.outputs)
     scales = jnp.moveaxis(w.scales, 0, 1).reshape(w.scales.shape[1], -1)[:, :N].reshape(whole)
     first_of_each = tuple(slice(None, None, n // m) for n, m in zip(whole, form.scales, strict=True))
-    values = quant.pack_nibbles(array, form.packed) if is_narrow else array
+    values = pack_nibbles(array, form.packed) if is_narrow else array
     return Quantised(values, scales[first_of_each].astype(form.dtype), None, form.scheme, form.packed)
 
 

@@ -14,7 +14,7 @@ from ....model.draft_pair import EngineParams, target_params, with_target
 from ....model.layers import Weight
 from ....model.sharding import axis_tuple, make_axis_rules, make_sharding
 from ....model.transformer import Decoder
-from ....model.tree import Spec
+from ....model.tree import Spec, paths_and_leaves
 from ....model.weights.lora import (
     AdapterSizes,
     adaptable_specs,
@@ -68,11 +68,7 @@ def add_lora_slots(params: Decoder, config: ModelConfig, sizes: AdapterSizes) ->
 
 def shardings_by_path(params: Decoder) -> dict[str, Any]:
     """Return the sharding of each weight by its path. A weight is an array or a record of arrays."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, Weight))
-    return {
-        jax.tree_util.keystr(key, simple=True, separator="."): jax.tree.leaves(w)[0].sharding
-        for key, w in leaves
-    }
+    return {path: jax.tree.leaves(w)[0].sharding for path, w in paths_and_leaves(params, Weight)}
 
 
 def add_lora_if_enabled(params: Decoder, config: ModelConfig, options: EngineOptions) -> Decoder:

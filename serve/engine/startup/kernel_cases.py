@@ -40,6 +40,7 @@ from ....model.recurrent.kinds import DeltaNet, Mamba
 from ....model.recurrent.linear import Terms, step_recurrence
 from ....model.rope import rotary_factors
 from ....model.transformer import Decoder
+from ....model.tree import paths_and_leaves
 from ....model.weights import expert_tiles, fixed_tiles, grouped_matmul, nibbles
 from ....model.weights.compress import CONTRACTED_AXES
 from ....model.weights.device_forms import Lanes, device_lanes
@@ -380,7 +381,7 @@ def quantised_expert_case(w: Quantised, dtype: Any) -> KernelCase | None:
     used."""
     shape, counts = w.shape, rows_by_expert(w.shape[0])
     codes = expert_tiles.ExpertMatrices(w.values, w.scales, w.zeros)
-    if not expert_tiles.can_dequantise_experts(codes, w.scheme, shape, w.packed, dtype):
+    if not expert_tiles.can_dequantise_experts(codes, w.nibble_format, shape, w.packed, dtype):
         return None
 
     def inputs() -> tuple[Any, ...]:
@@ -410,10 +411,10 @@ def quantised_expert_case(w: Quantised, dtype: Any) -> KernelCase | None:
 def weight_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
     """Yield the products of weights that are records in the parameter tree; each tiling once."""
     cases: dict[str, KernelCase] = {}
-    flat, _ = jax.tree_util.tree_flatten_with_path(drop_lora(params), is_leaf=is_kernel_weight)
-    for path, w in flat:
-        name = jax.tree_util.keystr(path, simple=True, separator=".").rpartition(".")[2]
-        if is_kernel_weight(w) and name in CONTRACTED_AXES:
+    kinds = Quantised, fixed_tiles.FixedTiled
+    for path, w in paths_and_leaves(drop_lora(params), kinds):
+        name = path.rpartition(".")[2]
+        if isinstance(w, kinds) and name in CONTRACTED_AXES:
             shape = w.array.shape if isinstance(w, fixed_tiles.FixedTiled) else w.shape
             inputs = len(CONTRACTED_AXES[name]) if len(shape) + CONTRACTED_AXES[name][0] == 0 else 0
             case = (
@@ -424,10 +425,6 @@ def weight_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
             if case is not None:
                 cases.setdefault(case.name, case)
     yield from cases.values()
-
-
-def is_kernel_weight(x: Any) -> bool:
-    return isinstance(x, Quantised | fixed_tiles.FixedTiled)
 
 
 def int4_case(w: Quantised, inputs: int, dtype: Any) -> KernelCase | None:
@@ -451,7 +448,7 @@ def int4_case(w: Quantised, inputs: int, dtype: Any) -> KernelCase | None:
         return quantised.has_nibble_kernel(x, inputs)
 
     answers: list[bool] = []
-    if w.scheme == "int4":
+    if w.nibble_format is nibbles.INT4_NIBBLES:
         jax.eval_shape(lambda: answers.append(has_kernel(*make_inputs())))
     run = jax.jit(partial(einsum_by_kernel, inputs=inputs, dtype=dtype))
     scales = f"scales {'x'.join(map(str, w.scales.shape))} in {w.scales.dtype}"

@@ -20,7 +20,8 @@ from ....model.sharding import place_on_devices
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import init_params, shapes_from_specs
 from ....model.weights.compress import convert_weight_form
-from ....model.weights.device_forms import fuse_qkv, lay_out_params
+from ....model.weights.device_forms import DeviceForms, lay_out_params
+from ....model.weights.schemes import tied_head_scheme
 from ....sampling.params import MAX_STOP_IDS, SamplingParams
 from ...host import progress
 from ...host.devices import default_device, memory_limit
@@ -75,10 +76,17 @@ def load_folder(
 
 def convert_to_engine_layout(params: Decoder, options: EngineOptions) -> Decoder:
     """Return parameters in the layout that their device multiplies. Arrays that are copied are donated."""
-    params = lay_out_params(
-        params, bool(options.cpu_kernels), donate=True, tied_head=options.tied_head_scheme
+    return lay_out_params(params, choose_device_forms(options), donate=True)
+
+
+def choose_device_forms(options: EngineOptions) -> DeviceForms:
+    """Return the forms of weights that an engine with these options uses."""
+    return DeviceForms(
+        bool(options.cpu_kernels),
+        tied_head_scheme(options.quantization),
+        options.can_fuse_qkv,
+        options.batch_invariant_matmul,
     )
-    return fuse_qkv(params, donate=True) if options.can_fuse_qkv else params
 
 
 def read_generation_defaults(path: Path) -> GenerationDefaults:

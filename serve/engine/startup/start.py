@@ -66,6 +66,7 @@ from .cpu_kernels import build_kernels_if_requested, explain_unused_cpu_kernels
 from .dtype import check_kv_cache_dtype
 from .kernel_checks import KernelChecks, check_kernels, failed_kernel_names, require_no_hang
 from .mesh import check_expert_shardings, make_layout, shard_params
+from .model_folder import choose_device_forms
 from .stage_shardings import with_last_stage_head
 
 
@@ -158,9 +159,8 @@ def prepare_engine_params(config: ModelConfig, params: Decoder, options: EngineO
     params = shard_params(config, params, make_layout(options))
     params = convert_weight_form(params, options.quantization, params.embed.dtype)
     check_expert_shardings(params)
-    return convert_to_device_forms(
-        params, options.batch_invariant_matmul, bool(options.cpu_kernels), options.tied_head_scheme
-    )
+    # `load_folder` has fused what it read. Parameters that a caller gives keep their projections apart.
+    return convert_to_device_forms(params, replace(choose_device_forms(options), fuse_qkv=False))
 
 
 def choose_observed_values(config: ModelConfig, options: EngineOptions) -> ObserveOptions | None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ....kvcache.page_hash import root_hash
 from ....model.transformer import Decoder
 from ....model.tree import leaves_by_path
-from ....model.weights.device_forms import match_device_forms, split_qkv
+from ....model.weights.device_forms import DeviceForms, convert_to_device_forms, split_qkv
 from ....model.weights.lora import drop_lora, lora_stacks, with_lora_stacks
 
 
@@ -25,7 +25,7 @@ def adapt_new_params(decoder: Decoder, new_decoder: Decoder) -> Decoder:
     Raises ValueError like `require_matching_params`.
     """
     weights = drop_lora(decoder)
-    new_decoder = match_device_forms(weights, new_decoder)
+    new_decoder = convert_to_device_forms(new_decoder, DeviceForms.from_params(weights))
     require_matching_params(weights, new_decoder)
     stacks = lora_stacks(decoder)
     return (

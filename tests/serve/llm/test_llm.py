@@ -11,7 +11,8 @@ import pytest
 from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, SMALLEST, exact, tokens
 
 from duetto import LLM, RequestOutput
-from duetto.model.weights.device_forms import has_fused_qkv
+from duetto.model.attention import FusedQKV
+from duetto.model.tree import has_instance
 from duetto.serve.engine.weights.weight_update import make_root_hash
 from duetto.serve.kv.offload.realm import hash_params
 from duetto.serve.llm.audit.facts import hash_weights
@@ -157,7 +158,7 @@ def test_fused_projections_change_no_token_and_take_new_weights(monkeypatch):
         monkeypatch.setattr("duetto.model.weights.device_forms.is_on_one_gpu", lambda params: True)
         with LLM(**options) as one:
             served = one.engine.params
-            assert has_fused_qkv(served) and not has_fused_qkv(apart.engine.params)
+            assert has_instance(served, FusedQKV) and not has_instance(apart.engine.params, FusedQKV)
             assert (hash_weights(served), hash_params(served)) == hashes
             # they hand each other pages
             assert make_root_hash(one.config, one.engine.all_params, "auto") == names
@@ -168,7 +169,7 @@ def test_fused_projections_change_no_token_and_take_new_weights(monkeypatch):
             assert answers(one) == wanted
             jax.tree.map(np.testing.assert_array_equal, one.params, apart.params)
     with LLM(**options, enable_lora=True) as adapting:
-        assert not has_fused_qkv(adapting.engine.params)
+        assert not has_instance(adapting.engine.params, FusedQKV)
 
 
 def test_update_params_is_refused(llm, tiny):

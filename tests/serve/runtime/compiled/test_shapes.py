@@ -67,7 +67,7 @@ def test_shapes_are_narrow_where_kernels_of_a_cpu_were_packed(monkeypatch: pytes
     def narrowest(dtype: Any) -> int:
         options = EngineOptions(max_num_seqs=8, cpu_kernels=True)
         params = device_forms.convert_to_device_forms(
-            abstract_params(config, dtype, local_target()), False, cpu_kernels=True
+            abstract_params(config, dtype, local_target()), device_forms.DeviceForms(cpu_kernels=True)
         )
         found = shape_table(resolve_cpu_options(options, params), Sizes(512, 8, (64,), 64), True, "cpu")
         return min(shape.rows for shape in found if shape.phase == "decode")
@@ -82,7 +82,7 @@ def test_cpu_kernels_run_several_steps_of_small_models(monkeypatch: pytest.Monke
         config = ModelConfig.uniform(256, 2048, 8192, layers, 16, 4, 128, 512)
         chosen = EngineOptions(max_num_seqs=8, cpu_kernels=True, **options)
         params = device_forms.convert_to_device_forms(
-            abstract_params(config, jnp.bfloat16, local_target()), False, cpu_kernels=True
+            abstract_params(config, jnp.bfloat16, local_target()), device_forms.DeviceForms(cpu_kernels=True)
         )
         found = shape_table(resolve_cpu_options(chosen, params), Sizes(512, 8, (64,), 64), True, "cpu")
         return {(s.rows, s.tokens) for s in found if s.phase == "decode" and s.tokens > 1}
