@@ -86,7 +86,7 @@ def recorded(engine: Engine) -> Run:
     """A run of the workload by a clock of its own."""
     run, clock, coming = Run(), Ticking(), workload()
     engine.stats.now, engine.on_request_end = clock, run.end
-    engine.programs.batch = run.noting(engine.programs.batch)
+    engine.executor.batch = run.noting(engine.executor.batch)
     engine.stats.on_call = lambda shape, cached, seconds: run.seconds.append(seconds)
     count = 0
     while coming or engine.has_work:
@@ -122,7 +122,7 @@ def replayed(engine: Engine, options: EngineOptions, run: Run) -> Run:
     own = Simulation(
         TINY, params, options, engine.sizes, Recorded(run.seconds), "cpu", classes=engine.classes
     )
-    own.engine.on_request_end, own.programs.batch = found.end, found.noting(own.programs.batch)
+    own.engine.on_request_end, own.executor.batch = found.end, found.noting(own.executor.batch)
     coming = workload()
     for begin in run.begins:
         assert own.clock() <= begin, "a step took longer than in the run"
