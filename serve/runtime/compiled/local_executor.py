@@ -26,7 +26,7 @@ class LocalExecutor:
 
     @property
     def can_defer_sampling(self) -> bool:
-        return self.programs.can_defer_sampling
+        return self.programs.lowering.choose_sampler(Shape("decode", 1, 1)) is not None
 
     def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
         return make_batch(self.programs.sizes, shape, rows)

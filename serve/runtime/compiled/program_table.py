@@ -85,11 +85,6 @@ class ProgramTable:
         return [s for s in filter(is_shape, list(self._keys)) if s not in self.steps]
 
     @property
-    def can_defer_sampling(self) -> bool:
-        """True if a decode of one step may sample later than its forward pass."""
-        return self.lowering.choose_sampler(Shape("decode", 1, 1)) is not None
-
-    @property
     def uptime_seconds(self) -> float:
         """Seconds since the start."""
         return time.perf_counter() - self.start_time
