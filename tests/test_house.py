@@ -118,6 +118,33 @@ def test_class_names_are_unique_in_the_library(trees):
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def test_no_class_overrides_a_protected_method_of_another(trees):
+    """Classes share code by composition."""
+    classes = {
+        node.name: node
+        for file, tree in trees.items()
+        for node in (ast.walk(tree) if file.parts[0] in (*LIBRARY, "src") else ())
+        if isinstance(node, ast.ClassDef)
+    }
+    assert [
+        f"{name}.{method} overrides {base.name}"
+        for name, node in classes.items()
+        for base in ancestors(node, classes)
+        for method in sorted(protected_methods(node) & protected_methods(base))
+    ] == []
+
+
+def ancestors(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """The classes of the library that a class inherits from."""
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+    parents = [classes[base.id] for base in bases if isinstance(base, ast.Name) and base.id in classes]
+    return [*parents, *(found for parent in parents for found in ancestors(parent, classes))]
+
+
+def protected_methods(node: ast.ClassDef) -> set[str]:
+    return {part.name for part in node.body if isinstance(part, FUNCTIONS) and re.match("_[^_]", part.name)}
+
+
 def test_tests_that_share_engines_run_in_one_process(request):
     """By the group that xdist reads from the end of an id, which depends on pytest's internals."""
     if not hasattr(request.config, "workerinput"):

@@ -27,7 +27,7 @@ from duetto.model.weights.fixed_tiles import FixedTiled
 from duetto.serve.engine.core.request import Request
 from duetto.serve.engine.speculation.ngram import NgramDrafter
 from duetto.serve.engine.speculation.suffix import SuffixDrafter
-from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.program_table import ProgramTable
 from duetto.serve.runtime.compiled.shapes import CanonicalShapes
 
 CHUNKS = {"max_prefill_tokens": 32, "max_num_seqs": 16, "page_size": 128, "decode_steps": 1}
@@ -126,8 +126,8 @@ def test_requests_with_cache_salts_equal_alone(model, base, expected):
 @pytest.mark.usefixtures("early")
 def test_cold_equals_alone(model, serve, expected, monkeypatch):
     """By the first programs, and while the others join between the steps."""
-    texts, rounds, gate, add = prompts(model.config.vocab_size), 0, threading.Event(), Programs.add
-    monkeypatch.setattr(Programs, "add", lambda *given: gate.wait() and add(*given))
+    texts, rounds, gate, add = prompts(model.config.vocab_size), 0, threading.Event(), ProgramTable.add
+    monkeypatch.setattr(ProgramTable, "add", lambda *given: gate.wait() and add(*given))
     with serve() as llm, ExitStack() as last:
         last.callback(gate.set)
         while rounds < 2 or llm.engine.warmup is not None:

@@ -58,7 +58,7 @@ class PrefillSide:
     def strike(self, fault: Fault) -> None:
         match fault.kind:
             case "prefill_device":
-                self.machine.programs.fail = "read" if fault.number % 2 else "dispatch"
+                self.machine.executor.fail = "read" if fault.number % 2 else "dispatch"
             case "silence":
                 self.silent_until = self.loop.time() + fault.seconds
             case "hang_up":

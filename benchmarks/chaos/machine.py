@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, cast
 
 from benchmarks.chaos.faults import DISK, Fault
-from benchmarks.chaos.simulated.device import ChaosPrograms, ChaosTransfers, number_of, weights_of
+from benchmarks.chaos.simulated.device import ChaosExecutor, ChaosTransfers, number_of, weights_of
 from benchmarks.chaos.simulated.disk import SimulatedDisk
 from benchmarks.chaos.simulated.world import Process, SimulatedLoop
 from duetto.kvcache.tables import max_window_pages
@@ -178,25 +178,25 @@ class Machine:
         self.peer: RemoteKVTier | None = None
         self.engine: Engine
         self.mover: ChaosMover
-        self.programs: ChaosPrograms
+        self.executor: ChaosExecutor
 
     def start(self) -> Process:
         """Start a process with a new engine; the caller runs the rest in its context."""
         self.starts += 1
         self.process = Process(self.loop, f"{self.name}.{self.starts}")
         config, sizes = self.config, self.config.sizes()
-        self.programs = ChaosPrograms(sizes, config.windows, config.same_bits)
+        self.executor = ChaosExecutor(sizes, config.windows, config.same_bits)
         limits = SchedulerConfig(sizes.num_slots, config.budget, 2, config.decode_steps)
-        state = self.programs.fresh_arguments(weights_of(self.weights))
+        state = self.executor.fresh_arguments(weights_of(self.weights))
         self.engine = Engine(
-            cast(Any, self.programs), config.classes(), state, limits, True, clock=self.loop.time
+            cast(Any, self.executor), config.classes(), state, limits, True, clock=self.loop.time
         )
         self.versions = [self.weights]
         self._attach(state.params)
         return self.process
 
     def _attach(self, params: Any) -> None:
-        transfers = cast(Any, ChaosTransfers(self.programs))
+        transfers = cast(Any, ChaosTransfers(self.executor))
         self.peer = None if self.peer_of is None else self.peer_of(self.process)
         own = {"loop": self.loop, "disk": self.disk, "random": self.random, "clock": self.loop.time}
         self.transfers = transfers
@@ -232,7 +232,7 @@ class Machine:
                 await asyncio.sleep(fault.seconds)
                 setattr(self.disk, f"is_{kind}", False)
             case "device" | "device_read":
-                self.programs.fail = "dispatch" if fault.kind == "device" else "read"
+                self.executor.fail = "dispatch" if fault.kind == "device" else "read"
             case "clock":
                 self.disk.jump += (fault.number % 20_000) - 10_000
             case _:

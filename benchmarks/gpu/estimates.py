@@ -95,7 +95,7 @@ def timed(run: Run, model: BenchModel, shape: Shape) -> tuple[Callable[[], float
     """How to measure a program, the unit, and the estimate from the bytes that it touches."""
     bench = Bench(model, shape, run.context)
     read = describe_pool_buffers(shape, model.config.layers, bench.state.cache, run.context)
-    parts = bench.programs.step_parts(shape)
+    parts = bench.executor.programs.step_parts(shape)
     touched = sum(read_program_facts(part, read).bytes for part in parts)
     return lambda: median_seconds(bench.step, run.repeats), "ms", touched / run.peaks.bandwidth
 

@@ -47,8 +47,8 @@ class Later:
         return self._numbers
 
 
-class Busy(host_work.InstantPrograms):
-    """Programs of a device that takes `seconds` for each, one after the other."""
+class Busy(host_work.InstantExecutor):
+    """Executor of a device that takes `seconds` for each program, one after the other."""
 
     seconds_each, _free = 0.0, 0.0
 
@@ -62,7 +62,7 @@ class Busy(host_work.InstantPrograms):
 def simulated(seats: int, seconds: float) -> LLM:
     tokenizer = Tokenizer.from_folder(DEMO_FOLDER)
     assert tokenizer is not None
-    Busy.seconds_each, host_work.InstantPrograms = seconds, Busy
+    Busy.seconds_each, host_work.InstantExecutor = seconds, Busy
     nothing: Any = {}
     config = ModelConfig.uniform(len(tokenizer), 64, 64, 1, 2, 2, 32, 256)
     disaggregated.start_engine = lambda config, params, options, **_: host_work.make_instant_engine(

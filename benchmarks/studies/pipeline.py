@@ -29,8 +29,8 @@ CONFIG = ModelConfig.uniform(2048, 512, 2048, 8, 8, 4, 64, 1024)
 
 def measured(llm: LLM, requests: list[Any]) -> dict[str, Any]:
     """Tokens a second and what the stages' clocks say of a run."""
-    programs: Any = llm.engine.programs
-    programs.stages.clock.reset()
+    executor: Any = llm.engine.executor
+    executor.stages.clock.reset()
     before = llm.report()["seconds"]
     llm.generate(
         requests, SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True), use_tqdm=False

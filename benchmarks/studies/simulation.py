@@ -116,8 +116,8 @@ def served(
     samples: list[Sample] = []
     ended: list[Request] = []
 
-    programs: Any = engine.programs
-    own_batch, own_run, cached = programs.batch, programs.run, 0
+    executor: Any = engine.executor
+    own_batch, own_run, cached = executor.batch, executor.run, 0
 
     def batch(shape: Shape, works: dict[int, ScheduledTokens]) -> Any:
         nonlocal cached
@@ -130,7 +130,7 @@ def served(
         samples.append(Sample(clock() - begin, shape, cached, clock() - at))
         return given
 
-    programs.run, programs.batch = run, batch
+    executor.run, executor.batch = run, batch
     engine.stats.now = clock
     steps: list[Step] = []
     draw = np.random.default_rng()  # other prompts each time: none is found in the cache
@@ -156,7 +156,7 @@ def served(
         for name in ("ttft", "tpot")
         for p in (50, 99)
     }
-    programs.run, programs.batch = own_run, own_batch
+    executor.run, executor.batch = own_run, own_batch
     tokens = sum(m.num_generation_tokens for m in metrics)
     return spans | {"tokens_per_second": tokens / seconds}, samples, host_of(steps)
 

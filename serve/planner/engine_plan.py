@@ -32,11 +32,11 @@ from ..engine.startup.model_folder import DEMO_FOLDER, choose_device_forms, read
 from ..engine.startup.model_source import ModelSource, remaining_quantization
 from ..engine.startup.stage_shardings import with_last_stage_head
 from ..options.engine import EngineOptions
-from ..runtime.compiled.lowering import StepArguments, lower_programs, make_abstract_arguments
+from ..runtime.compiled.lowering import LocalLowering, StepArguments, make_abstract_arguments
 from ..runtime.compiled.shapes import Shape, Sizes, engine_shapes, resolve_cpu_options
 from ..runtime.compiled.sizing import choose_sizes
-from ..runtime.pipeline.lowering import StageLowering
 from ..runtime.pipeline.route import make_route
+from ..runtime.pipeline.stage_lowering import StageLowering
 from ..runtime.steps.phases import TargetOnly
 from .roofline.cost_table import ShapeCost, with_floor
 from .roofline.floor import Demand, describe_pool_buffers, program_demand
@@ -194,7 +194,7 @@ def compile_stages(
             stages = StageLowering(phases, arguments, plan.sizes, stage_route).lower(shape)
             lowered_stages = [[program] for program in stages]
         else:
-            lowered_stages = [lower_programs(phases, shape, arguments, plan.sizes)]
+            lowered_stages = [LocalLowering(phases, arguments, plan.sizes).lower_all(shape)]
         known_gpu = gpu_from_device(first_device(plan.target))
         options = (
             known_gpu.compiler_options(shape.product_rows if plan.options.reproducible else 0)

@@ -24,8 +24,9 @@ from ...model.transformer import decoder_spec
 from ...model.tree import leaves_by_path, tree_bytes
 from ...model.weights.device_forms import device_lanes
 from ..options.checks import GIB
-from ..runtime.compiled.compile import Programs
-from ..runtime.compiled.lowering import StepArguments
+from ..runtime.compiled.local_executor import LocalExecutor
+from ..runtime.compiled.lowering import LocalLowering, StepArguments
+from ..runtime.compiled.program_table import ProgramTable
 from ..runtime.compiled.shapes import Shape, doublings
 from ..runtime.compiled.sizing import dequantised_bytes, max_scratch_bytes
 from ..runtime.pipeline.route import LAYER_HALVES
@@ -126,10 +127,10 @@ def measure_stage_programs(plan: EnginePlan, arguments: StepArguments, stage: St
     shapes = [row.shape for row in stage.rows if row.facts]
     if not shapes:
         return stage
-    phases, reproducible = TargetOnly(plan.config), plan.options.reproducible
-    programs = Programs(phases, arguments.params, plan.sizes, shapes, reproducible=reproducible)
+    lowering = LocalLowering.from_params(TargetOnly(plan.config), arguments.params, plan.sizes)
+    executor = LocalExecutor(ProgramTable(lowering, shapes, reproducible=plan.options.reproducible))
     longest = max((s.tokens for s in shapes if s.phase != "prefill"), default=0)
-    measurement = measure_programs(programs, arguments, min(plan.context, plan.sizes.max_model_len - longest))
+    measurement = measure_programs(executor, arguments, min(plan.context, plan.sizes.max_model_len - longest))
     timed_rows = [replace(row, seconds=measurement.seconds.get(row.shape)) for row in stage.rows]
     return replace(stage, memory=replace(stage.memory, peak=measurement.peak), rows=timed_rows)
 

@@ -120,8 +120,8 @@ def test_attention_and_feed_forward_parts_run_concurrently(llm, model, oracle, m
     running = llm.engine.scheduler.running
     while len(running) < len(texts) or any(x.tokens == x.prompt for x in running.values()):
         llm.step()
-    programs: Any = llm.engine.programs
-    programs.stages.drain()
+    executor: Any = llm.engine.executor
+    executor.stages.drain()
     assert ran[ATTENTION_HALF] == ran[FFN_HALF]
     met = range(ran[FFN_HALF] + 4, ran[FFN_HALF] + 24)
     found = [list(out.outputs[0].token_ids) for out in llm.wait_for_completion(use_tqdm=False)]

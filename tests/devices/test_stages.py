@@ -30,6 +30,7 @@ from duetto.serve.planner.engine_plan import abstract_arguments, main_shapes, pl
 from duetto.serve.planner.render import render_plan
 from duetto.serve.planner.roofline.targets import GPUS, local_target
 from duetto.serve.planner.stage_plans import StagePlan, plan_stages
+from duetto.serve.runtime.compiled import local_executor
 from duetto.serve.runtime.compiled.sizing import stage_budgets
 from duetto.serve.runtime.pipeline.pipelined_step import PipelinedStep
 from duetto.serve.runtime.pipeline.split import split_layers
@@ -231,18 +232,14 @@ def breaks(llm: LLM, step: int) -> None:
 def test_a_failed_steps_cache_is_freed_before_the_next(tiny, oracle, stages, monkeypatch):
     """Two may not fit."""
     with serve(tiny, tiny.params if stages == 1 else None) as llm:
-        programs: Any = llm.engine.programs
-        shapes, make, left = (
-            {x.shape for x in jax.tree.leaves(programs.abstract_arguments.cache)},
-            programs.fresh_cache,
-            [],
-        )
+        shapes = {x.shape for x in jax.tree.leaves(llm.engine.programs.abstract_arguments.cache)}
+        clear, left = local_executor.clear_frames, []
 
-        def counted() -> Any:
+        def counted(failure: BaseException | None) -> None:
+            clear(failure)
             left.append(sum(x.shape in shapes for x in jax.live_arrays()))
-            return make()
 
-        monkeypatch.setattr(programs, "fresh_cache", counted)
+        monkeypatch.setattr(local_executor, "clear_frames", counted)
         breaks(llm, step=3)
         assert generated(llm) == [oracle(tiny)(prompt, GREEDY) for prompt in PROMPTS]
         assert left == [0]

@@ -18,10 +18,10 @@ from duetto.model.layers import einsum
 from duetto.model.sharding import Layout
 from duetto.model.weights.compress import encode_weight
 from duetto.serve.engine.startup.mesh import param_shardings, place_params, shard_params
-from duetto.serve.runtime.compiled import compile as programs
 from duetto.serve.runtime.compiled import executable_cache
+from duetto.serve.runtime.compiled.lowering import LocalLowering
 from duetto.serve.runtime.equal_bits import classes
-from duetto.serve.runtime.pipeline.lowering import StageLowering
+from duetto.serve.runtime.pipeline.stage_lowering import StageLowering
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 OPTIONS = {"max_num_seqs": 4, "max_prefill_tokens": 32, "max_model_len": 64, "page_size": 16}
@@ -61,7 +61,7 @@ def test_a_second_start_neither_lowers_nor_probes(tiny, oracle, folder, layout, 
     params = shard_params(tiny.config, tiny.params, layout)
     tokens, _ = served(tiny, params, options)
     assert tokens == oracle(tiny)([5, 6, 7], GREEDY)
-    monkeypatch.setattr(programs, "lower_step", fails)
+    monkeypatch.setattr(LocalLowering, "lower", fails)
     monkeypatch.setattr(StageLowering, "lower", fails)
     monkeypatch.setattr(classes, "probe_classes", fails)
     assert served(tiny, params, options)[0] == tokens

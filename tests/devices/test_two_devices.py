@@ -205,7 +205,7 @@ def test_new_parameters_are_served_in_place(tiny, mesh, alone):
 def test_a_failed_step_does_not_change_the_tokens(tiny, mesh, alone, monkeypatch):
     expected = alone(tiny)
     with LLM.from_params(tiny.config, spread(tiny, mesh), **SMALL) as llm:
-        run, calls = llm.engine.programs.run, []
+        run, calls = llm.engine.executor.run, []
 
         def broken(*arguments):
             result = run(*arguments)
@@ -214,7 +214,7 @@ def test_a_failed_step_does_not_change_the_tokens(tiny, mesh, alone, monkeypatch
                 raise jax.errors.JaxRuntimeError("INTERNAL: failed")
             return result
 
-        monkeypatch.setattr(llm.engine.programs, "run", broken)
+        monkeypatch.setattr(llm.engine.executor, "run", broken)
         assert generated(llm) == expected and len(calls) > 3
         assert llm.report()["compilations"] == 0
 

@@ -15,7 +15,7 @@ from duetto.sampling.sample import Sampled, Scores
 from duetto.serve.runtime.compiled.batches import BatchRow, empty_batch
 from duetto.serve.runtime.compiled.lowering import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
-from duetto.serve.runtime.step_programs import NullPrograms
+from duetto.serve.runtime.executor import NullExecutor
 from duetto.serve.runtime.steps.output import Output
 from duetto.serve.runtime.steps.step import SlotContents
 
@@ -84,8 +84,8 @@ class Later:
         return self.value
 
 
-class FakePrograms(NullPrograms):
-    """Programs without a device, with donation, failures, and a log of what was dispatched and read."""
+class FakeExecutor(NullExecutor):
+    """Executor without a device, with donation, failures, and a log of what was dispatched and read."""
 
     def __init__(self, sizes: Sizes, windows: tuple[int | None, ...], boundary: int | None):
         target = SimpleNamespace(vocab_size=VOCAB)

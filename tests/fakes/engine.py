@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
-from fakes.device import VOCAB, FakePrograms, Params, next_token
+from fakes.device import VOCAB, FakeExecutor, Params, next_token
 
 from duetto import SamplingParams
 from duetto.kvcache.tables import max_window_pages
@@ -108,7 +108,7 @@ def start(
     guesses: int = 0,
     adaptive: bool = False,
     shards: int = 1,
-) -> tuple[Engine, FakePrograms]:
+) -> tuple[Engine, FakeExecutor]:
     """An engine over a fake device; `rows` prompts share a prefill, a call decodes `width` rows. Seats and
     pages are those of each of `shards`."""
     longest, work = min(max_model_len, pages * page_size), max(budget, decode_steps, guesses) + 1
@@ -120,15 +120,15 @@ def start(
         return max(one, min(pages, one * seats))
 
     sizes = Sizes(longest, seats, tuple(map(count, windows)), page_size, shards=shards)
-    programs = FakePrograms(sizes, windows, boundary)
+    executor = FakeExecutor(sizes, windows, boundary)
     prefill = {Shape("prefill", 1, 2), Shape("prefill", 1, chunk), Shape("prefill", rows, 2)}
     decode = {Shape("decode", w, t) for w in (1, width) for t in (1, decode_steps)}
     verify = {Shape("verify", 1, guesses + 1), Shape("verify", width, 2)} if guesses else set()
     classes = ShapeClasses(tuple(sorted(prefill)), tuple(sorted(decode)), same_bits, tuple(sorted(verify)))
     limits = SchedulerConfig(sizes.num_slots, budget, 2, decode_steps, guesses, shards=shards)
     speculation = speculate(guesses, adaptive, windows[0]) if guesses else None
-    state = programs.fresh_arguments(Params(jnp.zeros((2, 2))))
-    return Engine(programs, classes, state, limits, caching, speculation), programs
+    state = executor.fresh_arguments(Params(jnp.zeros((2, 2))))
+    return Engine(executor, classes, state, limits, caching, speculation), executor
 
 
 def ask(

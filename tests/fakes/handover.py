@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from fakes.device import VOCAB, FakePrograms
+from fakes.device import VOCAB, FakeExecutor
 from fakes.engine import start
 from fakes.tiers import FakeTransfers
 
@@ -61,10 +61,10 @@ def soon(holds: Callable[[], bool]) -> None:
 
 
 def tiered(
-    engine: Engine, programs: FakePrograms, chain: TierChain, peer: RemoteKVTier | None = None
+    engine: Engine, executor: FakeExecutor, chain: TierChain, peer: RemoteKVTier | None = None
 ) -> list[int]:
     """Give an engine over a fake device a mover at work; the bytes of its pages."""
-    mover = PageMover(chain, cast(Any, FakeTransfers(programs)), lambda _: chain, peer)
+    mover = PageMover(chain, cast(Any, FakeTransfers(executor)), lambda _: chain, peer)
     mover.start()
     engine.attach_mover(mover)
     return mover.transfers.page_bytes
@@ -76,8 +76,8 @@ class PrefillSide:
     def __init__(
         self, port: int = 0, realm: bytes = REALM, ways: Mapping[str, PageTransport] = WAYS, **sizes: Any
     ):
-        engine, programs = start(**(SIZES | sizes))
-        page_bytes = tiered(engine, programs, TierChain([HostTier(1 << 20)]))
+        engine, executor = start(**(SIZES | sizes))
+        page_bytes = tiered(engine, executor, TierChain([HostTier(1 << 20)]))
         self.door = PrefillServer(("127.0.0.1", port), ways)
         self.prefills = PrefillWorker(EngineOptions(swap_space=1), VOCAB)
         self.door.set_realm(realm, page_bytes)
@@ -97,9 +97,9 @@ class PrefillSide:
 
 def decode_side(source: PrefillService, patience: float = SOON, **sizes: Any) -> Engine:
     """An engine whose prompts a source computes."""
-    engine, programs = start(**(SIZES | sizes))
+    engine, executor = start(**(SIZES | sizes))
     peer = RemoteKVTier(source, patience)
-    peer.expect_realm(REALM, tiered(engine, programs, TierChain([peer]), peer))
+    peer.expect_realm(REALM, tiered(engine, executor, TierChain([peer]), peer))
     return engine
 
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from fakes.device import BROKEN, Cell, Donated, FakePrograms
+from fakes.device import BROKEN, Cell, Donated, FakeExecutor
 
 from duetto import LLM
 from duetto.serve.engine.core.engine import Engine
@@ -33,8 +33,8 @@ class Copied:
 class FakeTransfers:
     """Copies of the fake device's pages: a cell is its position, token, phase and length."""
 
-    def __init__(self, programs: FakePrograms):
-        self.sizes, self.windows = programs.sizes, range(len(programs.windows))
+    def __init__(self, executor: FakeExecutor):
+        self.sizes, self.windows = executor.sizes, range(len(executor.windows))
         self.page_bytes = [16 * self.sizes.page_size] * len(self.windows)
 
     def abstract_leaves(self, window: int, n: int) -> tuple[jax.ShapeDtypeStruct]:
@@ -95,15 +95,15 @@ class HandMover(PageMover):
 
 
 def attach(
-    engine: Engine, programs: FakePrograms, pages: int, every: int | None = None, late: bool = False
+    engine: Engine, executor: FakeExecutor, pages: int, every: int | None = None, late: bool = False
 ) -> HandMover:
     """Give an engine over a fake device a tier for so many pages, of which every so many cannot be fetched,
     or all come too late; fetching always pays."""
 
     def reopen(params: Any) -> TierChain:
-        return TierChain([Forgetful(pages * 16 * programs.sizes.page_size, every)])
+        return TierChain([Forgetful(pages * 16 * executor.sizes.page_size, every)])
 
-    mover = HandMover(reopen(None), cast(Any, FakeTransfers(programs)), reopen)
+    mover = HandMover(reopen(None), cast(Any, FakeTransfers(executor)), reopen)
     engine.attach_mover(mover)
     assert isinstance(engine.page_finder, KVOffloader)
     seconds = -1.0 if late else 3600.0

@@ -34,7 +34,8 @@ from duetto.serve.llm import loading
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline import targets
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.lowering import LocalLowering
+from duetto.serve.runtime.compiled.program_table import ProgramTable
 from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape, Sizes
 from duetto.serve.runtime.equal_bits.warmup import first_shapes
 
@@ -134,9 +135,9 @@ def programs_shared() -> Iterator[None]:
     """Lets the engines of a process share compiled programs."""
     quick.release_programs()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start, "Programs", quick.share_programs)
+        patch.setattr(start, "ProgramTable", quick.share_programs)
         for lower, name in quick.SMALL.items():
-            patch.setattr(Programs, lower, quick.lower_small_once(vars(Programs)[lower], name))
+            patch.setattr(LocalLowering, lower, quick.lower_small_once(vars(LocalLowering)[lower], name))
         yield
 
 
@@ -144,7 +145,7 @@ def programs_shared() -> Iterator[None]:
 def own_programs(programs_shared: None) -> Iterator[None]:
     """Engines read their programs from the folder: none is shared within the process."""
     with pytest.MonkeyPatch.context() as patch, greedy_programs():
-        patch.setattr(start, "Programs", Programs)
+        patch.setattr(start, "ProgramTable", ProgramTable)
         yield
 
 
@@ -154,7 +155,7 @@ def early(monkeypatch: pytest.MonkeyPatch) -> None:
     and compile all of them under any load."""
     monkeypatch.setattr(start, "may_compile_late", quick.MAY_COMPILE_LATE)
     monkeypatch.setattr(executable_cache, "load_program", lambda *_: None)
-    monkeypatch.setattr(Programs, "_lower", quick.lower_steps_once(Programs._lower))
+    monkeypatch.setattr(ProgramTable, "_lower", quick.lower_steps_once(ProgramTable._lower))
     monkeypatch.setattr(executable_cache, "compile_and_store", lambda _, lowered, *__: lowered.compile())
     monkeypatch.setattr(executable_cache.CompileTimes, "mean", 0.0)
 

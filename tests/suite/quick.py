@@ -68,8 +68,10 @@ from duetto.model import tree
 from duetto.serve.engine.startup import start
 from duetto.serve.kv.offload import realm
 from duetto.serve.llm import llm
-from duetto.serve.runtime.compiled import executable_cache, lowering
-from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled import executable_cache
+from duetto.serve.runtime.compiled import lowering as lowering_module
+from duetto.serve.runtime.compiled.lowering import LocalLowering, ProgramLowering
+from duetto.serve.runtime.compiled.program_table import ProgramTable
 from duetto.serve.runtime.equal_bits import classes
 
 # ------------------------------------------------------------ jax
@@ -167,14 +169,15 @@ executable_cache.can_create_folder(
 
 MAX_MAPPINGS = 20_000  # Linux allows a process 65,530; each loaded program takes some
 MAX_TABLES, MAX_LOWERED = 4, 64  # tables of programs; lowered programs, with what they compile to
-TABLES: OrderedDict[Any, Programs] = OrderedDict()
+TABLES: OrderedDict[Any, ProgramTable] = OrderedDict()
 LOWERED: OrderedDict[str, Any] = OrderedDict()
-# Methods that lower the small programs of a table, and what those change.
+# Methods that lower small programs, and what those change.
 SMALL = {
-    "_lower_slot_assignment": "slots",
-    "_lower_loads": "slots",
-    "_lower_slots": "slots",
-    "_lower_cache": "cache",
+    "lower_slot_assignment": "slots",
+    "lower_history_load": "slots",
+    "lower_mask_load": "slots",
+    "lower_slots": "slots",
+    "lower_cache": "cache",
 }
 LOAD, COMPILE = executable_cache.load_program, executable_cache.compile_and_store
 
@@ -192,12 +195,14 @@ def release_programs() -> None:
         gc.collect()
 
 
-def share_programs(phases, params, sizes, shapes, first=None, *more) -> Programs:
-    """Construct programs as `Programs` does, by copying those of the same arguments and settings, if they
-    are among the latest."""
-    if first is not None and set(first) < set(shapes):
-        return Programs(phases, params, sizes, shapes, first, *more)
-    leaves, structure = jax.tree.flatten(params)
+def share_programs(lowering: ProgramLowering, shapes, first=None, *more) -> ProgramTable:
+    """Construct a table as `ProgramTable` does, by copying one of the same arguments and settings, if it is
+    among the latest."""
+    is_local = isinstance(lowering, LocalLowering)
+    if not is_local or first is not None and set(first) < set(shapes):
+        return ProgramTable(lowering, shapes, first, *more)
+    phases, sizes = lowering.phases, lowering.sizes
+    leaves, structure = jax.tree.flatten(lowering.abstract_arguments.params)
     where = {repr(executable_cache.describe_sharding(leaf.sharding)) for leaf in leaves}
     arguments = repr((phases, structure, [(x.shape, x.dtype) for x in leaves], where, sizes, tuple(shapes)))
     (device, *_) = leaves[0].sharding.device_set
@@ -205,29 +210,25 @@ def share_programs(phases, params, sizes, shapes, first=None, *more) -> Programs
         arguments,
         repr(executable_cache.describe_environment(device)),
         executable_cache.program_folder(),
-        lowering.is_decode_split,
+        lowering_module.is_decode_split,
         more,
     )
     if key in TABLES:
         TABLES[key].are_all_stored = True  # the classes that were found for it are those of the copies
         TABLES.move_to_end(key)
     else:
-        TABLES[key] = Programs(phases, params, sizes, shapes, first, *more)
+        TABLES[key] = ProgramTable(lowering, shapes, first, *more)
     table = copy_table(TABLES[key])
     if len(TABLES) > MAX_TABLES:
         TABLES.popitem(last=False)
     return table
 
 
-def copy_table(programs: Programs) -> Programs:
+def copy_table(programs: ProgramTable) -> ProgramTable:
     """Copy a table of programs, to which an engine may add."""
     table = copy.copy(programs)
-    table.steps, table.ready_seconds, table.missing = (
-        dict(table.steps),
-        dict(table.ready_seconds),
-        list(table.missing),
-    )
-    table._keys, table._compiled = dict(table._keys), dict(table._compiled)
+    table.steps, table._keys = dict(table.steps), dict(table._keys)
+    table._compiled, table._compiled_at = dict(table._compiled), dict(table._compiled_at)
     return table
 
 
@@ -244,43 +245,37 @@ class LoweredOnce:
 
 
 def lower_steps_once(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that lowers a shape of `Programs`, or takes what a table of this process, or an earlier
-    run, has from the same arguments."""
+    """Return a method that lowers a shape of a `ProgramTable`, or takes what a table of this process, or an
+    earlier run, has from the same arguments."""
 
-    def lower_or_take(programs: Programs, shape: Any) -> Any:
+    def lower_or_take(programs: ProgramTable, shape: Any) -> Any:
         key = programs._program_key(shape)
         tables = [table for table in TABLES.values() if key is not None and table._keys.get(shape) == key]
         if tables:
             return LoweredOnce(None, tables[0]._compiled[shape])
         return remember_lowered(key, lambda: load_or_lower(programs, shape, key))
 
-    def load_or_lower(programs: Programs, shape: Any, key: str | None) -> LoweredOnce:
-        compiled = LOAD(key, next(iter(programs._devices)), programs._part_joiner)
+    def load_or_lower(programs: ProgramTable, shape: Any, key: str | None) -> LoweredOnce:
+        (device, *_) = programs.abstract_arguments.replicated_sharding.device_set
+        compiled = LOAD(key, device, programs.lowering.join_parts)
         return LoweredOnce(lower(programs, shape) if compiled is None else None, compiled, key)
 
     return lower_or_take
 
 
-def lower_small_once(lower: Callable[[Programs], Any], name: str) -> Callable[[Programs], Any]:
-    """Return a method that lowers small programs of a table, or takes what was lowered for slots, or a cache,
-    of the same shapes."""
+def lower_small_once(lower: Callable[[LocalLowering], Any], name: str) -> Callable[[LocalLowering], Any]:
+    """Return a method that lowers a small program, or takes what was lowered for slots, or a cache, of the
+    same shapes."""
 
-    def lower_or_take(programs: Programs) -> Any:
-        like, sizes = programs.abstract_arguments, programs.sizes
+    def lower_or_take(lowering: LocalLowering) -> Any:
+        like, sizes = lowering.abstract_arguments, lowering.sizes
         leaves, structure = jax.tree.flatten(getattr(like, name))
         arrays = [(x.shape, x.dtype, executable_cache.describe_sharding(x.sharding)) for x in leaves]
         facts = lower.__name__, structure, arrays, sizes.shards, sizes.max_model_len
-        key = repr(
-            (*facts, programs.refused_kernels, executable_cache.describe_environment(jax.devices()[0]))
-        )
-        return remember_lowered(key, lambda: compile_once(lower(programs)))
+        key = repr((*facts, executable_cache.describe_environment(jax.devices()[0])))
+        return remember_lowered(key, lambda: LoweredOnce(lower(lowering)))
 
     return lower_or_take
-
-
-def compile_once(lowered: Any) -> Any:
-    """Let one lowered program, or each of several, be compiled once."""
-    return [LoweredOnce(one) for one in lowered] if isinstance(lowered, list) else LoweredOnce(lowered)
 
 
 def remember_lowered(key: str | None, lower: Callable[[], Any]) -> Any:

@@ -18,7 +18,7 @@ from duetto.serve.runtime.compiled.batches import BatchRow, make_batch
 from duetto.serve.runtime.compiled.lowering import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.compiled.transfers import padded_count
-from duetto.serve.runtime.step_programs import NullPrograms
+from duetto.serve.runtime.executor import NullExecutor
 from duetto.serve.runtime.steps.output import Output
 from duetto.serve.runtime.steps.step import SlotContents
 
@@ -109,8 +109,8 @@ class Result:
         return self.output
 
 
-class ChaosPrograms(NullPrograms):
-    """Programs over `Keys`. `fail` is the way in which the next step fails: "dispatch" or "read"."""
+class ChaosExecutor(NullExecutor):
+    """Executor over `Keys`. `fail` is the way in which the next step fails: "dispatch" or "read"."""
 
     def __init__(self, sizes: Sizes, windows: Sequence[int | None], same_bits: bool):
         target = SimpleNamespace(vocab_size=VOCAB)
@@ -210,16 +210,16 @@ class ChaosPrograms(NullPrograms):
 class ChaosTransfers:
     """Copies of pages: contents are their keys."""
 
-    def __init__(self, programs: ChaosPrograms):
-        self._programs, self.windows = programs, range(len(programs.config.windows))
-        self.page_bytes = [8 * programs.sizes.page_size for _ in self.windows]
+    def __init__(self, executor: ChaosExecutor):
+        self._executor, self.windows = executor, range(len(executor.config.windows))
+        self.page_bytes = [8 * executor.sizes.page_size for _ in self.windows]
 
     def abstract_leaves(self, window: int, n: int) -> tuple[SimpleNamespace]:
-        shape = 1, n, self._programs.sizes.page_size
+        shape = 1, n, self._executor.sizes.page_size
         return (SimpleNamespace(shape=shape, dtype=np.dtype("uint64")),)
 
     def gather(self, cache: Keys, window: int, pages: Sequence[int]) -> tuple["Copied"]:
-        found = np.zeros((1, padded_count(len(pages)), self._programs.sizes.page_size), np.uint64)
+        found = np.zeros((1, padded_count(len(pages)), self._executor.sizes.page_size), np.uint64)
         found[0, : len(pages)] = cache.pools[window][list(pages)]
         return (Copied(found, cache),)
 

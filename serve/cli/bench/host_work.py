@@ -22,7 +22,7 @@ from ...runtime.compiled.batches import BatchRow, make_batch
 from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes, can_share_prefill, min_row_tokens, shape_table
 from ...runtime.equal_bits.classes import ShapeClasses
-from ...runtime.step_programs import NullPrograms
+from ...runtime.executor import NullExecutor
 from ...runtime.steps.output import Output
 from ...text.tokenizer.tokenizer import Tokenizer
 
@@ -32,8 +32,8 @@ WARMUP_STEPS, TIMED_STEPS = 100, 400  # number of steps before timing, and of ti
 TEXT_TOKENS = 256  # length of a fixed text that all rows sample
 
 
-class InstantPrograms(NullPrograms):
-    """Programs of a device that takes no time: rows sample the tokens of a fixed text, and each chunk of a
+class InstantExecutor(NullExecutor):
+    """Executor of a device that takes no time: rows sample the tokens of a fixed text, and each chunk of a
     prompt is its last."""
 
     def __init__(self, config: ModelConfig, sizes: Sizes):
@@ -53,7 +53,7 @@ class InstantPrograms(NullPrograms):
 
 
 def make_instant_engine(config: ModelConfig, params: Any, options: EngineOptions, num_slots: int) -> Engine:
-    """Return an engine over `InstantPrograms`, with a CPU's shapes and a cache that holds every request."""
+    """Return an engine over `InstantExecutor`, with a CPU's shapes and a cache that holds every request."""
     longest = PROMPT_TOKENS + ANSWER_TOKENS
     pages = num_slots * (1 - -longest // options.page_size)
     sizes = Sizes(longest, num_slots, (pages,) * len(config.windows), options.page_size)
@@ -61,9 +61,9 @@ def make_instant_engine(config: ModelConfig, params: Any, options: EngineOptions
     shapes = shape_table(options, sizes, can_share_prefill(config.layers), "cpu")
     prefill, decode = (tuple(s for s in shapes if s.phase == phase) for phase in ("prefill", "decode"))
     limits = SchedulerConfig(num_slots, options.prefill_tokens, min_row_tokens(prefill), decode_steps=1)
-    programs = InstantPrograms(config, sizes)
+    executor = InstantExecutor(config, sizes)
     classes = ShapeClasses(prefill, decode, same_bits=True)
-    return Engine(programs, classes, programs.fresh_arguments(params), limits, prefix_caching=True)
+    return Engine(executor, classes, executor.fresh_arguments(params), limits, prefix_caching=True)
 
 
 def measure_host_step(

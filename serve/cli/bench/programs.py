@@ -43,9 +43,10 @@ from ...planner.roofline.floor import program_demand
 from ...planner.roofline.presets import PRESETS
 from ...planner.roofline.program_times import fill_slots, full_batch
 from ...planner.roofline.targets import Peaks, local_target
-from ...runtime.compiled.compile import Programs
 from ...runtime.compiled.jaxcache import enable_compilation_cache
-from ...runtime.compiled.lowering import StepArguments
+from ...runtime.compiled.local_executor import LocalExecutor
+from ...runtime.compiled.lowering import LocalLowering, StepArguments
+from ...runtime.compiled.program_table import ProgramTable
 from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.steps.phases import TargetOnly
 from ..common import add_engine_flags, add_model_flags, parse_engine_options
@@ -142,17 +143,17 @@ class Bench:
         pages = rows * -(-longest // W)
         counts, cache_dtype = (pages,) * len(model.config.windows), model.options.kv_cache_dtype
         sizes = Sizes(max(longest, 2), rows, counts, W, kv_cache_dtype=cache_dtype)
-        self.programs = Programs(
-            TargetOnly(model.config), model.params, sizes, [shape], reproducible=model.options.reproducible
-        )
+        lowering = LocalLowering.from_params(TargetOnly(model.config), model.params, sizes)
+        programs = ProgramTable(lowering, [shape], reproducible=model.options.reproducible)
+        self.executor = LocalExecutor(programs)
         self.shape, self.model = shape, model
-        self.state = fill_slots(self.programs.fresh_arguments(model.params))
-        batch = full_batch(self.programs, shape, context)
+        self.state = fill_slots(self.executor.fresh_arguments(model.params))
+        batch = full_batch(sizes, shape, context)
         batch.tokens[:] = np.arange(shape.area).reshape(batch.tokens.shape) % model.config.vocab_size
         self.batch = jax.device_put(batch, self.state.replicated_sharding)
 
     def step(self) -> Any:
-        cache, slots, output = self.programs.run(self.shape, self.state, self.batch)
+        cache, slots, output = self.executor.run(self.shape, self.state, self.batch)
         self.state = StepArguments(self.state.params, cache, slots)
         return output
 

@@ -26,7 +26,7 @@ from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, min_row_tokens
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup
-from ...runtime.step_programs import StepPrograms
+from ...runtime.executor import Executor
 from ..lora.writer import AdapterWriter
 from ..metrics.stats import Compilations, EngineStats
 from ..weights.sleep import SleepState
@@ -60,13 +60,11 @@ class Engine:
 
     Not thread-safe: one thread calls at a time.
 
-    programs: compiled programs of a step, by shape.
+    executor: calls the compiled programs, and `programs` lists them.
     classes: shapes that serve now. One of the last classes holds every row of decode and of verification.
     arguments: parameters, cache and slots on the device.
     scheduler_config: limits of a step. The scheduler cuts prompts into chunks that fit them.
     warmup: compiles more programs while the engine serves; `speculation` begins when it is done.
-    can_defer_sampling: whether decode may sample later than its forward pass, once grammars have read the
-        last step.
     clock: returns the time in seconds, for all times in reports.
     kernels: checks of the device's kernels (`kernel_checks.KernelCheck`), by kernel and sizes.
     cpu_kernels_reason: reason why steps on a CPU use no kernels of duetto's own; "" if they do.
@@ -74,22 +72,22 @@ class Engine:
 
     def __init__(
         self,
-        programs: StepPrograms,
+        executor: Executor,
         classes: ShapeClasses,
         arguments: StepArguments,
         scheduler_config: SchedulerConfig,
         prefix_caching: bool,
         speculation: Speculation | None = None,
         warmup: Warmup | None = None,
-        can_defer_sampling: bool = False,
         clock: Callable[[], float] = time.monotonic,
         kernels: Mapping[str, Any] | None = None,
         cpu_kernels_reason: str = "",
     ):
         self.kernels, self._cpu_kernels_reason = kernels or {}, cpu_kernels_reason
-        self.programs, self._arguments, self._scheduler_config = programs, arguments, scheduler_config
-        self._bias_cache = LogitBiasCache(programs.config.target.vocab_size)
+        self.executor, self._arguments, self._scheduler_config = executor, arguments, scheduler_config
+        self.programs = programs = executor.programs
         self.config, self.sizes = programs.config, programs.sizes
+        self._bias_cache = LogitBiasCache(self.config.target.vocab_size)
         self._adapter_writer = AdapterWriter(target_params(arguments.params))
         self.stats, self.compilations, self.sleep_state = EngineStats(clock), Compilations(), SleepState()
         engine = weakref.proxy(self)  # no cycle keeps the cache on its device
@@ -109,7 +107,9 @@ class Engine:
         self.in_flight_steps = InFlightSteps(self.scheduler.group_of)
         self.num_failures = self.weights_version = 0  # of steps; version of the weights, which counts updates
         self._ended_requests: list[Request] = []  # that `take_ended` returns
-        self.speculation, self.warmup, self.can_defer_sampling = speculation, warmup, can_defer_sampling
+        self.speculation, self.warmup = speculation, warmup
+        # deferred until grammars have read the last step; drafters need each token at once
+        self.can_defer_sampling = executor.can_defer_sampling and not scheduler_config.max_draft_tokens
         self.compile_planner = CompilePlanner(self.sizes, self.stats, classes)
         self.serving_since: dict[Shape, float] = {}  # seconds from the start until a shape serves
         self._set_shape_classes(classes)
@@ -122,7 +122,7 @@ class Engine:
     def close(self) -> None:
         """Write pages to the tiers that outlive the process, if the cache can still be read."""
         self.page_finder.close(self.cache if hasattr(self, "_arguments") and not self.is_sleeping else None)
-        self.programs.close()
+        self.executor.close()
 
     @property
     def page_finder(self) -> PageFinder:
@@ -217,7 +217,7 @@ class Engine:
             counts["speculation"] = self.speculation.report()
         if not self.warmup and self.matmul_tuning_hash is not None:
             counts["products"] = self.matmul_tuning_hash
-        return self.stats.report() | self.page_finder.report() | self.programs.report() | counts
+        return self.stats.report() | self.page_finder.report() | self.executor.report() | counts
 
     def _count_cpu_attention_layers(self) -> int:
         """Layers whose pages the CPU kernels read."""
@@ -290,7 +290,7 @@ class Engine:
     def wake_up(self, tags: Iterable[str]) -> None:
         """Restore the "weights" or the "kv_cache" that `tags` name. Steps are taken once both are
         restored."""
-        self._arguments = self.sleep_state.restore(self._arguments, tags, self.programs.fresh_arguments)
+        self._arguments = self.sleep_state.restore(self._arguments, tags, self.executor.fresh_arguments)
         self.page_finder.on_wake(self.all_params)
 
     def advance_warmup_if_idle(self) -> bool:
@@ -363,7 +363,7 @@ class Engine:
         )
         updated += [request for step in due_steps for request in self._commit_step(step)]
         self._arguments = dispatch_deferred_sampling(
-            self.programs, self._arguments, self.in_flight_steps.unsampled_calls
+            self.executor, self._arguments, self.in_flight_steps.unsampled_calls
         )
         return updated
 
@@ -380,7 +380,7 @@ class Engine:
         cache = self.page_finder.move_pages(
             self._arguments.cache, [request.page_fetch for request in scheduler_output.admitted]
         )
-        slots = load_grammar_masks(self.programs, self._arguments.slots, scheduler_output.scheduled_rows)
+        slots = load_grammar_masks(self.executor, self._arguments.slots, scheduler_output.scheduled_rows)
         self._arguments = StepArguments(
             self._adapter_writer.write_due_adapters(self._arguments.params), cache, slots
         )
@@ -388,7 +388,7 @@ class Engine:
             request.page_fetch = None
             self._arguments = replace(
                 self._arguments,
-                slots=setup_slot(self.programs, self._arguments.slots, request, self._bias_cache),
+                slots=setup_slot(self.executor, self._arguments.slots, request, self._bias_cache),
             )
             self.stats.on_admit(request)
         calls = [
@@ -404,13 +404,13 @@ class Engine:
         """Dispatch one call of a step, with its rows by number."""
         count = sum(row.count for row in scheduled_rows.values())
         cached = sum(row.start for row in scheduled_rows.values())
-        batch = self.programs.batch(shape, scheduled_rows)
+        batch = self.executor.batch(shape, scheduled_rows)
         self.stats.on_dispatch(shape, count, cached, self.sizes.shards)
         if any(row.is_awaiting_mask for row in scheduled_rows.values()):
-            cache, output = self.programs.run_forward(shape, self._arguments, batch)
+            cache, output = self.executor.run_forward(shape, self._arguments, batch)
             self._arguments = replace(self._arguments, cache=cache)
         else:
-            cache, slots, output = self.programs.run(shape, self._arguments, batch)
+            cache, slots, output = self.executor.run(shape, self._arguments, batch)
             self._arguments = replace(self._arguments, cache=cache, slots=slots)
         return DispatchedCall(shape, scheduled_rows, output)
 
@@ -464,4 +464,4 @@ class Engine:
         self.preempt_and_reset_cache()
         params = self._arguments.params
         del self._arguments  # its cache goes first: two may not fit
-        self._arguments = self.programs.fresh_arguments(params, error)
+        self._arguments = self.executor.fresh_arguments(params, error)

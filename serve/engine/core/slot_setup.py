@@ -11,11 +11,11 @@ from ....kvcache.sharded_tables import ShardedPageTables
 from ....kvcache.tables import PageTables
 from ....sampling.params import request_knobs
 from ....sampling.state import dense_bias, needs_history, num_mask_words
-from ...runtime.compiled.compile import MASK_SLOTS_PER_CALL
 from ...runtime.compiled.futures import PendingSample
 from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Sizes
-from ...runtime.step_programs import StepPrograms
+from ...runtime.compiled.small_programs import MASK_SLOTS_PER_CALL
+from ...runtime.executor import Executor, StepPrograms
 from ...runtime.steps.scoring import NEVER_SCORED
 from ...runtime.steps.step import SlotContents
 from .request import Request
@@ -37,36 +37,36 @@ class LogitBiasCache:
         return self._bias
 
 
-def setup_slot(programs: StepPrograms, slots: Any, request: Request, bias_cache: LogitBiasCache) -> Any:
+def setup_slot(executor: Executor, slots: Any, request: Request, bias_cache: LogitBiasCache) -> Any:
     """Dispatch the setup of a request's slot, and return the slots.
 
     The slot gets the request's limits and parameters, and the tokens that penalties and bad words need.
     """
     assert request.slot is not None
-    prompt_len, slot = len(request.prompt), np.int32(request.slot)
+    prompt_len, slot, sizes = len(request.prompt), np.int32(request.slot), executor.programs.sizes
     knobs = request_knobs(
         request.params,
         seed=request.seed,
         stop_ids=request.stop_ids,
         prompt_len=prompt_len,
         bad_words=request.bad_words,
-        processors=programs.sizes.processors,
+        processors=sizes.processors,
     )
     known = np.int32(len(request.tokens))
     end = np.int32(request.slot_end)
     lora_slot = np.int32(request.lora_slot)
     first_unscored = np.int32(request.first_unscored if request.needs_prompt_scores else NEVER_SCORED)
     contents = SlotContents(known, end, first_unscored, knobs, lora_slot)
-    slots = programs.assign_slot(slots, slot, contents)
-    if not needs_history(request.params, programs.sizes.processors):
+    slots = executor.assign_slot(slots, slot, contents)
+    if not needs_history(request.params, sizes.processors):
         return slots
-    tokens = np.zeros(programs.sizes.max_model_len, np.int32)
+    tokens = np.zeros(sizes.max_model_len, np.int32)
     tokens[: len(request.tokens)] = request.tokens
     total = np.int32(len(request.tokens))
-    return programs.load_history(slots, slot, tokens, np.int32(prompt_len), total, bias_cache.get(request))
+    return executor.load_history(slots, slot, tokens, np.int32(prompt_len), total, bias_cache.get(request))
 
 
-def load_grammar_masks(programs: StepPrograms, slots: Any, scheduled_rows: Iterable[ScheduledTokens]) -> Any:
+def load_grammar_masks(executor: Executor, slots: Any, scheduled_rows: Iterable[ScheduledTokens]) -> Any:
     """Return the slots with the masks of grammars for each position that rows sample.
 
     A row whose grammar has yet to read a token gets none, nor does a row whose request has no slot any more.
@@ -77,12 +77,14 @@ def load_grammar_masks(programs: StepPrograms, slots: Any, scheduled_rows: Itera
         if row.is_constrained and not row.is_awaiting_mask and row.request.slot is not None
     ]
     for i in range(0, len(scheduled_rows), MASK_SLOTS_PER_CALL):
-        slots = programs.load_masks(slots, *make_masks(programs, scheduled_rows[i : i + MASK_SLOTS_PER_CALL]))
+        slots = executor.load_masks(
+            slots, *make_masks(executor.programs, scheduled_rows[i : i + MASK_SLOTS_PER_CALL])
+        )
     return slots
 
 
 def dispatch_deferred_sampling(
-    programs: StepPrograms,
+    executor: Executor,
     arguments: StepArguments,
     unsampled_calls: Iterable[tuple[PendingSample, Iterable[ScheduledTokens]]],
 ) -> StepArguments:
@@ -91,7 +93,7 @@ def dispatch_deferred_sampling(
         assert not any(
             scheduled.is_awaiting_mask and scheduled.request.slot is not None for scheduled in scheduled_rows
         )
-        slots = load_grammar_masks(programs, arguments.slots, scheduled_rows)
+        slots = load_grammar_masks(executor, arguments.slots, scheduled_rows)
         arguments = replace(arguments, slots=output.draw(arguments.params, slots))
     return arguments
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ....kvcache.tables import PageTables
 from ...host.streams import warn_once
-from ...runtime.compiled.compile import WARMUP_THREAD_PREFIX
+from ...runtime.compiled.program_table import WARMUP_THREAD_PREFIX
 from ...runtime.compiled.shapes import PHASES, Shape
 from ..core.request import Request
 from ..core.speculation import RowResult

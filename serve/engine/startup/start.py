@@ -35,7 +35,9 @@ from ...kv.offload.tier_setup import OnRealm, check_offload_options, start_mover
 from ...options.checks import round_up
 from ...options.engine import EngineOptions
 from ...runtime.compiled import executable_cache, jaxcache
-from ...runtime.compiled.compile import Programs
+from ...runtime.compiled.local_executor import LocalExecutor
+from ...runtime.compiled.lowering import LocalLowering, StepArguments
+from ...runtime.compiled.program_table import ProgramTable
 from ...runtime.compiled.shapes import (
     CanonicalShapes,
     Shape,
@@ -52,9 +54,12 @@ from ...runtime.equal_bits.classes import (
     measure_step_seconds,
 )
 from ...runtime.equal_bits.warmup import Warmup, WarmupGoal, first_shapes
-from ...runtime.multihost.programs import SharedPrograms
+from ...runtime.executor import Executor
+from ...runtime.multihost.executor import compile_in_group, make_group_executor
 from ...runtime.multihost.rendezvous import any_across_ranks, current_group
-from ...runtime.pipeline.programs import StagedPrograms
+from ...runtime.pipeline.executor import PipelineExecutor
+from ...runtime.pipeline.pipeline_lowering import PipelineLowering
+from ...runtime.steps.phases import Phases
 from ..core.engine import Engine
 from ..core.scheduler_output import SchedulerConfig
 from ..core.speculation import Speculation
@@ -124,18 +129,17 @@ def build_warm_engine(config: ModelConfig, params: Decoder, options: EngineOptio
     early_shapes = first_shapes(shapes, canonical) if may_serve_early(options, all_params) else shapes
     kernels = check_kernels(config, params, sizes)
     require_no_hang(kernels)
-    programs = programs_class(all_params)(
+    programs = compile_programs(
         phases, all_params, sizes, shapes, early_shapes, gather_refused_kernels(kernels), options.reproducible
     )
-    arguments = programs.fresh_arguments(all_params)
+    local = LocalExecutor(programs)
+    arguments = local.fresh_arguments(all_params)
     goal = WarmupGoal(canonical, options.reproducible, timed_depths(options))
     scheduler_config = make_scheduler_config(options, sizes, shapes, pair.prefill_alignment, num_groups)
     make_engine = partial(
         Engine,
-        programs,
         scheduler_config=scheduler_config,
         prefix_caching=options.enable_prefix_caching,
-        can_defer_sampling=programs.can_defer_sampling and not options.max_draft_tokens,
         kernels=kernels,
         cpu_kernels_reason=cpu_kernels_reason,
     )
@@ -143,15 +147,15 @@ def build_warm_engine(config: ModelConfig, params: Decoder, options: EngineOptio
         classes = ShapeClasses.from_shapes(early_shapes, same_bits=not options.reproducible)
         record_key = classes_key(programs, all_params, canonical) if goal.reproducible else None
         make_late = partial(make_speculation_or_warn, options)
-        warmup = Warmup(programs, shapes, classes, goal, make_late, record_key)
-        return make_engine(classes, arguments, warmup=warmup)
-    classes, arguments = load_or_probe_classes(programs, arguments, canonical, options.reproducible)
+        warmup = Warmup(local, shapes, classes, goal, make_late, record_key)
+        return make_engine(local, classes, arguments, warmup=warmup)
+    classes, arguments = load_or_probe_classes(local, arguments, canonical, options.reproducible)
     seconds = None
     if goal.depths and classes.verify:
-        seconds, arguments = measure_step_seconds(programs, arguments, canonical, classes, goal.depths)
+        seconds, arguments = measure_step_seconds(local, arguments, canonical, classes, goal.depths)
     speculation = make_speculation(options, classes, seconds)
-    programs.start_serving(arguments)
-    return make_engine(classes, arguments, speculation=speculation)
+    executor = make_serving_executor(local, arguments)
+    return make_engine(executor, classes, arguments, speculation=speculation)
 
 
 def prepare_engine_params(config: ModelConfig, params: Decoder, options: EngineOptions) -> Decoder:
@@ -219,11 +223,27 @@ def make_scheduler_config(
     )
 
 
-def programs_class(params: EngineParams) -> type[Programs]:
-    """Return the class of programs for the placement of the parameters."""
+def compile_programs(phases: Phases, params: EngineParams, sizes: Sizes, *options: Any) -> ProgramTable:
+    """Compile programs for the placement of the parameters.
+
+    options: arguments of `ProgramTable` after the lowering.
+    """
     if num_device_groups(params) > 1:
-        return StagedPrograms
-    return Programs if target_params(params).embed.is_fully_addressable else SharedPrograms
+        return ProgramTable(PipelineLowering.from_params(phases, params, sizes), *options)
+    lowering = LocalLowering.from_params(phases, params, sizes)
+    if target_params(params).embed.is_fully_addressable:
+        return ProgramTable(lowering, *options)
+    return compile_in_group(lowering, params, *options)
+
+
+def make_serving_executor(local: LocalExecutor, arguments: StepArguments) -> Executor:
+    """Return the executor of an engine, by the placement of the parameters. On the ranks of a group that
+    follow rank 0 it never returns."""
+    if isinstance(local.programs.lowering, PipelineLowering):
+        return PipelineExecutor(local, local.programs.lowering.stages)
+    if target_params(arguments.params).embed.is_fully_addressable:
+        return local
+    return make_group_executor(local, arguments)
 
 
 def may_serve_early(options: EngineOptions, params: EngineParams) -> bool:
@@ -257,7 +277,7 @@ def timed_depths(options: EngineOptions) -> tuple[int, ...]:
     return tuple(sorted({min(n, k) for n in (1, 3, k)})) if is_sequential else (k,)
 
 
-def are_programs_stored(programs: Programs, params: EngineParams, goal: WarmupGoal) -> bool:
+def are_programs_stored(programs: ProgramTable, params: EngineParams, goal: WarmupGoal) -> bool:
     """Return True if all programs were read from disk, and their classes too if they are needed."""
     if not programs.are_all_stored or not goal.reproducible:
         return programs.are_all_stored

@@ -14,9 +14,9 @@ from ....model.attention import FusedQKV
 from ...host.devices import memory_limit
 from ...options.engine import EngineOptions
 from ...runtime.compiled import executable_cache
-from ...runtime.compiled.compile import WARMUP_THREAD_PREFIX
+from ...runtime.compiled.program_table import WARMUP_THREAD_PREFIX
 from ...runtime.compiled.shapes import CanonicalShapes
-from ...runtime.step_programs import StepPrograms
+from ...runtime.executor import StepPrograms
 
 HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)  # odd constants of Knuth's and of xxHash
 

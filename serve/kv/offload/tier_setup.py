@@ -12,7 +12,7 @@ from ...options.checks import GIB
 from ...options.engine import EngineOptions
 from ...runtime.compiled.sizing import host_memory_bytes
 from ...runtime.compiled.transfers import Transfers
-from ...runtime.step_programs import StepPrograms
+from ...runtime.executor import StepPrograms
 from .disk import DiskTier, create_page_folder
 from .host import HostTier
 from .mover import PageMover

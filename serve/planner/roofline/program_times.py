@@ -13,9 +13,9 @@ import numpy as np
 from ....kvcache.pages import Batch
 from ...host.devices import time_calls
 from ...runtime.compiled.batches import empty_batch
-from ...runtime.compiled.compile import Programs
+from ...runtime.compiled.local_executor import LocalExecutor
 from ...runtime.compiled.lowering import StepArguments
-from ...runtime.compiled.shapes import Shape
+from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.steps.output import Output
 from .floor import row_starts
 
@@ -34,7 +34,7 @@ class ProgramTimes(NamedTuple):
     peak: int | None
 
 
-def measure_programs(programs: Programs, arguments: StepArguments, context: int) -> ProgramTimes:
+def measure_programs(executor: LocalExecutor, arguments: StepArguments, context: int) -> ProgramTimes:
     """Run compiled programs with every row in use. Rows have `context` tokens in the cache, but none in a
     prefill.
 
@@ -43,11 +43,11 @@ def measure_programs(programs: Programs, arguments: StepArguments, context: int)
     """
     bytes_before = measure_used_bytes(resets_peak=True)
     params = jax.tree.map(lambda x: jnp.full(x.shape, 0.01, x.dtype, device=x.sharding), arguments.params)
-    state = fill_slots(programs.fresh_arguments(params))
+    state = fill_slots(executor.fresh_arguments(params))
     seconds = {}
-    for shape in programs.steps:
-        batch = full_batch(programs, shape, 0 if shape.phase == "prefill" else context)
-        seconds[shape], state = time_program(programs, shape, state, batch)
+    for shape in executor.programs.steps:
+        batch = full_batch(executor.programs.sizes, shape, 0 if shape.phase == "prefill" else context)
+        seconds[shape], state = time_program(executor, shape, state, batch)
     bytes_after = measure_used_bytes()
     return ProgramTimes(
         seconds, None if bytes_before is None or bytes_after is None else bytes_after - bytes_before
@@ -61,10 +61,9 @@ def fill_slots(arguments: StepArguments) -> StepArguments:
     return replace(arguments, slots=replace(slots, live=jnp.ones_like(slots.live), end=last_position))
 
 
-def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
+def full_batch(sizes: Sizes, shape: Shape, context: int) -> Batch:
     """Return a batch whose rows have as many tokens as they hold, after `context` cached ones. Each row has
     pages of its own while there are enough. A prefill's rows are one prompt's."""
-    sizes = programs.sizes
     batch = empty_batch(sizes, shape, 0)
     row_slots = np.tile(np.arange(shape.rows) * shape.num_sequences // shape.rows, sizes.shards)
     is_filled = row_slots < min(sizes.max_num_seqs, shape.max_rows(shape.tokens))
@@ -79,13 +78,13 @@ def full_batch(programs: Programs, shape: Shape, context: int) -> Batch:
 
 
 def time_program(
-    programs: Programs, shape: Shape, arguments: StepArguments, batch: Batch
+    executor: LocalExecutor, shape: Shape, arguments: StepArguments, batch: Batch
 ) -> tuple[float, StepArguments]:
     """Return the median seconds of a call, without the first one, and the arguments after it."""
 
     def call() -> Output:
         nonlocal arguments
-        cache, slots, output = programs.run(shape, arguments, batch)
+        cache, slots, output = executor.run(shape, arguments, batch)
         arguments = replace(arguments, cache=cache, slots=slots)
         return output
 

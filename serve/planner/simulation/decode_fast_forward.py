@@ -16,7 +16,7 @@ from ...engine.core.results import DispatchedCall, await_and_append_results
 from ...engine.core.scheduler_output import ScheduledTokens, SchedulerOutput
 from ...engine.core.step_calls import rows_by_number, smallest_holding_shape, split_by_shard
 from ...runtime.compiled.shapes import Shape
-from .device import SAMPLED_TOKEN, SimulatedPrograms, SimulatedResult
+from .device import SAMPLED_TOKEN, SimulatedExecutor, SimulatedResult
 from .step_times import StepCall
 
 MIN_STEPS = 4  # steps that must have pages
@@ -78,7 +78,7 @@ class DecodeFastForward:
     """
 
     engine: Engine
-    programs: SimulatedPrograms
+    executor: SimulatedExecutor
     step_number: int = 0
     rows: dict[int, DecodeRow] = field(default_factory=dict)
     in_flight_decode: InFlightDecode | None = None
@@ -98,7 +98,7 @@ class DecodeFastForward:
         limits, windows = self.engine.scheduler.config, self.engine.tables.windows
         return (
             self.engine.speculation is None
-            and limits.groups == self.programs.stages.count == 1
+            and limits.groups == self.executor.stages.count == 1
             and self.engine.scheduler.longrope_boundary is None
             and STATE_WINDOW not in windows
         )
@@ -171,7 +171,7 @@ class DecodeFastForward:
         flight = list(read)
         if shape is not None:
             rows = rows_by_number(shape, split_by_shard(scheduled_rows, self.engine.sizes))
-            flight.append(DispatchedCall(shape, rows, cast(Any, self.programs.make_result(shape, rows, at))))
+            flight.append(DispatchedCall(shape, rows, cast(Any, self.executor.make_result(shape, rows, at))))
         self.engine.in_flight_steps.add(flight)
         for part in (self.rows, self._growing, self._ends, self._joining):
             part.clear()
@@ -282,7 +282,7 @@ class DecodeFastForward:
         rows, shape = len(self.rows), self._choose_shape()
         self.engine.stats.on_dispatch(shape, rows, self._cached, len(self._shard_rows))
         return InFlightDecode(
-            prefill_calls, rows, shape, self.programs.dispatch(StepCall(shape, rows, rows, self._cached))
+            prefill_calls, rows, shape, self.executor.dispatch(StepCall(shape, rows, rows, self._cached))
         )
 
     def _choose_shape(self) -> Shape:
@@ -306,10 +306,10 @@ class DecodeFastForward:
         read = list(in_flight_decode.prefill_calls)
         results = await_and_append_results(read, self.engine.stats) if read else []
         if in_flight_decode.shape is not None:
-            self.programs.clock.wait_until(in_flight_decode.arrival)
+            self.executor.clock.wait_until(in_flight_decode.arrival)
             self.engine.stats.on_result()
             self.engine.stats.generated_tokens += in_flight_decode.num_rows
-            self._last_arrival = self.programs.clock()
+            self._last_arrival = self.executor.clock()
         for result in results:
             if result.scheduled.request.slot is not None and result.has_changed_request:
                 self.engine.on_tokens_computed(result.scheduled)

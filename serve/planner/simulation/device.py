@@ -14,7 +14,7 @@ from ....sampling.sample import Sampled
 from ...engine.core.scheduler_output import ScheduledTokens
 from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes
-from ...runtime.step_programs import NullPrograms
+from ...runtime.executor import NullExecutor
 from ...runtime.steps.output import Output
 from ...runtime.steps.step import SlotContents
 from .step_times import StepCall, StepTimes
@@ -94,8 +94,8 @@ class SimulatedResult:
         return self.output
 
 
-class SimulatedPrograms(NullPrograms):
-    """Programs on `SimulatedStages`. Each call takes the seconds of a model of time.
+class SimulatedExecutor(NullExecutor):
+    """Executor on `SimulatedStages`. Each call takes the seconds of a model of time.
 
     acceptance: probability that a draft token is right, if the draft tokens before it are.
     inline: True if calls run on the thread that dispatches them, as on a CPU.

@@ -16,7 +16,7 @@ from ...runtime.compiled.shapes import Sizes, engine_shapes
 from ...runtime.equal_bits.classes import ShapeClasses
 from ..workloads.traces import BLOCK_TOKENS, TraceEntry
 from .decode_fast_forward import DecodeFastForward
-from .device import SAMPLED_TOKEN, SimulatedClock, SimulatedPrograms
+from .device import SAMPLED_TOKEN, SimulatedClock, SimulatedExecutor
 from .step_times import HostTimes, StepTimes
 
 GREEDY_PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
@@ -45,16 +45,16 @@ class Simulation:
     ):
         self.clock, self.host, self.sizes = SimulatedClock(), host, sizes
         pair = PairConfig(config).drop_unreached_limits(sizes.max_model_len)
-        self.programs = SimulatedPrograms(pair, sizes, times, self.clock, acceptance, inline, host.slot)
+        self.executor = SimulatedExecutor(pair, sizes, times, self.clock, acceptance, inline, host.slot)
         shapes = engine_shapes(options, sizes, pair.layers, platform, params.embed.dtype)
         classes = classes or ShapeClasses.from_shapes(shapes, same_bits=True)
         limits = make_scheduler_config(
             options, sizes, classes.shapes, pair.prefill_alignment, times.num_stages
         )
         self.engine = Engine(
-            self.programs,
+            self.executor,
             classes,
-            self.programs.fresh_arguments(params),
+            self.executor.fresh_arguments(params),
             limits,
             options.enable_prefix_caching,
             Speculation(ConstantDrafter(SAMPLED_TOKEN), options.max_draft_tokens)
@@ -62,7 +62,7 @@ class Simulation:
             else None,
             clock=self.clock,
         )
-        self.fast_forward: DecodeFastForward | None = DecodeFastForward(self.engine, self.programs)
+        self.fast_forward: DecodeFastForward | None = DecodeFastForward(self.engine, self.executor)
         self.on_request_end: Callable[[Request], None] = lambda request: None
         self._count, self._prefill_delay = 0, options.prefill_delay(is_awaited=True)
 

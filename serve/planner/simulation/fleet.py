@@ -205,7 +205,7 @@ def fleet_outcome(
     """Return the figures of all engines. Prompts are counted on the engine that computes them."""
     all_simulations, prompt_simulations = [*simulations, *prefills], prefills or simulations
     engine_stats = [simulation.engine.stats for simulation in all_simulations]
-    stages = [simulation.programs.stages for simulation in all_simulations]
+    stages = [simulation.executor.stages for simulation in all_simulations]
     prompts = sum(simulation.engine.stats.prompt_tokens for simulation in prompt_simulations)
     cached = sum(simulation.engine.stats.cached_tokens for simulation in prompt_simulations)
     generated = sum(simulation.engine.stats.generated_tokens for simulation in simulations)

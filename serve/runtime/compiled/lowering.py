@@ -1,8 +1,9 @@
-"""Lowering of steps: their arguments as shapes, and the programs that a step consists of."""
+"""Lowering of an engine's programs: the steps, their arguments as shapes, and the small programs."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,26 @@ from ....kvcache.pages import Batch, empty_cache
 from ....kvcache.quantised import choose_cache_format
 from ....kvcache.shardings import cache_shardings, with_auto_axes
 from ....kvcache.shardings import slot_sharding as seats_of
-from ....kvcache.shards import PAGE_SPEC, SLOT_SPEC, map_phase
+from ....kvcache.shards import PAGE_SPEC, SLOT_SPEC, map_phase, map_slot_update
 from ....kvcache.stages import outer_params
 from ....model.draft_pair import EngineParams, PairConfig, target_params
+from ....model.gpus import gpu_from_device
 from ....model.weights.cpu.packed import kernel_isa
 from ....model.weights.device_forms import device_lanes
+from ....sampling.state import load_history, load_masks
 from ..steps.output import SampleRows
 from ..steps.phases import Phases, TargetOnly
-from ..steps.step import Slots, empty_slots, num_sample_rows
+from ..steps.step import Slots, assign_slot, empty_slots, num_sample_rows
 from .batches import empty_batch, with_packed_indices
+from .executable_cache import JoinedPrograms, Lowered, join_single
 from .shapes import Shape, Sizes
+from .small_programs import (
+    SmallPrograms,
+    abstract_assignment,
+    abstract_history,
+    abstract_masks,
+    wrap_mask_loader,
+)
 
 
 @dataclass(frozen=True)
@@ -104,17 +115,6 @@ def is_shape(program: Shape | Sampler) -> TypeGuard[Shape]:
     return isinstance(program, Shape)
 
 
-def choose_sampler(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> Sampler | None:
-    """Return the sampler of a shape; None if its step is one program.
-
-    A dispatch of several steps needs each token at once, and so do drafters.
-    """
-    is_split = shape.phase == "prefill" or is_decode_split(arguments) and shape.tokens == 1
-    if not isinstance(phases, TargetOnly) or not is_split or shape.phase == "verify":
-        return None
-    return Sampler(num_sample_rows(shape.rows, shape.tokens, sizes.max_num_seqs))
-
-
 def is_decode_split(arguments: StepArguments) -> bool:
     """Return True if a decode of one step samples in a second program. On a CPU that takes 5 % longer (8 rows
     of the 135M shape)."""
@@ -122,74 +122,10 @@ def is_decode_split(arguments: StepArguments) -> bool:
     return device.platform != "cpu"
 
 
-def lower_programs(
-    phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes
-) -> list[jax.stages.Lowered]:
-    """Lower the programs of a step: the step itself, or its forward pass and its sampler."""
-    sampler = choose_sampler(phases, shape, arguments, sizes)
-    step = lower_step(phases, shape, arguments, sizes)
-    return [step] if sampler is None else [step, lower_sampler(phases, sampler, arguments, sizes)]
-
-
-def lower_step(phases: Phases, shape: Shape, arguments: StepArguments, sizes: Sizes) -> jax.stages.Lowered:
-    """Lower a step's program, or its forward pass if a sampler follows. Cache and slots are donated, and keep
-    their placement and layout."""
-    replicated = arguments.replicated_sharding
-    cache_shardings = jax.tree.map(lambda pool: pool.sharding, arguments.cache)
-    has_sampler = choose_sampler(phases, shape, arguments, sizes) is not None
-    phase = getattr(phases, "forward" if has_sampler else shape.phase)
-    out_specs = (PAGE_SPEC, SLOT_SPEC) if has_sampler else (PAGE_SPEC, SLOT_SPEC, SLOT_SPEC)
-    if sizes.shards > 1:
-        phase = map_phase(phase, arguments.params, mesh_of(replicated), out_specs=out_specs)
-    jitted = jax.jit(
-        phase,
-        donate_argnums=1 if has_sampler else (1, 2),
-        out_shardings=(cache_shardings, *[replicated] * (len(out_specs) - 1)),
-    )
-    return jitted.lower(*abstract_operands(shape, arguments, sizes))
-
-
-def lower_sampler(
-    phases: Phases, sampler: Sampler, arguments: StepArguments, sizes: Sizes
-) -> jax.stages.Lowered:
-    """Lower a program that samples rows. The slots are donated."""
-    assert isinstance(phases, TargetOnly)
-    params, slots, rows = sampler_operands(phases, sampler, arguments, sizes)
-    sample, replicated = phases.sample, arguments.replicated_sharding
-    if sizes.shards > 1:
-        specs = SLOT_SPEC, SLOT_SPEC
-        sample = map_phase(sample, params, mesh_of(replicated), specs, specs)
-    return jax.jit(sample, donate_argnums=1, out_shardings=replicated).lower(params, slots, rows)
-
-
-def sampler_operands(
-    phases: Phases, sampler: Sampler, arguments: StepArguments, sizes: Sizes
-) -> tuple[Any, ...]:
-    """Return the arguments of a sampler as shapes: the parameters outside of the layers, slots, rows."""
-    params, R = outer_params(target_params(arguments.params)), sizes.shards * sampler.rows
-
-    def abstract_rows(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct((R, *shape), dtype, sharding=arguments.replicated_sharding)
-
-    rows = SampleRows(
-        hidden=abstract_rows(params.embed.dtype, phases.config.target.hidden_size),
-        slot=abstract_rows(jnp.int32),
-        position=abstract_rows(jnp.int32),
-        wanted=abstract_rows(bool),
-    )
-    return params, arguments.slots, rows
-
-
 def mesh_of(sharding: Sharding) -> Mesh:
     """Return the mesh of a sharding, which has one."""
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     return sharding.mesh
-
-
-def abstract_operands(shape: Shape, arguments: StepArguments, sizes: Sizes) -> tuple[Any, ...]:
-    """Return the arguments of a step's program as shapes: parameters, cache, slots, batch."""
-    batch = abstract_batch(shape, sizes, arguments.replicated_sharding)
-    return arguments.params, arguments.cache, arguments.slots, batch
 
 
 def lower_zeros(abstract: Any) -> jax.stages.Lowered:
@@ -199,3 +135,198 @@ def lower_zeros(abstract: Any) -> jax.stages.Lowered:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract)
 
     return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, abstract)).lower()
+
+
+def xla_options(arguments: StepArguments, product_rows: int = 0) -> dict[str, str] | None:
+    """Return XLA's options for programs with these arguments; None for XLA's defaults.
+
+    product_rows: number of rows whose sums must not depend on that number; 0 if they may.
+    """
+    (device, *_) = arguments.replicated_sharding.device_set
+    gpu = gpu_from_device(device)
+    return gpu and gpu.compiler_options(product_rows)
+
+
+@runtime_checkable
+class ProgramLowering(Protocol):
+    """Lowering of a table's programs for the placement of the parameters.
+
+    phases: phases of the model.
+    abstract_arguments: a step's arguments as shapes, with their placement.
+    sizes: sizes of the engine.
+    join_parts: joins the compiled parts of a program that `lower` has lowered.
+    """
+
+    @property
+    def phases(self) -> Phases: ...
+    @property
+    def abstract_arguments(self) -> StepArguments: ...
+    @property
+    def sizes(self) -> Sizes: ...
+    @property
+    def join_parts(self) -> Callable[..., Any]: ...
+
+    def choose_sampler(self, shape: Shape) -> Sampler | None:
+        """Return the sampler of a shape; None if its step is one program."""
+        ...
+
+    def operands(self, program: Shape | Sampler) -> tuple[Any, ...]:
+        """Return the arguments of a program as shapes."""
+        ...
+
+    def lower(self, program: Shape | Sampler) -> Lowered:
+        """Lower a step's program, its forward pass if a sampler follows, or a sampler."""
+        ...
+
+    def lower_small(self) -> SmallPrograms:
+        """Lower the small programs."""
+        ...
+
+
+@dataclass(frozen=True)
+class LocalLowering:
+    """Lowering of programs for one device or a mesh. It implements `ProgramLowering`."""
+
+    phases: Phases
+    abstract_arguments: StepArguments
+    sizes: Sizes
+
+    @classmethod
+    def from_params(cls, phases: Phases, params: EngineParams, sizes: Sizes) -> "LocalLowering":
+        """Return the lowering for the placement of the parameters, which may be arrays or shapes."""
+        return cls(phases, make_abstract_arguments(phases.config, params, sizes), sizes)
+
+    @property
+    def join_parts(self) -> Callable[..., Any]:
+        return join_single
+
+    @property
+    def _replicated_sharding(self) -> Sharding:
+        return self.abstract_arguments.replicated_sharding
+
+    # ------------------------------------------------------------ a step
+
+    def choose_sampler(self, shape: Shape) -> Sampler | None:
+        """Return the sampler of a shape; None if its step is one program.
+
+        A dispatch of several steps needs each token at once, and so do drafters.
+        """
+        is_split = shape.phase == "prefill" or is_decode_split(self.abstract_arguments) and shape.tokens == 1
+        if not isinstance(self.phases, TargetOnly) or not is_split or shape.phase == "verify":
+            return None
+        return Sampler(num_sample_rows(shape.rows, shape.tokens, self.sizes.max_num_seqs))
+
+    def operands(self, program: Shape | Sampler) -> tuple[Any, ...]:
+        """Return the arguments of a program as shapes: parameters, cache, slots and batch of a step; the
+        parameters outside of the layers, slots and rows of a sampler."""
+        arguments = self.abstract_arguments
+        if isinstance(program, Sampler):
+            params = outer_params(target_params(arguments.params))
+            return params, arguments.slots, self._abstract_rows(program, params.embed.dtype)
+        batch = abstract_batch(program, self.sizes, self._replicated_sharding)
+        return arguments.params, arguments.cache, arguments.slots, batch
+
+    def _abstract_rows(self, sampler: Sampler, dtype: Any) -> SampleRows:
+        """Return the rows of a sampler as shapes.
+
+        dtype: of hidden states.
+        """
+        R = self.sizes.shards * sampler.rows
+
+        def abstract_array(dtype: Any, *shape: int) -> Any:
+            return jax.ShapeDtypeStruct((R, *shape), dtype, sharding=self._replicated_sharding)
+
+        return SampleRows(
+            hidden=abstract_array(dtype, self.phases.config.target.hidden_size),
+            slot=abstract_array(jnp.int32),
+            position=abstract_array(jnp.int32),
+            wanted=abstract_array(bool),
+        )
+
+    def lower(self, program: Shape | Sampler) -> jax.stages.Lowered:
+        """Lower a step's program, its forward pass if a sampler follows, or a sampler."""
+        return self._lower_sampler(program) if isinstance(program, Sampler) else self._lower_step(program)
+
+    def lower_all(self, shape: Shape) -> list[jax.stages.Lowered]:
+        """Lower the programs of a step: the step itself, or its forward pass and its sampler."""
+        sampler = self.choose_sampler(shape)
+        return [self.lower(shape)] if sampler is None else [self.lower(shape), self.lower(sampler)]
+
+    def _lower_step(self, shape: Shape) -> jax.stages.Lowered:
+        """Lower a step's program, or its forward pass if a sampler follows. Cache and slots are donated, and
+        keep their placement and layout."""
+        arguments, replicated = self.abstract_arguments, self._replicated_sharding
+        cache_shardings = jax.tree.map(lambda pool: pool.sharding, arguments.cache)
+        has_sampler = self.choose_sampler(shape) is not None
+        phase = getattr(self.phases, "forward" if has_sampler else shape.phase)
+        out_specs = (PAGE_SPEC, SLOT_SPEC) if has_sampler else (PAGE_SPEC, SLOT_SPEC, SLOT_SPEC)
+        if self.sizes.shards > 1:
+            phase = map_phase(phase, arguments.params, mesh_of(replicated), out_specs=out_specs)
+        jitted = jax.jit(
+            phase,
+            donate_argnums=1 if has_sampler else (1, 2),
+            out_shardings=(cache_shardings, *[replicated] * (len(out_specs) - 1)),
+        )
+        return jitted.lower(*self.operands(shape))
+
+    def _lower_sampler(self, sampler: Sampler) -> jax.stages.Lowered:
+        """Lower a program that samples rows. The slots are donated."""
+        assert isinstance(self.phases, TargetOnly)
+        sample, replicated, operands = self.phases.sample, self._replicated_sharding, self.operands(sampler)
+        if self.sizes.shards > 1:
+            specs = SLOT_SPEC, SLOT_SPEC
+            sample = map_phase(sample, operands[0], mesh_of(replicated), specs, specs)
+        return jax.jit(sample, donate_argnums=1, out_shardings=replicated).lower(*operands)
+
+    # ------------------------------------------------------------ slots and cache
+
+    def lower_small(self) -> SmallPrograms:
+        """Lower the small programs."""
+        return SmallPrograms(
+            self.lower_slot_assignment(),
+            self.lower_history_load(),
+            self.lower_mask_load(),
+            self.lower_cache(),
+            self.lower_slots(),
+        )
+
+    def lower_cache(self) -> Lowered:
+        """Lower the program that makes an unused cache."""
+        return lower_zeros(self.abstract_arguments.cache)
+
+    def lower_slots(self) -> Lowered:
+        """Lower the program that makes unused slots."""
+        dtype = target_params(self.abstract_arguments.params).embed.dtype
+        fresh = partial(fresh_slots, self.phases.config, self.sizes, dtype)
+        return jax.jit(fresh, out_shardings=self._replicated_sharding).lower()
+
+    def lower_slot_assignment(self) -> Lowered:
+        """Lower the program that assigns a slot to a request."""
+        slots = self.abstract_arguments.slots
+        return self._jit_slot_program(assign_slot).lower(slots, *abstract_assignment(slots, self.sizes))
+
+    def lower_history_load(self) -> Lowered:
+        """Lower the program that loads a request's history."""
+        slots = self.abstract_arguments.slots
+
+        def load_history_into_slots(slots, slot, tokens, prompt_len, total_len, bias):
+            sampling = load_history(slots.sampling, slot, tokens, prompt_len, total_len, bias)
+            return replace(slots, sampling=sampling)
+
+        program = self._jit_slot_program(load_history_into_slots)
+        return program.lower(slots, *abstract_history(slots, self.sizes))
+
+    def lower_mask_load(self) -> Lowered:
+        """Lower the program that loads the masks of grammars."""
+        slots = self.abstract_arguments.slots
+        masks = self._jit_slot_program(load_masks).lower(
+            slots.sampling.token_masks, *abstract_masks(slots, self.sizes)
+        )
+        return JoinedPrograms([masks], wrap_mask_loader)
+
+    def _jit_slot_program(self, program: Callable[..., Any]) -> Any:
+        """Return the jitted form of a function that changes some slots; their arrays are donated."""
+        replicated = self._replicated_sharding
+        if self.sizes.shards > 1:
+            program = map_slot_update(program, mesh_of(replicated))
+        return jax.jit(program, donate_argnums=0, out_shardings=replicated)

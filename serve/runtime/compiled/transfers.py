@@ -14,9 +14,9 @@ from ....kvcache.pages import KVCache
 from ....model.config import LayerKind
 from ....model.draft_pair import PairConfig
 from ....model.recurrent.kinds import STATE_WINDOW
-from .compile import WARMUP_THREAD_PREFIX
 from .executable_cache import num_cores
 from .lowering import StepArguments
+from .program_table import WARMUP_THREAD_PREFIX
 
 COPY_SIZES = (1, 4, 16)  # numbers of pages that programs copy; a copy is padded to the next number
 MAX_COPY_PAGES = COPY_SIZES[-1]  # pages of a copy, at most

@@ -15,8 +15,9 @@ import numpy as np
 
 from ...host import progress
 from ..compiled import executable_cache
-from ..compiled.compile import Programs
+from ..compiled.local_executor import LocalExecutor
 from ..compiled.lowering import StepArguments
+from ..compiled.program_table import ProgramTable
 from ..compiled.shapes import PHASES, CanonicalShapes, Shape
 from .probe import Probe, Runs, run_to_completion
 
@@ -55,7 +56,7 @@ class ShapeClasses:
 
 
 def load_or_probe_classes(
-    programs: Programs, arguments: StepArguments, canonical: CanonicalShapes, reproducible: bool
+    executor: LocalExecutor, arguments: StepArguments, canonical: CanonicalShapes, reproducible: bool
 ) -> tuple[ShapeClasses, StepArguments]:
     """Return the shapes that may serve together, and the step's arguments.
 
@@ -63,18 +64,18 @@ def load_or_probe_classes(
     now, or read from an earlier start. Without the contract they are all shapes.
     """
     if not reproducible:
-        return ShapeClasses.from_shapes(programs.steps, same_bits=True), arguments
-    key = classes_key(programs, arguments.params, canonical)
+        return ShapeClasses.from_shapes(executor.programs.steps, same_bits=True), arguments
+    key = classes_key(executor.programs, arguments.params, canonical)
     # programs that were compiled now may have other bits
-    stored = executable_cache.read_record(key, ShapeClasses) if programs.are_all_stored else None
+    stored = executable_cache.read_record(key, ShapeClasses) if executor.programs.are_all_stored else None
     if stored is not None:
         return stored, arguments
-    classes, arguments = probe_classes(programs, arguments, canonical)
+    classes, arguments = probe_classes(executor, arguments, canonical)
     executable_cache.write_record(key, classes)
     return classes, arguments
 
 
-def classes_key(programs: Programs, params: Any, canonical: CanonicalShapes) -> str | None:
+def classes_key(programs: ProgramTable, params: Any, canonical: CanonicalShapes) -> str | None:
     """Return the key under which the classes are stored; None if they cannot be stored."""
     if programs.key is None or executable_cache.program_folder() is None:
         return None
@@ -90,39 +91,40 @@ def hash_param_rows(params: Any) -> str:
 
 
 def run_in_idle_engine(
-    programs: Programs,
+    executor: LocalExecutor,
     arguments: StepArguments,
     canonical: CanonicalShapes,
     work: Callable[[Probe], Runs[Any]],
 ) -> tuple[Any, StepArguments]:
     """Do a probe's work in an idle engine, whose cache it overwrites. Returns the result, and the step's
     arguments."""
-    probe = Probe(programs, canonical, programs.steps)
-    probe.lent_pages = [list(range(probe.needed_pages))] * len(programs.sizes.pages)
+    probe = Probe(executor, canonical, executor.programs.steps)
+    probe.lent_pages = [list(range(probe.needed_pages))] * len(executor.programs.sizes.pages)
     probe.take_cache(arguments.params, arguments.cache)
     result = run_to_completion(work(probe))
     return result, replace(arguments, cache=probe.return_cache())
 
 
 def probe_classes(
-    programs: Programs, arguments: StepArguments, canonical: CanonicalShapes
+    executor: LocalExecutor, arguments: StepArguments, canonical: CanonicalShapes
 ) -> tuple[ShapeClasses, StepArguments]:
     """Compare every shape with the canonical shape of its phase. Returns the shapes that agree, and the
     step's arguments."""
-    with progress.show_stage("probing which programs give the same bits", len(programs.steps)) as done:
+    shapes = sorted(executor.programs.steps)
+    with progress.show_stage("probing which programs give the same bits", len(shapes)) as done:
 
         def compare_shapes(probe: Probe) -> Runs[ShapeClasses]:
             agreeing = []
-            for shape in sorted(programs.steps):
+            for shape in shapes:
                 if done((yield from probe.matches_canonical(shape))):
                     agreeing.append(shape)
             return ShapeClasses.from_shapes(agreeing, (yield from probe.prefill_matches_decode()))
 
-        return run_in_idle_engine(programs, arguments, canonical, compare_shapes)
+        return run_in_idle_engine(executor, arguments, canonical, compare_shapes)
 
 
 def measure_step_seconds(
-    programs: Programs,
+    executor: LocalExecutor,
     arguments: StepArguments,
     canonical: CanonicalShapes,
     classes: ShapeClasses,
@@ -132,7 +134,7 @@ def measure_step_seconds(
     arguments."""
     with progress.show_stage("measuring steps", len(timed_shapes(classes, depths))) as done:
         return run_in_idle_engine(
-            programs, arguments, canonical, lambda probe: time_steps(probe, classes, depths, done)
+            executor, arguments, canonical, lambda probe: time_steps(probe, classes, depths, done)
         )
 
 

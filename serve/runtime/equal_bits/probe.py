@@ -24,8 +24,8 @@ from ....model.weights.lora import NO_ADAPTER, lora_stacks, num_lora_slots, with
 from ....sampling.params import NO_TOKEN, SamplingParams, request_knobs
 from ...host.devices import time_calls
 from ..compiled.batches import empty_batch, fill_row
-from ..compiled.compile import Programs
 from ..compiled.futures import wait_result
+from ..compiled.local_executor import LocalExecutor
 from ..compiled.lowering import StepArguments
 from ..compiled.shapes import CanonicalShapes, Shape
 from ..steps.output import Output
@@ -83,12 +83,13 @@ class Probe:
 
     def __init__(
         self,
-        programs: Programs,
+        executor: LocalExecutor,
         canonical: CanonicalShapes,
         shapes: Iterable[Shape],
         is_serving: bool = False,
     ):
-        self.programs, self.canonical, shapes = programs, canonical, list(shapes)
+        self.executor, self.canonical, shapes = executor, canonical, list(shapes)
+        self.programs = programs = executor.programs
         lora_slots = num_lora_slots(programs.abstract_arguments.params)
         # an idle engine's adapter slots all hold the same
         self._lora_slots = min(lora_slots, 1) if is_serving else lora_slots
@@ -155,7 +156,7 @@ class Probe:
         assert self._state is not None
         params, cache = self._state
         slots = self._make_slots() if self.slots is None else self.slots
-        cache, self.slots, out = self.programs.run(shape, StepArguments(params, cache, slots), batch)
+        cache, self.slots, out = self.executor.run(shape, StepArguments(params, cache, slots), batch)
         self._state = params, cache
         return jax.tree.map(np.asarray, wait_result(out))
 
@@ -164,13 +165,13 @@ class Probe:
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
         processors = self.programs.sizes.processors
         knobs = request_knobs(params, seed=0, stop_ids=(), prompt_len=0, processors=processors)
-        slots, lora_slots = self.programs.fresh_slots(), self._lora_slots
+        slots, lora_slots = self.programs.small_programs.fresh_slots(), self._lora_slots
         for slot in range(self.capacity):
             lora_slot = np.int32(slot % lora_slots if lora_slots else NO_ADAPTER)
             contents = SlotContents(
                 np.int32(0), np.int32(2**31 - 1), np.int32(NEVER_SCORED), knobs, lora_slot
             )
-            slots = self.programs.assign_slot(slots, np.int32(slot), contents)
+            slots = self.executor.assign_slot(slots, np.int32(slot), contents)
         return slots
 
     def _lent_page_numbers(self, pages: Int[np.ndarray, " M"]) -> list[Int[np.ndarray, " M"]]:

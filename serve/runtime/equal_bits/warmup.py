@@ -18,8 +18,9 @@ from ....kvcache.pages import KVCache
 from ....kvcache.tables import PageTables, SequenceTables
 from ...host.streams import error_headline, warn_once
 from ..compiled import executable_cache, jaxcache
-from ..compiled.compile import WARMUP_THREAD_PREFIX, Programs
+from ..compiled.local_executor import LocalExecutor
 from ..compiled.lowering import StepArguments
+from ..compiled.program_table import WARMUP_THREAD_PREFIX
 from ..compiled.shapes import PHASES, CanonicalShapes, Shape
 from .classes import ShapeClasses, time_steps
 from .probe import Probe, Runs
@@ -92,29 +93,25 @@ class Warmup:
 
     def __init__(
         self,
-        programs: Programs,
+        executor: LocalExecutor,
         shapes: Collection[Shape],
         classes: ShapeClasses,
         goal: WarmupGoal,
         make_speculation: SpeculationFactory,
         classes_key: str | None = None,
     ):
-        self.programs, self.classes, self.goal, self.make_speculation = (
-            programs,
-            classes,
-            goal,
-            make_speculation,
-        )
+        self.programs, self._executor = executor.programs, executor
+        self.classes, self.goal, self.make_speculation = classes, goal, make_speculation
         self.speculation: Any = None
         self.failed: dict[Shape, str] = {}
         self.is_done = self.is_stopped = False
-        self._classes_key, self._shapes = classes_key, {*programs.steps, *shapes}
-        self._missing = compile_order([s for s in shapes if s not in programs.steps])
+        self._classes_key, self._shapes = classes_key, {*self.programs.steps, *shapes}
+        self._missing = compile_order([s for s in shapes if s not in self.programs.steps])
         self._blocks_engine = any(s.phase not in OPTIONAL_PHASES for s in shapes)
         self.wanted: Shape | None = None
         self.is_idle, self._has_made_probe = False, False
         self._num_uncompiled = len(self._missing)
-        self._uncompared = deque(s for s in shapes if s in programs.steps and s not in classes.shapes)
+        self._uncompared = deque(s for s in shapes if s in self.programs.steps and s not in classes.shapes)
         self._lock = threading.Lock()
         self._probe: Probe | None = None
         self._runs: Runs[None] | None = None
@@ -182,7 +179,7 @@ class Warmup:
         if not (self.goal.reproducible or self.goal.depths):
             return
         try:
-            self._probe = Probe(self.programs, self.goal.canonical, self._shapes, is_serving=True)
+            self._probe = Probe(self._executor, self.goal.canonical, self._shapes, is_serving=True)
         except Exception as error:  # noqa: BLE001 - the engine serves with its first shapes
             self.is_done = True
             warn_once(f"no other shapes serve: they cannot be compared: {error_headline(error)}")

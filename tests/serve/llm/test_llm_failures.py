@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("nothing_is_left")
 def disturbed(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: Callable[[int], None]) -> Iterator[list[int]]:
     """Calls `after` with the number of each step once the device has consumed the step's arguments."""
     calls: list[int] = []
-    run = llm.engine.programs.run
+    run = llm.engine.executor.run
 
     def disturb(*arguments):
         result = run(*arguments)
@@ -27,7 +27,7 @@ def disturbed(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: Callable[[int], 
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.programs, "run", disturb)
+        patch.setattr(llm.engine.executor, "run", disturb)
         yield calls
 
 

@@ -13,7 +13,7 @@ from duetto import LLM, SamplingParams
 from duetto.model.draft_pair import PairConfig
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.lowering import abstract_operands, make_abstract_arguments
+from duetto.serve.runtime.compiled.lowering import LocalLowering
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.compiled.sizing import choose_sizes, max_scratch_bytes
 from duetto.serve.runtime.steps.phases import TargetOnly
@@ -90,14 +90,13 @@ def test_fewer_than_usual_are_the_usual_programs():
 
 
 def test_max_logprobs_changes_program_keys_and_planned_memory(tiny):
-    config, params = PairConfig(tiny.config), tiny.params
+    config, params, phases = PairConfig(tiny.config), tiny.params, TargetOnly(tiny.config)
     keys, scratch = set(), []
     for most in (20, 100, -1):
         options = EngineOptions(**SIZES, max_logprobs=most)
         sizes = choose_sizes(config, options, params, None)
-        arguments = make_abstract_arguments(config, params, sizes)
-        given = abstract_operands(Shape("decode", 8, 1), arguments, sizes)
-        keys.add(executable_cache.executable_key(TargetOnly(tiny.config), "decode", given))
+        given = LocalLowering.from_params(phases, params, sizes).operands(Shape("decode", 8, 1))
+        keys.add(executable_cache.executable_key(phases, "decode", given))
         scratch.append(max_scratch_bytes(config, options, "float32"))
     assert len(keys - {None}) == 3
     assert scratch == sorted(set(scratch))

@@ -118,7 +118,7 @@ class Holder:
 
 def test_a_stream_collected_inside_a_step_ends_after_it(llm, monkeypatch):
     expected, released, inside = alone(llm, TWO), [], []
-    run_program, release = llm.engine.programs.run, llm.engine.scheduler.release
+    run_program, release = llm.engine.executor.run, llm.engine.scheduler.release
 
     def collecting(*arguments):
         inside.append(True)
@@ -133,7 +133,7 @@ def test_a_stream_collected_inside_a_step_ends_after_it(llm, monkeypatch):
     gc.disable()
     try:
         Holder(llm)
-        monkeypatch.setattr(llm.engine.programs, "run", collecting)
+        monkeypatch.setattr(llm.engine.executor, "run", collecting)
         monkeypatch.setattr(llm.engine.scheduler, "release", watched)
         assert alone(llm, TWO) == expected
     finally:

@@ -21,7 +21,7 @@ from duetto.kvcache.tables import NULL_PAGE, PageTables
 from duetto.serve.engine.core.engine import MAX_FAILURES
 from duetto.serve.engine.core.request import Request
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+pytestmark = pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
 
 
 class Serving(RuleBasedStateMachine):
@@ -51,9 +51,9 @@ class Serving(RuleBasedStateMachine):
         if options["guesses"]:
             options["decode_steps"] = 1
         options |= {"page_size": size, "pages": -(-tokens // size), "max_model_len": 24}
-        self.engine, self.programs = start(**options)
+        self.engine, self.executor = start(**options)
         tiered = tier and options["caching"] and options["shards"] == 1
-        self.mover = attach(self.engine, self.programs, tier, loses, late) if tiered else None
+        self.mover = attach(self.engine, self.executor, tier, loses, late) if tiered else None
         # seats cost nothing in half of the engines: nobody in line gets one before a shape is full
         cheap = 1e-9 if options["rows"] > 1 else 1.0
         self.engine.prefill_batcher._seconds = lambda s: s.area * (1.0 if s.phase == "prefill" else cheap)
@@ -138,11 +138,11 @@ class Serving(RuleBasedStateMachine):
     @precondition(lambda self: self._may_fail())
     @rule(how=st.sampled_from(["dispatch", "read", "interrupt"]))
     def fail(self, how: str) -> None:
-        self.programs.fail = how
+        self.executor.fail = how
 
     def _may_fail(self) -> bool:
         """Whether no failure is under way, and one more is not the caller's."""
-        pending = self.programs.fail is not None or self.programs.pages.broken
+        pending = self.executor.fail is not None or self.executor.pages.broken
         return not pending and self.engine.num_failures < MAX_FAILURES - 1
 
     def teardown(self) -> None:
@@ -245,7 +245,7 @@ class Serving(RuleBasedStateMachine):
         known = range(min(request.num_computed_tokens, len(request.tokens) - 1))
         for g, pages in enumerate(request.pages):
             for position in (p for p in known if pages[p // W] != NULL_PAGE):
-                cell = self.programs.pages.cells[
+                cell = self.executor.pages.cells[
                     g, self.place(request, g, pages[position // W]), position % W
                 ]
                 assert (cell.position, cell.token) == (position, request.tokens[position])
@@ -272,7 +272,7 @@ class Serving(RuleBasedStateMachine):
         ]
         assert self.options["caching"] or not named
         for g, name, page in named:
-            self._check_name(name, [self.programs.pages.cells[g, page, offset] for offset in range(W)])
+            self._check_name(name, [self.executor.pages.cells[g, page, offset] for offset in range(W)])
 
     def _check_name(self, name: bytes, cells: list[Cell]) -> None:
         (tokens, long, prompt), W = self.book[name], len(cells)

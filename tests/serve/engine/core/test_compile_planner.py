@@ -20,7 +20,7 @@ from duetto.serve.engine.core.scheduler_output import ScheduledTokens, Scheduler
 from duetto.serve.engine.metrics.stats import EngineStats
 from duetto.serve.planner.roofline.report import render_compilations
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.program_table import ProgramTable
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.equal_bits.classes import ShapeClasses
 from duetto.serve.runtime.equal_bits.warmup import WARMUP_THREAD_PREFIX
@@ -118,13 +118,13 @@ def test_work_to_come_is_known_by_what_requests_have_taken(ended, to_come, expec
 @pytest.fixture
 def added(monkeypatch, early) -> Iterator[list[str]]:
     """Names of the shapes that are compiled beside serving."""
-    found, add = list[str](), Programs.add
+    found, add = list[str](), ProgramTable.add
 
-    def noted(programs: Programs, shape: Shape) -> None:
+    def noted(programs: ProgramTable, shape: Shape) -> None:
         found.append(str(shape))
         add(programs, shape)
 
-    monkeypatch.setattr(Programs, "add", noted)
+    monkeypatch.setattr(ProgramTable, "add", noted)
     yield found
     for thread in threading.enumerate():  # what is begun would be kept where the next test looks
         if thread.name.startswith(WARMUP_THREAD_PREFIX):

@@ -7,20 +7,20 @@ import pytest
 from fakes.device import BROKEN, Params, fake_score, next_token
 from fakes.engine import ask, expected, prompt_of, run, start
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+pytestmark = pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
 
 
 def test_next_step_is_dispatched_before_the_last_is_read():
-    engine, programs = start()
+    engine, executor = start()
     engine.submit(ask(prompt_of(0, 6), 8))
     run(engine)
     first_read = {}
-    for at, (event, step) in enumerate(programs.log):
+    for at, (event, step) in enumerate(executor.log):
         if event == "read":
             first_read.setdefault(step, at)
-    assert len(programs.ran) == 8 == len(first_read)
+    assert len(executor.ran) == 8 == len(first_read)
     for step in range(7):
-        assert programs.log.index(("dispatch", step + 1)) < first_read[step]
+        assert executor.log.index(("dispatch", step + 1)) < first_read[step]
 
 
 @pytest.mark.parametrize("budget", [1, 2, 7])
@@ -34,16 +34,16 @@ def test_prompt_scores_are_complete_under_any_budget(budget):
 
 @pytest.mark.parametrize("how", ["dispatch", "read"])
 def test_a_device_that_always_fails_is_the_callers_error(how):
-    engine, programs = start()
+    engine, executor = start()
     request = ask(prompt_of(0, 6), 8)
     engine.submit(request)
     for _ in range(3):
         engine.step()
     with pytest.raises(BROKEN):
         for _ in range(50):
-            programs.fail = how
+            executor.fail = how
             engine.step()
-    programs.fail = None
+    executor.fail = None
     run(engine)  # the request has kept its place, and the engine goes on
     assert request.output_tokens == expected(request)[0]
 

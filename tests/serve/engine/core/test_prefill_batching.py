@@ -143,7 +143,7 @@ def test_requests_that_left_the_queue_are_forgotten():
 def test_an_engine_gathers_prompts_and_changes_no_token(decode_steps):
     found = {}
     for patience in (0.0, math.inf):
-        engine, programs = start(seats=4, budget=16, rows=4, width=4, pages=64, decode_steps=decode_steps)
+        engine, executor = start(seats=4, budget=16, rows=4, width=4, pages=64, decode_steps=decode_steps)
         engine.prefill_batcher._seconds = lambda shape: shape.area if shape.phase == "prefill" else 0.1
         requests = [ask(prompt_of(i, 4), 3 + i * 7 % 9, i) for i in range(40)]
         for request in requests:
@@ -151,6 +151,6 @@ def test_an_engine_gathers_prompts_and_changes_no_token(decode_steps):
             engine.submit(request)
         run(engine)
         assert [(r.output_tokens, r.finish_reason) for r in requests] == [expected(r) for r in requests]
-        found[patience] = sum(shape.phase == "prefill" for shape, _ in programs.ran)
+        found[patience] = sum(shape.phase == "prefill" for shape, _ in executor.ran)
         assert (engine.report()["gathering"]["prompts"] > 0) == (patience > 0)
     assert found[math.inf] < found[0.0]

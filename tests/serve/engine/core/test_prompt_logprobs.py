@@ -7,7 +7,7 @@ from fakes.engine import ask, prompt_of, run, start
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.request import Request
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+pytestmark = pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
 
 SIZES = {"page_size": 4, "pages": 40, "max_model_len": 40, "budget": 64, "chunk": 64, "seats": 4}
 
@@ -25,24 +25,24 @@ def assert_scores(request: Request) -> None:
 
 
 def test_fully_scored_prompts_use_no_cached_page():
-    engine, programs = start(**SIZES)
+    engine, executor = start(**SIZES)
     for _ in range(2):
         request = scored(engine, prompt_of(0, 15))
         run(engine)
         assert_scores(request)
         assert request.num_cached_tokens == 0
-    assert [works for _, works in programs.ran] == [[(0, 0, 15)], [(0, 0, 15)]]
+    assert [works for _, works in executor.ran] == [[(0, 0, 15)], [(0, 0, 15)]]
 
 
 def test_continuations_of_one_context_compute_it_once():
-    engine, programs = start(**SIZES)
+    engine, executor = start(**SIZES)
     context = prompt_of(0, 10)
     requests = [scored(engine, [*context, i, i + 1], 10, i) for i in range(3)]
     run(engine)
     for request in requests:
         assert_scores(request)
     assert [request.num_cached_tokens for request in requests] == [0, 8, 8]
-    assert sum(count for _, works in programs.ran for *_, count in works) == 12 + 4 + 4
+    assert sum(count for _, works in executor.ran for *_, count in works) == 12 + 4 + 4
 
 
 def test_preempted_scored_prompts_find_the_pages_of_their_outputs():
@@ -61,7 +61,7 @@ def test_preempted_scored_prompts_find_the_pages_of_their_outputs():
 
 
 def test_unscored_pages_are_recomputed_when_their_scores_are_wanted():
-    engine, programs = start(**SIZES)
+    engine, executor = start(**SIZES)
     engine.submit(ask(prompt_of(0, 12), 1))
     run(engine)
     whole, end = scored(engine, prompt_of(0, 12)), scored(engine, prompt_of(0, 12), score_from=9, arrival=1)
@@ -69,7 +69,7 @@ def test_unscored_pages_are_recomputed_when_their_scores_are_wanted():
     assert_scores(whole)
     assert_scores(end)
     assert (whole.num_cached_tokens, end.num_cached_tokens) == (0, 8)
-    assert [works for _, works in programs.ran] == [[(0, 0, 12)], [(0, 0, 12)], [(1, 8, 4)]]
+    assert [works for _, works in executor.ran] == [[(0, 0, 12)], [(0, 0, 12)], [(1, 8, 4)]]
 
 
 def test_a_continuation_at_a_page_start_recomputes_the_page_before():

@@ -12,11 +12,11 @@ from fakes.engine import ask, expected, prompt_of, run, start
 
 from duetto.serve.runtime.compiled.shapes import Shape
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+pytestmark = pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
 
 
 def test_decode_never_starves_behind_prompts():
-    engine, programs = start(budget=4, chunk=4, pages=64, decode_steps=3)
+    engine, executor = start(budget=4, chunk=4, pages=64, decode_steps=3)
     writers = [ask(prompt_of(i, 5), 30, i) for i in range(2)]
     for request in writers:
         engine.submit(request)
@@ -26,10 +26,10 @@ def test_decode_never_starves_behind_prompts():
         engine.submit(ask(prompt_of(arrival, 16), 1, arrival))
         running = engine.scheduler.running.values()
         ready = {r.slot for r in running if len(r.prompt) <= r.num_computed_tokens < r.end - 1}
-        before = len(programs.ran)
+        before = len(executor.ran)
         engine.step()
         rows = {phase: [] for phase in ("prefill", "decode")}
-        for shape, works in programs.ran[before:]:
+        for shape, works in executor.ran[before:]:
             rows[shape.phase] += works
         assert {writer.slot for writer in writers} <= ready <= {slot for slot, _, _ in rows["decode"]}
         assert 1 <= sum(count for _, _, count in rows["prefill"]) <= 4
@@ -38,13 +38,13 @@ def test_decode_never_starves_behind_prompts():
 
 
 def test_the_first_prompt_of_the_queue_is_prefilled_first():
-    engine, programs = start(budget=4, chunk=4)
+    engine, executor = start(budget=4, chunk=4)
     engine.submit(ask(prompt_of(0, 20), 1, 0, priority=1))
     engine.step()
     urgent = ask(prompt_of(1, 8), 2, 1, priority=0)
     engine.submit(urgent)
     engine.step()
-    assert programs.ran[-1][1] == [(urgent.slot, 0, 4)]
+    assert executor.ran[-1][1] == [(urgent.slot, 0, 4)]
     run(engine)
 
 
@@ -67,16 +67,16 @@ def test_preempted_requests_return_to_their_queue_position():
 
 @pytest.mark.parametrize("same_bits", [True, False])
 def test_preempted_requests_reuse_pages_that_are_still_cached(same_bits):
-    engine, programs = start(pages=8, page_size=4, seats=2, same_bits=same_bits)
+    engine, executor = start(pages=8, page_size=4, seats=2, same_bits=same_bits)
     first, second = ask(prompt_of(0, 8), 16, 0), ask(prompt_of(1, 8), 16, 1)
     for request in (first, second):
         engine.submit(request)
     while not second.preemptions:
         engine.step()
     engine.abort(first)
-    known, before = len(second.tokens), len(programs.ran)
+    known, before = len(second.tokens), len(executor.ran)
     run(engine)
-    starts = [start for _, works in programs.ran[before:] for _, start, _ in works]
+    starts = [start for _, works in executor.ran[before:] for _, start, _ in works]
     # a full page of the prompt or, where their bits agree, of the outputs; its last pages went to the first
     # request
     assert min(starts) >= 4 and known > 8
@@ -128,23 +128,23 @@ def test_admission_counts_found_pages_that_would_leave_the_free_list():
 
 
 def test_several_decode_steps_while_no_prompt_can_start():
-    engine, programs = start(pages=6, page_size=4, decode_steps=4, max_model_len=24)
+    engine, executor = start(pages=6, page_size=4, decode_steps=4, max_model_len=24)
     engine.submit(ask(prompt_of(0, 8), 12, 0))
     engine.submit(ask(prompt_of(1, 20), 2, 1))
     run(engine)
-    decodes = [works[0][2] for shape, works in programs.ran if shape.phase == "decode"]
+    decodes = [works[0][2] for shape, works in executor.ran if shape.phase == "decode"]
     assert decodes[:2] == [4, 4]
 
 
 def test_several_decode_steps_serve_the_rows_of_one_call():
-    engine, programs = start(decode_steps=4)
+    engine, executor = start(decode_steps=4)
     few = tuple(shape for shape in engine.classes.decode if shape.rows == 1 or shape.tokens == 1)
     engine._set_shape_classes(replace(engine.classes, decode=few))
     requests = [ask(prompt_of(0, 6), 13, 0), ask(prompt_of(1, 6), 4, 1)]
     for request in requests:
         engine.submit(request)
     run(engine)
-    ran = Counter(shape for shape, _ in programs.ran if shape.phase == "decode")
+    ran = Counter(shape for shape, _ in executor.ran if shape.phase == "decode")
     assert ran[Shape("decode", 4, 1)] >= 3 and ran[Shape("decode", 1, 4)] >= 2
     assert [r.output_tokens for r in requests] == [expected(r)[0] for r in requests]
 
@@ -204,18 +204,18 @@ def test_aborting_the_whole_queue_touches_no_entry_twice(monkeypatch):
 
 
 def test_a_short_prompt_costs_a_whole_row_of_the_budget():
-    engine, programs = start(budget=6, chunk=4, rows=3, seats=4)
+    engine, executor = start(budget=6, chunk=4, rows=3, seats=4)
     for arrival in range(4):
         engine.submit(ask(prompt_of(arrival, 1), 1, arrival))
     engine.step()
-    assert [len(works) for _, works in programs.ran] == [3]  # rows of two tokens that share a call
+    assert [len(works) for _, works in executor.ran] == [3]  # rows of two tokens that share a call
 
 
 def test_a_scored_prompt_takes_a_call_for_each_chunk():
-    engine, programs = start(budget=4, chunk=4)
+    engine, executor = start(budget=4, chunk=4)
     engine.submit(ask(prompt_of(0, 10), 1, prompt_logprobs=0))
     run(engine)
-    assert [works for _, works in programs.ran] == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 2)]]
+    assert [works for _, works in executor.ran] == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 2)]]
 
 
 def test_requests_are_preempted_only_within_their_shard():

@@ -40,7 +40,7 @@ from duetto.serve.engine.startup.kernel_checks import (
     require_no_hang,
 )
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.lowering import LocalLowering
 from duetto.serve.runtime.compiled.shapes import Sizes
 from duetto.serve.runtime.multihost import rendezvous
 
@@ -366,7 +366,7 @@ def test_a_start_with_refused_kernels_serves_the_same_tokens(
     # An earlier run may have stored them.
     monkeypatch.setattr(executable_cache, "load_program", lambda *_: None)
     seen = []
-    lower = Programs._lower
+    lower = LocalLowering.lower
 
     def watched(self: Any, shape: Any) -> Any:
         seen.append(
@@ -378,7 +378,7 @@ def test_a_start_with_refused_kernels_serves_the_same_tokens(
             )
         return lower(self, shape)
 
-    monkeypatch.setattr(Programs, "_lower", watched)
+    monkeypatch.setattr(LocalLowering, "lower", watched)
     with LLM(DRAFT, **OPTIONS) as llm:
         assert tokens_of(llm) == expected
         assert key_of(llm) != key

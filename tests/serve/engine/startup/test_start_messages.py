@@ -22,10 +22,12 @@ from duetto.serve.host import progress
 from duetto.serve.jobs.batch.fingerprint import job_fingerprint
 from duetto.serve.llm import llm
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.runtime.compiled import compile as programs
+from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.futures import SplitStep
-from duetto.serve.runtime.compiled.lowering import StepArguments
+from duetto.serve.runtime.compiled.lowering import LocalLowering, StepArguments
+from duetto.serve.runtime.compiled.program_table import ProgramTable, compiling_message
 from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape, Sizes
+from duetto.serve.runtime.compiled.small_programs import SmallPrograms
 from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.equal_bits.probe import Runs
 from duetto.serve.runtime.steps.phases import TargetOnly
@@ -131,19 +133,18 @@ CANONICAL = CanonicalShapes(*SHAPES[:2])
 
 def test_missing_programs_are_announced_and_stored_ones_are_not(tiny, folder, monkeypatch, capfd):
     there: set[str] = set()
-    monkeypatch.setattr(programs.executable_cache, "executable_key", lambda phases, phase, *_: phase)
-    monkeypatch.setattr(
-        programs.executable_cache, "load_program", lambda key, *_: key if key in there else None
-    )
-    monkeypatch.setattr(programs.executable_cache, "compile_and_store", lambda key, *_: key)
-    monkeypatch.setattr(programs, "lower_step", lambda *_: SEATS)
-    monkeypatch.setattr(programs, "lower_sampler", lambda *_: SEATS)
+    monkeypatch.setattr(executable_cache, "executable_key", lambda phases, phase, *_: phase)
+    monkeypatch.setattr(executable_cache, "load_program", lambda key, *_: key if key in there else None)
+    monkeypatch.setattr(executable_cache, "compile_and_store", lambda key, *_: key)
+    monkeypatch.setattr(LocalLowering, "lower", lambda *_: SEATS)
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 600.0)
-    monkeypatch.setattr(programs.Programs, "_lower_small", lambda _: [SEATS] * programs.NUM_SMALL_PROGRAMS)
+    monkeypatch.setattr(LocalLowering, "lower_small", lambda _: SmallPrograms(*[SEATS] * 5))
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
+    lowering = LocalLowering.from_params(TargetOnly(tiny.config), tiny.params, SIZES)
+
     def start() -> list[str]:
-        made: Any = programs.Programs(TargetOnly(tiny.config), tiny.params, SIZES, SHAPES)
+        made: Any = ProgramTable(lowering, SHAPES)
         assert list(made.steps.values()) == [SplitStep("forward", "sample"), "decode", "verify"]
         return capfd.readouterr().err.splitlines()
 
@@ -172,12 +173,12 @@ def test_unused_cpu_kernels_are_reported(tiny, monkeypatch, capfd):
 
 
 def test_deferred_compilations_are_reported(tiny, monkeypatch, capfd):
-    monkeypatch.setattr(programs.executable_cache, "load_program", lambda *_: None)
-    monkeypatch.setattr(programs.executable_cache, "compile_and_store", lambda key, *_: key or "compiled")
-    monkeypatch.setattr(programs, "lower_step", lambda *_: SEATS)
-    monkeypatch.setattr(programs, "lower_sampler", lambda *_: SEATS)
-    monkeypatch.setattr(programs.Programs, "_lower_small", lambda _: [SEATS] * programs.NUM_SMALL_PROGRAMS)
-    made: Any = programs.Programs(TargetOnly(tiny.config), tiny.params, SIZES, SHAPES, SHAPES[:2])
+    monkeypatch.setattr(executable_cache, "load_program", lambda *_: None)
+    monkeypatch.setattr(executable_cache, "compile_and_store", lambda key, *_: key or "compiled")
+    monkeypatch.setattr(LocalLowering, "lower", lambda *_: SEATS)
+    monkeypatch.setattr(LocalLowering, "lower_small", lambda _: SmallPrograms(*[SEATS] * 5))
+    lowering = LocalLowering.from_params(TargetOnly(tiny.config), tiny.params, SIZES)
+    made: Any = ProgramTable(lowering, SHAPES, SHAPES[:2])
     assert (
         tuple(made.steps) == SHAPES[:2]
         and made.missing == [SHAPES[2]]
@@ -208,7 +209,7 @@ class Silent(SimpleNamespace):
         )
 
 
-FAKE = SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES))
+FAKE = SimpleNamespace(programs=SimpleNamespace(sizes=SIZES, steps=dict.fromkeys(SHAPES)))
 
 
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes
@@ -222,9 +223,9 @@ def test_probing_is_reported(monkeypatch, capfd):
 
 def test_only_stored_programs_are_reported_as_stored(folder):
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    assert programs.compiling_message(12) == "compiling 12 programs, kept for the next start"
+    assert compiling_message(12) == "compiling 12 programs, kept for the next start"
     jax.config.update("jax_compilation_cache_dir", None)
-    assert programs.compiling_message(1) == "compiling 1 program"
+    assert compiling_message(1) == "compiling 1 program"
 
 
 @pytest.mark.usefixtures("unchecked")  # its programs are fakes

@@ -25,7 +25,7 @@ from duetto.serve.kv.disagg.shared_memory import PROOF_BYTES, SharedMemoryReader
 from duetto.serve.kv.disagg.tcp import TcpTransport
 from duetto.serve.kv.disagg.transport import make_transports
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+pytestmark = pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
 KEY, PAGE = b"n" * 16 + b"\0", os.urandom(64)
 
 

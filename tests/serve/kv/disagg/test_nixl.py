@@ -124,7 +124,7 @@ def test_pages_are_read_again_after_a_process_is_killed(agents, monkeypatch):
 
 
 @pytest.mark.extras
-@pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+@pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
 def test_pages_are_computed_in_one_engine_and_found_in_another(agents):
     side = PrefillSide(ways=agents[0])
     far = far_at(side.port, ways=agents[1])

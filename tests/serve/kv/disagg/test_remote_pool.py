@@ -10,14 +10,14 @@ from duetto.serve.kv.disagg.service import PrefillService
 from duetto.serve.kv.offload.tier import TierChain
 from duetto.serve.options.engine import EngineOptions
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+pytestmark = pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
 
 
 def decoding(**sources: PrefillService):
     """An engine, and the engines that it asks, by their addresses."""
-    engine, programs = start(**SIZES)
+    engine, executor = start(**SIZES)
     peers = RemoteKVPool({place: RemoteKVTier(source, SOON) for place, source in sources.items()})
-    peers.expect_realm(REALM, tiered(engine, programs, TierChain([peers]), peers))
+    peers.expect_realm(REALM, tiered(engine, executor, TierChain([peers]), peers))
     return engine, peers
 
 

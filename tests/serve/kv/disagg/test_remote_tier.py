@@ -6,7 +6,7 @@ import pytest
 from fakes.engine import ask, expected, prompt_of, run
 from fakes.handover import FakeSource, decode_side, peer_of, soon
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+pytestmark = pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
 
 
 def waiting(source: FakeSource, *requests, **sizes):

@@ -14,7 +14,7 @@ from duetto.serve.kv.offload.tier import TierChain
 from duetto.serve.kv.offload.write_behind import WriteBehindTier
 from duetto.serve.runtime.compiled.transfers import MAX_OFFERED_PAGES
 
-pytestmark = pytest.mark.usefixtures("unchecked")  # the programs are fakes, and so is what they take
+pytestmark = pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
 
 
 def serve(engine, mover: HandMover | None, *requests) -> None:
@@ -31,20 +31,20 @@ def serve(engine, mover: HandMover | None, *requests) -> None:
 
 def flooded(pages: int = 8, tier: int = 100, **options):
     """An engine whose pool has lost the pages of a first request, and that request."""
-    engine, programs = start(pages=pages, page_size=4, max_model_len=4 * pages, **options)
-    mover = attach(engine, programs, tier)
+    engine, executor = start(pages=pages, page_size=4, max_model_len=4 * pages, **options)
+    mover = attach(engine, executor, tier)
     first = ask(prompt_of(0, 13), 2, 0)
     serve(engine, mover, first)
     serve(engine, mover, ask(prompt_of(1, 4 * pages - 2), 2, 1))
-    return engine, programs, mover
+    return engine, executor, mover
 
 
 def test_pages_that_the_pool_loses_come_back():
-    engine, programs, mover = flooded()
-    again, before = ask(prompt_of(0, 13), 2, 2), len(programs.ran)
+    engine, executor, mover = flooded()
+    again, before = ask(prompt_of(0, 13), 2, 2), len(executor.ran)
     serve(engine, mover, again)
     assert again.num_cached_tokens == 12 and engine.report()["tiers"]["fetched"] == 3
-    computed = [row for shape, rows in programs.ran[before:] for row in rows if shape.phase == "prefill"]
+    computed = [row for shape, rows in executor.ran[before:] for row in rows if shape.phase == "prefill"]
     assert computed == [(again.slot or 0, 12, 1)]
 
 
@@ -131,8 +131,8 @@ def test_an_abort_during_a_page_fetch_frees_everything():
 
 
 def test_an_abort_during_an_offload_keeps_the_pages():
-    engine, programs = start(pages=8, page_size=4, seats=2)
-    mover = attach(engine, programs, 100)
+    engine, executor = start(pages=8, page_size=4, seats=2)
+    mover = attach(engine, executor, 100)
     first, gone = ask(prompt_of(0, 8), 16, 0), ask(prompt_of(1, 13), 12, 1)
     for request in (first, gone):
         engine.submit(request)
@@ -149,8 +149,8 @@ def test_an_abort_during_an_offload_keeps_the_pages():
 
 def test_a_preempted_request_goes_on_from_its_pages():
     """Decode writes other bits than prefill here: without a tier its outputs are fed through decode again."""
-    engine, programs = start(pages=8, page_size=4, seats=2, same_bits=False)
-    mover = attach(engine, programs, 100)
+    engine, executor = start(pages=8, page_size=4, seats=2, same_bits=False)
+    mover = attach(engine, executor, 100)
     first, second = ask(prompt_of(0, 8), 16, 0), ask(prompt_of(1, 8), 16, 1)
     for request in (first, second):
         engine.submit(request)
@@ -195,8 +195,8 @@ def test_one_delayed_fetch_hardly_changes_the_estimate():
 
 def test_pages_beyond_the_offload_queue_are_dropped():
     pages = 2 * MAX_OFFERED_PAGES
-    engine, programs = start(pages=pages, page_size=1, max_model_len=pages, budget=64, chunk=64)
-    mover = attach(engine, programs, 10 * pages)
+    engine, executor = start(pages=pages, page_size=1, max_model_len=pages, budget=64, chunk=64)
+    mover = attach(engine, executor, 10 * pages)
     for family in range(2):
         request = ask(prompt_of(family, pages - 2), 2, family)
         engine.submit(request)
@@ -247,24 +247,24 @@ def test_a_fetch_holds_nothing_once_its_pages_are_taken():
 
 def test_prompts_share_a_prefix_too_slow_to_fetch():
     """The first computes it; the others wait for its pages rather than compute the same."""
-    engine, programs, mover = flooded(seats=4)
+    engine, executor, mover = flooded(seats=4)
     serve(engine, mover, ask(prompt_of(0, 13), 2, 2))
     serve(engine, mover, ask(prompt_of(1, 30), 2, 3))
     tiers = engine.page_finder
     assert isinstance(tiers, KVOffloader)
     tiers.token_seconds, tiers._fetch_decisions = lambda: 1e-12, 0
     mover.fetch_rates.extend([1e9] * MIN_RATE_FETCHES)
-    requests, before = [ask(prompt_of(0, 13, own=1), 2, 4 + i) for i in range(3)], len(programs.ran)
+    requests, before = [ask(prompt_of(0, 13, own=1), 2, 4 + i) for i in range(3)], len(executor.ran)
     serve(engine, mover, *requests)
     computed = sum(
-        count for shape, rows in programs.ran[before:] if shape.phase == "prefill" for *_, count in rows
+        count for shape, rows in executor.ran[before:] if shape.phase == "prefill" for *_, count in rows
     )
     assert [r.num_cached_tokens for r in requests] == [0, 12, 12] and computed == 13 + 1 + 1
 
 
 def test_outputs_recomputed_by_decode_are_found_next_time():
-    engine, programs = start(pages=8, page_size=4, seats=2, same_bits=False)
-    mover = attach(engine, programs, 100)
+    engine, executor = start(pages=8, page_size=4, seats=2, same_bits=False)
+    mover = attach(engine, executor, 100)
     request = ask(prompt_of(0, 6), 20, 0)
     engine.submit(request)
     while len(request.tokens) < 18:

@@ -35,7 +35,7 @@ from duetto.serve.planner.roofline.targets import (
     target_lowering,
 )
 from duetto.serve.planner.roofline.thunks import compile_with_thunks
-from duetto.serve.runtime.compiled.lowering import StepArguments, abstract_operands, lower_programs
+from duetto.serve.runtime.compiled.lowering import LocalLowering, StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape
 from duetto.serve.runtime.steps.phases import TargetOnly
 
@@ -130,7 +130,7 @@ def test_recurrent_states_are_updated_in_place(
     plan = dataclasses.replace(plan, options=options, sizes=sizes)
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
     with target_lowering(plan.target):
-        lowered = lower_programs(TargetOnly(plan.config), shape, arguments, plan.sizes)
+        lowered = LocalLowering(TargetOnly(plan.config), arguments, plan.sizes).lower_all(shape)
         xla_options = compiler_options(plan.target) | COLLECTIVES
         compiled = [compile_with_thunks(program, xla_options) for program in lowered]
     pools = describe_pool_buffers(shape, plan.config.layers, arguments.cache, plan.context)
@@ -178,7 +178,9 @@ def test_flags_for_reproducible_results_add_no_sort(shape: Shape):
     """Writes of keys and of the slots' state have indices that are unique: nothing is sorted for them."""
     plan, draws = job_for(found_target("h200")), shape.phase == "decode"
     with target_lowering(plan.target), nullcontext() if draws else greedy_programs():
-        lowered = lower_programs(TargetOnly(plan.config), shape, abstract_arguments(plan), plan.sizes)
+        lowered = LocalLowering(TargetOnly(plan.config), abstract_arguments(plan), plan.sizes).lower_all(
+            shape
+        )
         options = compiler_options(plan.target)
         usual, strict = (
             "".join(
@@ -197,8 +199,8 @@ def test_two_programs_move_the_bytes_of_a_fused_step():
     plan = job_for(found_target("h200"))
     arguments, shape = abstract_arguments(plan), Shape("decode", 64, 1)
     with target_lowering(plan.target):
-        parts = lower_programs(TargetOnly(plan.config), shape, arguments, plan.sizes)
-        operands = abstract_operands(shape, arguments, plan.sizes)
+        lowering = LocalLowering(TargetOnly(plan.config), arguments, plan.sizes)
+        parts, operands = lowering.lower_all(shape), lowering.operands(shape)
         fused = jax.jit(TargetOnly(plan.config).decode, donate_argnums=(1, 2)).lower(*operands)
         compiled = [part.compile(compiler_options(plan.target)) for part in (fused, *parts)]
     whole, forward, sample = map(read_program_facts, compiled)

@@ -28,7 +28,7 @@ from duetto.model.transformer import decoder_spec
 from duetto.model.tree import shapes_from_specs
 from duetto.serve.cli.main import main
 from duetto.serve.planner.engine_plan import abstract_params
-from duetto.serve.runtime.compiled.lowering import make_abstract_arguments, lower_programs
+from duetto.serve.runtime.compiled.lowering import LocalLowering
 from duetto.serve.runtime.steps.phases import TargetOnly
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.planner.roofline.presets import PRESETS
@@ -65,8 +65,7 @@ def thunks(kind, phase, rows, tokens):
         phases = DraftSpeculation(pair, DraftModelProposer(config, "rejection"), "rejection")
     sizes = Sizes(4096, 64, (1024,) * len(pair.windows), 64, hidden=hidden)
     with target_lowering(target), greedy_programs() if kind in ("latent", "experts") else nullcontext():
-        arguments = make_abstract_arguments(pair, params, sizes)
-        lowered = lower_programs(phases, Shape(phase, rows, tokens), arguments, sizes)
+        lowered = LocalLowering.from_params(phases, params, sizes).lower_all(Shape(phase, rows, tokens))
     return [asdict(compile_with_thunks(program, compiler_options(target))[1]) for program in lowered]
 
 

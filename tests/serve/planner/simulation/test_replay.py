@@ -86,7 +86,7 @@ def recorded(engine: Engine) -> Run:
     """A run of the workload by a clock of its own."""
     run, clock, coming = Run(), Ticking(), workload()
     engine.stats.now = clock
-    engine.programs.batch = run.noting(engine.programs.batch)
+    engine.executor.batch = run.noting(engine.executor.batch)
     engine.stats.on_call = lambda shape, cached, seconds: run.seconds.append(seconds)
     count = 0
     while coming or engine.has_work:
@@ -123,7 +123,7 @@ def replayed(engine: Engine, options: EngineOptions, run: Run) -> Run:
     own = Simulation(
         TINY, params, options, engine.sizes, Recorded(run.seconds), "cpu", classes=engine.classes
     )
-    own.programs.batch = found.noting(own.programs.batch)
+    own.executor.batch = found.noting(own.executor.batch)
     coming = workload()
     for begin in run.begins:
         assert own.clock() <= begin, "a step took longer than in the run"

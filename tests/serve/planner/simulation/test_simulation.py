@@ -102,7 +102,7 @@ def test_host_work_overlaps_the_device_until_it_takes_longer():
 def test_a_processor_that_runs_its_own_calls_hides_nothing():
     def between(inline: bool) -> float:
         own = simulation(Even(), host=0.4)
-        own.programs._inline = inline
+        own.executor._inline = inline
         return served(own, [TraceEntry(0.0, 100, 41)])["tpot"]["p50"]
 
     assert between(True) == pytest.approx(1.4, rel=0.05)

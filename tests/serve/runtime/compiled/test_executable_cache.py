@@ -16,9 +16,11 @@ from suite.fixtures import Model
 
 from duetto import LLM, SamplingParams
 from duetto.model.gpus import Gpu
-from duetto.serve.runtime.compiled import compile as programs
-from duetto.serve.runtime.compiled import executable_cache
+from duetto.serve.runtime.compiled import executable_cache, lowering
+from duetto.serve.runtime.compiled.lowering import LocalLowering
+from duetto.serve.runtime.compiled.program_table import ProgramTable
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
+from duetto.serve.runtime.compiled.small_programs import SmallPrograms
 from duetto.serve.runtime.equal_bits import classes
 from duetto.serve.runtime.steps.phases import TargetOnly
 
@@ -72,7 +74,7 @@ def test_a_second_start_neither_lowers_nor_probes(one_layer, first, folder, monk
     shutil.copytree(first.folder, folder, dirs_exist_ok=True)
     kept_files = list((folder / "duetto").iterdir())
     assert len(kept_files) == 7  # prefill[1,64], [2,32], decode[8,1], sample[8], classes, cost, checksums
-    monkeypatch.setattr(programs, "lower_step", fails)
+    monkeypatch.setattr(LocalLowering, "lower", fails)
     monkeypatch.setattr(classes, "probe_classes", fails)
     assert tokens(one_layer, folder) == first.tokens
 
@@ -135,10 +137,10 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
 @pytest.fixture
 def seats(monkeypatch: pytest.MonkeyPatch) -> Sizes:
     """Sizes of an engine whose programs are none, as on an H200."""
-    small = [SimpleNamespace(compile=dict)] * programs.NUM_SMALL_PROGRAMS
-    monkeypatch.setattr(programs, "gpu_from_device", lambda device: Gpu("NVIDIA H200", (9, 0)))
-    monkeypatch.setattr(programs, "lower_step", lambda *_: None)
-    monkeypatch.setattr(programs.Programs, "_lower_small", lambda self: small)
+    small = SmallPrograms(*[SimpleNamespace(compile=dict)] * 5)
+    monkeypatch.setattr(lowering, "gpu_from_device", lambda device: Gpu("NVIDIA H200", (9, 0)))
+    monkeypatch.setattr(LocalLowering, "lower", lambda *_: None)
+    monkeypatch.setattr(LocalLowering, "lower_small", lambda self: small)
     return Sizes(max_model_len=64, max_num_seqs=128, pages=(16,), page_size=64)
 
 
@@ -149,8 +151,9 @@ def test_steps_of_the_contract_are_compiled_and_stored_by_themselves(tiny, seats
         executable_cache, "compile_and_store", lambda *key_and_options: given.append(key_and_options)
     )
     shapes = [Shape("decode", rows, 1) for rows in (64, 128)]
+    local = LocalLowering.from_params(TargetOnly(tiny.config), tiny.params, seats)
     for reproducible in (False, True):
-        programs.Programs(TargetOnly(tiny.config), tiny.params, seats, shapes, reproducible=reproducible)
+        ProgramTable(local, shapes, reproducible=reproducible)
     keys = {(key, "TRITON" in str(options)) for key, _, options in given}
     assert len(given) == 4 and len(keys) == 3 and sum(has_triton_alone for _, has_triton_alone in keys) == 1
 
@@ -163,7 +166,8 @@ def test_steps_that_cannot_do_without_cublas_use_it(tiny, seats, monkeypatch, ca
 
     monkeypatch.setattr(executable_cache, "compile_and_store", compile)
     shape = Shape("decode", 128, 1)
-    made = programs.Programs(TargetOnly(tiny.config), tiny.params, seats, [shape], reproducible=True)
+    local = LocalLowering.from_params(TargetOnly(tiny.config), tiny.params, seats)
+    made = ProgramTable(local, [shape], reproducible=True)
     assert made.steps == {shape: "with cuBLAS"}
     assert "decode[128,1] may have bits of its own" in caplog.text
 

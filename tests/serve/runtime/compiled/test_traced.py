@@ -15,7 +15,7 @@ from duetto.model.draft_pair import PairConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import shapes_from_specs
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.lowering import lower_programs, make_abstract_arguments
+from duetto.serve.runtime.compiled.lowering import LocalLowering, make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.steps.phases import TargetOnly
 
@@ -31,10 +31,10 @@ BEGINNINGS = (
     "serve.engine.startup.bfloat16_gain",
     "serve.engine.startup.kernel_cases",
     "serve.engine.startup.kernel_checks",
-    "serve.runtime.compiled.compile",
+    "serve.runtime.compiled.local_executor",
     "serve.runtime.compiled.transfers",
     "serve.runtime.equal_bits.warmup",
-    "serve.runtime.pipeline.programs",
+    "serve.runtime.pipeline.pipeline_lowering",
 )
 # What these say reaches a program by its key and its arguments alone: no step is traced from them.
 BESIDE = ("serve.host", "serve.options", "refusals", "option_fields", "neutral_values", "user_folders")
@@ -113,7 +113,7 @@ def test_a_step_calls_no_other_code_while_it_is_traced(name):
     sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_filename))
     try:
         for shape in (Shape("prefill", 1, 16), Shape("decode", 8, 1)):
-            lower_programs(TargetOnly(config), shape, arguments, sizes)
+            LocalLowering(TargetOnly(config), arguments, sizes).lower_all(shape)
     finally:
         sys.setprofile(before)
     counter = "serve.engine.metrics.stats"  # jax calls its listener at each compilation

@@ -15,7 +15,8 @@ from duetto import LLM, SamplingParams
 from duetto.kvcache.tables import PageTables
 from duetto.serve.engine.startup import start
 from duetto.serve.runtime.compiled import executable_cache
-from duetto.serve.runtime.compiled.compile import Programs
+from duetto.serve.runtime.compiled.local_executor import LocalExecutor
+from duetto.serve.runtime.compiled.program_table import ProgramTable
 from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape
 from duetto.serve.runtime.equal_bits.probe import Probe
 from duetto.serve.runtime.equal_bits.warmup import Warmup, compile_order, first_shapes
@@ -31,15 +32,15 @@ class Gate:
     """Holds the compilation of what comes later back until it opens; some shapes cannot be compiled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.open, self.broken, add = threading.Event(), set[str](), Programs.add
+        self.open, self.broken, add = threading.Event(), set[str](), ProgramTable.add
 
-        def later(programs: Programs, shape: Shape) -> None:
+        def later(programs: ProgramTable, shape: Shape) -> None:
             assert self.open.wait(PATIENCE)
             if str(shape) in self.broken:
                 raise RuntimeError(f"no room to compile {shape}")
             add(programs, shape)
 
-        monkeypatch.setattr(Programs, "add", later)
+        monkeypatch.setattr(ProgramTable, "add", later)
 
 
 @pytest.fixture
@@ -113,14 +114,14 @@ def test_programs_that_cannot_be_compiled_are_left_out(cold, warm, gate, caplog)
 @pytest.mark.parametrize("serving", [True, full(False)])
 def test_a_device_that_fails_while_it_compares(cold, warm, gate, monkeypatch, serving):
     """However often it fails: no caller hears of it, and the first programs go on."""
-    run, expected = Programs.run, answers(warm)
+    run, expected = LocalExecutor.run, answers(warm)
 
-    def fails(programs: Programs, shape: Shape, *rest: Any) -> Any:
+    def fails(executor: LocalExecutor, shape: Shape, *rest: Any) -> Any:
         if str(shape) not in ("prefill[1,64]", "decode[8,1]"):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
-        return run(programs, shape, *rest)
+        return run(executor, shape, *rest)
 
-    monkeypatch.setattr(Programs, "run", fails)
+    monkeypatch.setattr(LocalExecutor, "run", fails)
     gate.open.set()
     while serving and cold.engine.warmup is not None:
         assert answers(cold) == expected
@@ -159,7 +160,7 @@ def test_warm_up_goes_on_after_a_stop_token(cold, gate):
 def test_what_another_thread_compiles_meanwhile_is_compared_too(one_layer, warm, early, monkeypatch):
     """Of several threads one may take a shape, the largest, before the pages are counted that comparing
     takes."""
-    prepare, add = Warmup._make_probe, Programs.add
+    prepare, add = Warmup._make_probe, ProgramTable.add
     taken, counted = threading.Event(), threading.Event()
 
     def late(warmup: Warmup) -> None:
@@ -167,13 +168,13 @@ def test_what_another_thread_compiles_meanwhile_is_compared_too(one_layer, warm,
         prepare(warmup)
         counted.set()
 
-    def slow(programs: Programs, shape: Shape) -> None:
+    def slow(programs: ProgramTable, shape: Shape) -> None:
         taken.set()
         assert counted.wait(PATIENCE)
         add(programs, shape)
 
     monkeypatch.setattr(Warmup, "_make_probe", late)
-    monkeypatch.setattr(Programs, "add", slow)
+    monkeypatch.setattr(ProgramTable, "add", slow)
     monkeypatch.setattr(executable_cache, "num_cores", lambda: 4)
     with LLM.from_params(one_layer.config, one_layer.params, **SIZES) as llm:
         wait(llm)

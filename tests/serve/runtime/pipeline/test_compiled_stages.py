@@ -19,8 +19,8 @@ from duetto.serve.planner.roofline.program_facts import read_program_facts
 from duetto.serve.planner.roofline.targets import target_lowering
 from duetto.serve.runtime.compiled.lowering import make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape
-from duetto.serve.runtime.pipeline.lowering import StageLowering
 from duetto.serve.runtime.pipeline.route import make_route
+from duetto.serve.runtime.pipeline.stage_lowering import StageLowering
 from duetto.serve.runtime.steps.phases import TargetOnly
 
 STAGES = 3  # the first, one between, and the last

@@ -1,6 +1,7 @@
-"""Protocol `StepPrograms`: the device programs of an engine."""
+"""Protocol `Executor`: how an engine's calls reach the devices."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,10 +16,7 @@ from .steps.step import SlotContents
 
 @runtime_checkable
 class StepPrograms(Protocol):
-    """Programs that an engine calls in every step.
-
-    Cache and slots are donated: use only the returned ones. Under a pipeline they and the output are futures;
-    `futures.wait_result(x)` waits for them.
+    """Compiled programs of an engine.
 
     abstract_arguments: a step's arguments as shapes, with dtypes and placement.
     steps: compiled programs, by shape.
@@ -35,6 +33,31 @@ class StepPrograms(Protocol):
     def steps(self) -> dict[Shape, Any]: ...
     @property
     def uptime_seconds(self) -> float: ...
+
+    def step_parts(self, shape: Shape, /) -> list[Any]:
+        """Return the compiled programs of a step."""
+        ...
+
+    def matmul_tuning_hash(self, shapes: Iterable[Shape], /) -> str | None:
+        """Return a hash of the configuration of matrix products in these shapes; None on a CPU."""
+        ...
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Calls of an engine's programs.
+
+    Cache and slots are donated: use only the returned ones. In a pipeline or a group of processes they and
+    the output are futures; `futures.wait_result(x)` waits for them.
+
+    programs: the programs.
+    can_defer_sampling: True if a decode may sample later than its forward pass (`run_forward`).
+    """
+
+    @property
+    def programs(self) -> StepPrograms: ...
+    @property
+    def can_defer_sampling(self) -> bool: ...
 
     def assign_slot(self, slots: Any, slot: np.int32, contents: SlotContents, /) -> Any:
         """Assign a slot to a request; returns the slots."""
@@ -58,7 +81,7 @@ class StepPrograms(Protocol):
 
     def run_forward(self, shape: Shape, arguments: StepArguments, batch: Any, /) -> tuple[Any, PendingSample]:
         """Dispatch the forward pass of a step; returns the cache and the pending draw. Raises
-        NotImplementedError if steps are one program."""
+        NotImplementedError unless it `can_defer_sampling`."""
         ...
 
     def fresh_arguments(self, params: EngineParams, failure: BaseException | None = None, /) -> StepArguments:
@@ -66,28 +89,36 @@ class StepPrograms(Protocol):
         step that raised `failure` are released."""
         ...
 
-    def matmul_tuning_hash(self, shapes: Iterable[Shape], /) -> str | None:
-        """Return a hash of the configuration of matrix products in these shapes; None on a CPU."""
-        ...
-
-    def step_parts(self, shape: Shape, /) -> list[Any]:
-        """Return the compiled programs of a step."""
-        ...
-
     def report(self) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
+@dataclass
 class NullPrograms:
-    """Programs without a device: they keep no state, and a subclass decides which tokens `run` samples."""
+    """Programs of no device."""
 
-    uptime_seconds = 0.0
+    config: Any
+    sizes: Sizes
+    abstract_arguments: StepArguments
+    steps: dict[Shape, Any] = field(default_factory=dict)
+    uptime_seconds: float = 0.0
+
+    def step_parts(self, shape: Shape) -> list[Any]:
+        return []
+
+    def matmul_tuning_hash(self, shapes: Iterable[Shape]) -> None:
+        return None
+
+
+class NullExecutor:
+    """Executor without a device: it keeps no state, and a subclass decides which tokens `run` samples."""
+
+    can_defer_sampling = False
 
     def __init__(self, config: Any, sizes: Sizes):
-        self.config, self.sizes = config, sizes
-        self.steps: dict[Shape, Any] = {}
         nothing: Any = None
-        self.abstract_arguments = StepArguments(nothing, nothing, nothing)
+        self.programs = NullPrograms(config, sizes, StepArguments(nothing, nothing, nothing))
+        self.config, self.sizes = config, sizes
 
     def assign_slot(self, slots: Any, slot: np.int32, contents: SlotContents) -> Any:
         return slots
@@ -102,12 +133,6 @@ class NullPrograms:
 
     def fresh_arguments(self, params: Any, failure: BaseException | None = None) -> StepArguments:
         return StepArguments(params, None, None)
-
-    def step_parts(self, shape: Shape) -> list[Any]:
-        return []
-
-    def matmul_tuning_hash(self, shapes: Iterable[Shape]) -> None:
-        return None
 
     def report(self) -> dict[str, Any]:
         return {}
