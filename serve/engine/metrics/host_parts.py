@@ -9,12 +9,15 @@ from jax.profiler import TraceAnnotation
 PART_NAMES = ("schedule", "put", "batch", "dispatch", "wait", "commit", "detokenize", "other")
 Span = tuple[str, float, float]  # name of a part; its begin and its end in seconds of `time.perf_counter`
 
+is_profiling = TraceAnnotation.is_enabled  # while no profile is recorded, no annotation is made
+
 
 class HostPart:
     """A part of a step: `with part:` counts the block's seconds, and a profile shows the block as
     `duetto.<name>`.
 
-    A block inside of another part's interrupts that part: no second is counted twice.
+    A block inside of another part's interrupts that part: no second is counted twice. A block costs 0.3 us,
+    so its code is not divided into functions.
     """
 
     __slots__ = ("_label", "_parts", "name", "seconds")
@@ -24,19 +27,29 @@ class HostPart:
 
     def __enter__(self) -> None:
         parts = self._parts
-        annotation = TraceAnnotation(self._label) if TraceAnnotation.is_enabled() else None
-        parts._outer.append((parts._current, annotation))
-        parts._switch_to(self)
+        outer, annotation = parts._current, TraceAnnotation(self._label) if is_profiling() else None
+        parts._outer.append((outer, annotation))
+        now = perf_counter()
+        if outer is not None:
+            outer.seconds += now - parts._since
+            if parts._spans is not None:
+                parts._spans.append((outer.name, parts._since, now))
+        parts._current, parts._since = self, now
 
-    def __exit__(self, *_: object) -> None:
-        outer, annotation = self._parts._outer.pop()
-        self._parts._switch_to(outer)
+    def __exit__(self, kind: object, value: object, traceback: object) -> None:
+        parts = self._parts
+        now = perf_counter()
+        self.seconds += now - parts._since
+        if parts._spans is not None:
+            parts._spans.append((self.name, parts._since, now))
+        parts._since = now
+        parts._current, annotation = parts._outer.pop()
         if annotation is not None:
             annotation.__exit__(None, None, None)
 
     def count_since(self, begin: float) -> None:
-        """Count the seconds since `begin` as this part's, instead of the current block's. It costs a third of
-        a block and is in no profile: for what happens once a row."""
+        """Count the seconds since `begin` as this part's, instead of the current block's. It costs 0.13 us
+        and is in no profile: for what happens once a row."""
         parts = self._parts
         elapsed = perf_counter() - begin
         self.seconds += elapsed
@@ -85,11 +98,3 @@ class HostParts:
             yield self._spans
         finally:
             self._spans = None
-
-    def _switch_to(self, part: HostPart | None) -> None:
-        now = perf_counter()
-        if (current := self._current) is not None:
-            current.seconds += now - self._since
-            if self._spans is not None:
-                self._spans.append((current.name, self._since, now))
-        self._current, self._since = part, now
