@@ -163,6 +163,9 @@ class Recorder:
         return Observed(*(jnp.stack(values, 2) if values else None for values in (self._experts, hidden)))
 
 
+NULL_RECORDER = Recorder(ObserveOptions())  # records nothing
+
+
 @jax.named_scope("embed_tokens")
 def embed_tokens(
     params: Decoder, c: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
@@ -220,22 +223,60 @@ def run_layer(
     state: Any,
     i: int,
     layer_input: Float[Array, "B T P"] | None = None,
-    recorder: Recorder | None = None,
+    recorder: Recorder = NULL_RECORDER,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """Run one layer: x + mix(norm(x)), then x + ffn(norm(x)). Returns x and attend's state after layer i.
+    """Run layer i: h = x + mix(norm(x)), then h + ffn(norm(h)). Returns that, and attend's new state.
 
     `layer_input`: the layer's own input (Gemma 3n and 4), or None.
     """
-    inner = apply_norm(c, x, w.attention_norm)
-    state, mixed = run_mixers(w, kind, inner, rotary, attend, state, i)
-    outer = add_residual(c, x, mixed, w.attention_post_norm)
+    h, ffn_input, state = run_attention_sublayer(w, kind, c, x, rotary, attend, state, i)
     if kind.ffn is None:
-        return outer, state
-    inner = compute_ffn_input(w, c, x, inner, outer)
-    if recorder is not None:
-        recorder.record_experts(w.ffn, kind, inner)
-    ffn_output = run_ffn(w.ffn, kind, inner)
-    return add_ffn_residual(w, c, outer, ffn_output, layer_input), state
+        return h, state
+    recorder.record_experts(w.ffn, kind, ffn_input)
+    return add_ffn_residual(w, c, h, run_ffn(w.ffn, kind, ffn_input), layer_input), state
+
+
+def run_attention_sublayer(
+    w: Layer,
+    kind: LayerKind,
+    c: ModelConfig,
+    x: Float[Array, "B T D"],
+    rotary: RotaryFactors | None,
+    attend: Attend,
+    state: Any,
+    i: int,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
+    """Run layer i up to its feed-forward layer, which may be on other devices: h = x + mix(norm(x)).
+
+    Returns h, the feed-forward layer's input, and attend's new state. The input is norm(h); in a parallel
+    layer it is norm(x), whose norm may be the mixers' own.
+    """
+    normed = apply_norm(c, x, w.attention_norm)
+    state, mixed = run_mixers(w, kind, normed, rotary, attend, state, i)
+    h = add_residual(c, x, mixed, w.attention_post_norm)
+    if c.parallel is None:
+        return h, apply_norm(c, h, w.ffn_norm), state
+    return h, normed if w.ffn_norm is None else apply_norm(c, x, w.ffn_norm), state
+
+
+def run_ffn(w: Any, kind: LayerKind, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """Run the feed-forward layer on normed x. It mixes no tokens and keeps no state."""
+    with jax.named_scope("experts" if isinstance(kind.ffn, Experts) else "ffn"):
+        return SUBLAYERS[type(kind.ffn)][1](w, kind.ffn, x)
+
+
+def add_ffn_residual(
+    w: Layer,
+    c: ModelConfig,
+    h: Float[Array, "B T D"],
+    ffn_output: Float[Array, "B T D"],
+    layer_input: Float[Array, "B T P"] | None = None,
+) -> Float[Array, "B T D"]:
+    """Add the feed-forward layer's output to the residual stream h, and finish the layer."""
+    x = add_residual(c, h, ffn_output, w.ffn_post_norm)
+    if w.input is not None:
+        x = add_layer_input(w.input, c, x, layer_input)
+    return x if w.scale is None else x * w.scale[None, None]
 
 
 def run_mixers(
@@ -258,63 +299,6 @@ def run_mixers(
             )
             outputs.append(apply_scale(out, scale_out))
     return state, sum(outputs[1:], outputs[0])
-
-
-def compute_ffn_input(
-    w: Layer,
-    c: ModelConfig,
-    x: Float[Array, "B T D"],
-    inner: Float[Array, "B T D"],
-    outer: Float[Array, "B T D"],
-) -> Float[Array, "B T D"]:
-    """Return the feed-forward layer's normed input.
-
-    It is `outer`, x after the mixers. In a parallel layer it is x, whose norm may be the mixers' own,
-    `inner`.
-    """
-    if c.parallel is None:
-        return apply_norm(c, outer, w.ffn_norm)
-    return inner if w.ffn_norm is None else apply_norm(c, x, w.ffn_norm)
-
-
-def run_ffn(w: Any, kind: LayerKind, inner: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Run the feed-forward layer, which mixes no tokens and keeps no state."""
-    with jax.named_scope("experts" if isinstance(kind.ffn, Experts) else "ffn"):
-        return SUBLAYERS[type(kind.ffn)][1](w, kind.ffn, inner)
-
-
-def add_ffn_residual(
-    w: Layer,
-    c: ModelConfig,
-    outer: Float[Array, "B T D"],
-    ffn_output: Float[Array, "B T D"],
-    layer_input: Float[Array, "B T P"] | None = None,
-) -> Float[Array, "B T D"]:
-    """Add the feed-forward layer's output to the residual stream, and finish the layer."""
-    out = add_residual(c, outer, ffn_output, w.ffn_post_norm)
-    if w.input is not None:
-        out = add_layer_input(w.input, c, out, layer_input)
-    return out if w.scale is None else out * w.scale[None, None]
-
-
-def run_attention_sublayer(
-    w: Layer,
-    kind: LayerKind,
-    c: ModelConfig,
-    x: Float[Array, "B T D"],
-    rotary: RotaryFactors | None,
-    attend: Attend,
-    state: Any,
-    i: int,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], Any]:
-    """Run a layer up to its feed-forward layer, which is on other devices.
-
-    Returns x after the mixers, the feed-forward layer's input, and attend's state.
-    """
-    inner = apply_norm(c, x, w.attention_norm)
-    state, mixed = run_mixers(w, kind, inner, rotary, attend, state, i)
-    outer = add_residual(c, x, mixed, w.attention_post_norm)
-    return outer, compute_ffn_input(w, c, x, inner, outer), state
 
 
 @jax.named_scope("norm")
@@ -340,7 +324,7 @@ def forward(
     attend: Attend,
     state: Any = None,
     lengths: Int[Array, " B"] | None = None,
-    recorder: Recorder | None = None,
+    recorder: Recorder = NULL_RECORDER,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Return hidden states after the last norm, and attend's new state. Layers are unrolled: a scan would
     copy their weights.
@@ -364,7 +348,7 @@ def run_layers(
     attend: Attend,
     state: Any,
     inputs: Sequence[Float[Array, "B T P"] | None] | None = None,
-    recorder: Recorder | None = None,
+    recorder: Recorder = NULL_RECORDER,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Run consecutive layers, all that `config` has. Returns x and attend's state.
 
@@ -372,13 +356,11 @@ def run_layers(
     """
     inputs = [None] * len(layers) if inputs is None else inputs
     for i, rotary in enumerate(rotary_by_layer(config, positions, lengths)):
-        if recorder is not None:
-            recorder.record_hidden(i, x)
+        recorder.record_hidden(i, x)
         x, state = run_layer(
             layers[i], config.layers[i], config, x, rotary, attend, state, i, inputs[i], recorder
         )
-    if recorder is not None:
-        recorder.record_hidden(len(layers), x)
+    recorder.record_hidden(len(layers), x)
     return x, state
 
 

@@ -3,7 +3,7 @@
 A program is called back to back on a batch that is on the device; its time is the median over groups of
 calls. The host gap is the share of an engine's step in which the program does not run: groups of program
 calls and of steps are interleaved, and the gap is the median of their pairs. Host work is the median time of
-an engine's steps on a device that takes no time.
+an engine's steps on a device that takes no time. `--trace` draws one decode step of an engine.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,8 +49,10 @@ from ...runtime.compiled.lowering import LocalLowering, StepArguments
 from ...runtime.compiled.program_table import ProgramTable
 from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.steps.phases import TargetOnly
+from ...text.tokenizer.tokenizer import Tokenizer
 from ..common import add_engine_flags, add_model_flags, parse_engine_options
 from . import host_work
+from .timeline import record_timeline, render_timeline
 
 TIMED_GROUPS = 5
 HOST_ROWS = (32, 256)
@@ -201,16 +203,23 @@ def measure_host_gap(model: BenchModel, width: int, context: int, repeats: int) 
 
 
 @contextmanager
-def start_decoding_engine(model: BenchModel, width: int, context: int, repeats: int) -> Iterator[LLM]:
-    """Start an engine whose requests are prefilled and decode for as long as a measurement takes."""
+def start_decoding_engine(
+    model: BenchModel, width: int, context: int, repeats: int, tokenizer: Tokenizer | None = None
+) -> Iterator[LLM]:
+    """Start an engine whose requests are prefilled and decode for as long as a measurement takes; with a
+    tokenizer they make text."""
     chunks = width * -(-context // model.options.prefill_tokens)
     length = context + chunks + TIMED_GROUPS * repeats + 8
     options = replace(
         model.options, max_num_seqs=width, max_model_len=length, decode_steps=1, reproducible=False,
         background_compilation=False,
     )  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=length - context, ignore_eos=True, detokenize=False)
-    with LLM.from_params(model.config, model.params, compilation_cache=None, **asdict(options)) as llm:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=length - context, ignore_eos=True, detokenize=tokenizer is not None
+    )
+    with LLM.from_params(
+        model.config, model.params, tokenizer, compilation_cache=None, **asdict(options)
+    ) as llm:
         for row in range(width):
             llm.add_request([(row + i) % model.config.vocab_size for i in range(context)], params)
         num_prefills = -1
@@ -254,18 +263,32 @@ def bench_startup(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> 
 
 def bench_host(model: BenchModel, args: argparse.Namespace, peaks: Peaks) -> Iterator[Figure]:
     """Measure the host's work for a step, with detokenization if the model has a tokenizer."""
-    source = (
-        None
-        if args.shape
-        else ModelSource.resolve_names(args.model, revision=args.revision, download_dir=args.download_dir)
-    )
-    tokenizer = None if source is None else source.load_tokenizer()[0]
+    tokenizer = load_bench_tokenizer(args)
     for rows in HOST_ROWS:
         seconds = host_work.measure_host_step(model.config, model.params, tokenizer, model.options, rows)
         yield Figure("host", f"host work, {rows} rows", host_work.PROMPT_TOKENS, seconds, rows / seconds)
 
 
+def load_bench_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """Load the tokenizer of the model's folder; None for a shape."""
+    if args.shape:
+        return None
+    source = ModelSource.resolve_names(args.model, revision=args.revision, download_dir=args.download_dir)
+    return source.load_tokenizer()[0]
+
+
 MEASURES = {"decode": bench_decode, "prefill": bench_prefill, "host": bench_host, "startup": bench_startup}
+
+
+def trace_decode_step(model: BenchModel, args: argparse.Namespace) -> None:
+    """Draw a warm decode step of the first width and context into the file `args.trace`."""
+    width, context = args.widths[0], args.contexts[0]
+    tokenizer = load_bench_tokenizer(args)
+    with start_decoding_engine(model, width, context, args.repeats, tokenizer) as llm:
+        timeline = record_timeline(llm, args.repeats)
+    title = f"{model.name} in {model.dtype}, decode[{width},1] at {context} tokens"
+    Path(args.trace).write_text(render_timeline(timeline, title))
+    print(f"{args.trace}: {title}: {timeline.seconds * 1e3:.2f} ms")
 
 
 # ---------------------------------------------------------------- the command
@@ -275,7 +298,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     group = parser.add_argument_group("what to measure")
     group.add_argument(
-        "--parts", nargs="+", choices=MEASURES, default=list(MEASURES), help="parts to measure (default: all)"
+        "--parts",
+        nargs="+",
+        choices=MEASURES,
+        help="parts to measure (default: all, with --trace none)",
     )
     group.add_argument(
         "--shape",
@@ -310,17 +336,32 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="also measure the engine's host gap, at the first context",
     )
     group.add_argument("--json", metavar="FILE", help="also write the figures as JSON")
+    group.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="draw one decode step of the first width and context, host and device, as an SVG",
+    )
     add_engine_flags(parser, is_alone=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print each figure when it is measured. Raises ValueError for a model that cannot be loaded."""
+    """Draw a step, and print each figure when it is measured. Raises ValueError for a model that cannot be
+    loaded."""
     restore_interrupt_handler()
     options = parse_engine_options(args)
     if default_device().platform == "cpu":
         keep_freed_memory()  # as an engine does; else each call would fault in its temporaries
     model = load_bench_model(args, options)
     use_huge_pages(model.params)
+    if args.trace:
+        trace_decode_step(model, args)
+    if parts := args.parts or ([] if args.trace else list(MEASURES)):
+        measure_parts(model, args, parts)
+    return 0
+
+
+def measure_parts(model: BenchModel, args: argparse.Namespace, parts: Sequence[str]) -> None:
+    """Measure parts, keys of MEASURES, and print their figures; `args.json` is a file for them, if any."""
     target = local_target(measure=True)
     figures = []
     peaks = target.peaks
@@ -330,7 +371,7 @@ def run(args: argparse.Namespace) -> int:
     rates = f"{peaks.flops(model.dtype) / 1e9:.0f} GFLOP/s and {peaks.bandwidth / 1e9:.1f} GB/s, measured"
     print(f"{about}\n{rates}")
     print(f"{'program':<22}{'context':>8}{'ms':>10}{'tokens/s':>10}{'floor ms':>10}{'host gap':>10}")
-    for part in args.parts:
+    for part in parts:
         for figure in MEASURES[part](model, args, peaks):
             figures.append(figure)
             print(render_figure(figure), flush=True)
@@ -339,7 +380,6 @@ def run(args: argparse.Namespace) -> int:
         Path(args.json).write_text(
             json.dumps({"about": about, "peaks": asdict(peaks), "rows": records}, indent=2) + "\n"
         )
-    return 0
 
 
 def render_figure(figure: Figure) -> str:

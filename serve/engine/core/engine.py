@@ -90,6 +90,7 @@ class Engine:
         self._bias_cache = LogitBiasCache(self.config.target.vocab_size)
         self._adapter_writer = AdapterWriter(target_params(arguments.params))
         self.stats, self.compilations, self.sleep_state = EngineStats(clock), Compilations(), SleepState()
+        self.host_parts = self.stats.host_parts
         engine = weakref.proxy(self)  # no cycle keeps the cache on its device
         self.tables = make_page_tables(self.config.windows, self.sizes, scheduler_config)
         self.prefill_batcher = PrefillBatcher(lambda: engine.classes, self.stats.cached_median_seconds, clock)
@@ -183,7 +184,8 @@ class Engine:
         """
         self.sleep_state.check_awake()
         try:
-            with self.stats.time_step(self.warmup is not None and self.warmup.is_compiling):
+            is_compiling = self.warmup is not None and self.warmup.is_compiling
+            with self.stats.time_step(is_compiling), self.host_parts.other:
                 updated = self._step_unguarded()
         except BaseException as error:
             self._rebuild_device_state(error)
@@ -350,21 +352,25 @@ class Engine:
             )
         if propose_drafts or self.in_flight_steps.must_await_results(self.can_defer_sampling):
             updated = self._commit_steps_in_flight(self.scheduler.group)
-        scheduler_output = self.scheduler.schedule(not self.in_flight_steps, propose_drafts)
+        with self.host_parts.schedule:
+            scheduler_output = self.scheduler.schedule(not self.in_flight_steps, propose_drafts)
         if scheduler_output is None:
             updated += self._commit_steps_in_flight()
-            scheduler_output = self.scheduler.schedule(is_drained=True)
+            with self.host_parts.schedule:
+                scheduler_output = self.scheduler.schedule(is_drained=True)
             assert scheduler_output is not None
         if not (scheduler_output or self.in_flight_steps):
-            self.page_finder.wait_for_pages()
+            with self.host_parts.wait:
+                self.page_finder.wait_for_pages()
         self.in_flight_steps.add(self.dispatch(scheduler_output))
         due_steps = self.in_flight_steps.pop_excess(
             self.scheduler.max_in_flight if scheduler_output else len(self.in_flight_steps) - 1
         )
         updated += [request for step in due_steps for request in self._commit_step(step)]
-        self._arguments = dispatch_deferred_sampling(
-            self.executor, self._arguments, self.in_flight_steps.unsampled_calls
-        )
+        with self.host_parts.dispatch:
+            self._arguments = dispatch_deferred_sampling(
+                self.executor, self._arguments, self.in_flight_steps.unsampled_calls
+            )
         return updated
 
     def _commit_steps_in_flight(self, group: int | None = None) -> list[Request]:
@@ -377,6 +383,21 @@ class Engine:
 
     def dispatch(self, scheduler_output: SchedulerOutput) -> list[DispatchedCall]:
         """Set up the slots of admitted requests, and dispatch the calls of a step; returns the calls."""
+        with self.host_parts.put:
+            self._put_arguments(scheduler_output)
+        calls = [
+            self._dispatch_call(*call)
+            for call in split_into_calls(self.classes, scheduler_output, self.sizes)
+        ]
+        with self.host_parts.schedule:
+            self.compile_planner.on_step(self.warmup, self.classes, scheduler_output, self.scheduler)
+            self.scheduler.on_dispatch(scheduler_output)
+            self.stats.record_occupancy(self.tables)
+        return calls
+
+    def _put_arguments(self, scheduler_output: SchedulerOutput) -> None:
+        """Put on the device what a step needs besides its batches: fetched pages, adapters, masks of
+        grammars, and the slots of admitted requests."""
         cache = self.page_finder.move_pages(
             self._arguments.cache, [request.page_fetch for request in scheduler_output.admitted]
         )
@@ -391,27 +412,21 @@ class Engine:
                 slots=setup_slot(self.executor, self._arguments.slots, request, self._bias_cache),
             )
             self.stats.on_admit(request)
-        calls = [
-            self._dispatch_call(*call)
-            for call in split_into_calls(self.classes, scheduler_output, self.sizes)
-        ]
-        self.compile_planner.on_step(self.warmup, self.classes, scheduler_output, self.scheduler)
-        self.scheduler.on_dispatch(scheduler_output)
-        self.stats.record_occupancy(self.tables)
-        return calls
 
     def _dispatch_call(self, shape: Shape, scheduled_rows: dict[int, ScheduledTokens]) -> DispatchedCall:
         """Dispatch one call of a step, with its rows by number."""
         count = sum(row.count for row in scheduled_rows.values())
         cached = sum(row.start for row in scheduled_rows.values())
-        batch = self.executor.batch(shape, scheduled_rows)
+        with self.host_parts.batch:
+            batch = self.executor.batch(shape, scheduled_rows)
         self.stats.on_dispatch(shape, count, cached, self.sizes.shards)
-        if any(row.is_awaiting_mask for row in scheduled_rows.values()):
-            cache, output = self.executor.run_forward(shape, self._arguments, batch)
-            self._arguments = replace(self._arguments, cache=cache)
-        else:
-            cache, slots, output = self.executor.run(shape, self._arguments, batch)
-            self._arguments = replace(self._arguments, cache=cache, slots=slots)
+        with self.host_parts.dispatch:
+            if any(row.is_awaiting_mask for row in scheduled_rows.values()):
+                cache, output = self.executor.run_forward(shape, self._arguments, batch)
+                self._arguments = replace(self._arguments, cache=cache)
+            else:
+                cache, slots, output = self.executor.run(shape, self._arguments, batch)
+                self._arguments = replace(self._arguments, cache=cache, slots=slots)
         return DispatchedCall(shape, scheduled_rows, output)
 
     def _commit_step(self, step: list[DispatchedCall], was_awaited: bool = False) -> list[Request]:
@@ -420,16 +435,16 @@ class Engine:
 
         was_awaited: the next step is dispatched after this read.
         """
-        results = await_and_append_results(step, self.stats, self.sizes.shards)
-        if self._scheduler_config.max_draft_tokens:
-            record_verify_passes(results)
-        if self.speculation is not None and results:
-            self.speculation.record_step(
-                results, self.stats.last_arrival - self.stats.phase_seconds["prefill"], was_awaited
-            )
-        for result in results:
-            if result.scheduled.request.slot is not None and result.has_changed_request:
-                self.on_tokens_computed(result.scheduled)
+        with self.host_parts.commit:
+            results = await_and_append_results(step, self.stats, self.sizes.shards)
+            if self._scheduler_config.max_draft_tokens:
+                record_verify_passes(results)
+            if self.speculation is not None and results:
+                arrived = self.stats.last_arrival - self.stats.phase_seconds["prefill"]
+                self.speculation.record_step(results, arrived, was_awaited)
+            for result in results:
+                if result.scheduled.request.slot is not None and result.has_changed_request:
+                    self.on_tokens_computed(result.scheduled)
         return [result.scheduled.request for result in results if result.tokens]
 
     def on_tokens_computed(self, scheduled: ScheduledTokens) -> None:

@@ -21,6 +21,7 @@ from ...runtime.compiled.shapes import PHASES, Shape
 from ..core.request import Request
 from ..core.speculation import RowResult
 from .distributions import Distributions
+from .host_parts import HostParts
 
 MAX_SPANS = 256  # latest times kept for each shape
 MEDIAN_PERIOD_CALLS = 16  # calls of a shape after which its median is computed anew
@@ -77,6 +78,7 @@ class EngineStats:
     peak_occupancy: float = 0.0
     finish_reasons: dict[str, int] = field(default_factory=dict)
     distributions: Distributions = field(default_factory=Distributions)
+    host_parts: HostParts = field(default_factory=HostParts)
 
     @contextmanager
     def time_step(self, is_compiling: bool = False) -> Iterator[None]:
@@ -194,6 +196,7 @@ class EngineStats:
             "step_seconds": {
                 name: statistics.median(spans) for name, spans in sorted(self.call_seconds.items())
             },
+            "host_seconds": self.host_parts.report(),
             "finish_reasons": self.finish_reasons,
         }
 

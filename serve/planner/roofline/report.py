@@ -102,6 +102,9 @@ def render_engine_report(report: Mapping[str, Any]) -> str:
         lines.append(
             f"steps        {', '.join(shapes)} (medians, from dispatch or the last results to its own)"
         )
+    if any(r["host_seconds"].values()):
+        host_parts = [f"{name} {format_seconds(took)}" for name, took in r["host_seconds"].items() if took]
+        lines.append(f"host         {', '.join(host_parts)} of the steps")
     if "explained" in r:
         lines += ["", r["explained"]]
     return "\n".join(lines)

@@ -118,6 +118,7 @@ class Transfers:
             leaf.copy_to_host_async()
         return leaves
 
+    @partial(jax.profiler.annotate_function, name="duetto.copy_pages")
     def copy_to_device(self, window: int, leaves: PageLeaves) -> PageLeaves:
         """Copy leaves from the host to the device, and wait for it."""
         abstract = self.abstract_leaves(window, leaves[0].shape[1])

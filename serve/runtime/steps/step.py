@@ -20,7 +20,7 @@ from ....model.config import ModelConfig
 from ....model.layers import index_or_drop
 from ....model.recurrent.kinds import STATE_WINDOW
 from ....model.sharding import any_over_shards
-from ....model.transformer import Decoder, ObserveOptions, Recorder, compute_logits, forward
+from ....model.transformer import NULL_RECORDER, Decoder, ObserveOptions, Recorder, compute_logits, forward
 from ....model.tree import pytree
 from ....model.weights.lora import NO_ADAPTER, with_row_slots
 from ....sampling.accept import NONE_ACCEPTED, AcceptanceRule, DraftTokens, accept_coupled
@@ -257,7 +257,7 @@ def forward_paged(
     slots: Slots,
     batch: Batch,
     config: ModelConfig,
-    recorder: Recorder | None = None,
+    recorder: Recorder = NULL_RECORDER,
 ) -> tuple[Float[Array, "B T D"], KVCache]:
     """Run the model on the tokens of every row, and write their keys into the cache's pages. Returns hidden
     states and cache."""
@@ -271,7 +271,7 @@ def forward_rows(
     config: ModelConfig,
     attend: Attend,
     state: Any,
-    recorder: Recorder | None = None,
+    recorder: Recorder = NULL_RECORDER,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Run the model on the tokens of every row, with an attention that has a state. Returns hidden states and
     the attention's state."""
@@ -311,10 +311,11 @@ def forward_step(
     observe: ObserveOptions | None = None,
 ) -> tuple[KVCache, ForwardOutput]:
     """Run the tokens of every row, and write their keys; returns the cache, and what `sample_rows` takes."""
-    batch, recorder = resolve_device_tokens(slots, batch), None if observe is None else Recorder(observe)
+    batch = resolve_device_tokens(slots, batch)
+    recorder = NULL_RECORDER if observe is None else Recorder(observe)
     hidden, cache = forward_paged(params, cache, slots, batch, config, recorder)
     output = make_forward_output(params, config, slots, batch, hidden)
-    return cache, output if recorder is None else replace(output, observed=recorder.collect())
+    return cache, output if observe is None else replace(output, observed=recorder.collect())
 
 
 def make_forward_output(

@@ -202,7 +202,8 @@ def test_a_profile(llm, tmp_path, monkeypatch, capsys):
     folder = llm.start_profile("first")
     llm.generate(PROMPT, replace(PARAMS, max_tokens=2), use_tqdm=False)
     llm.stop_profile()
-    assert folder == tmp_path / "duetto-profile" / "first" and list(folder.rglob("*.xplane.pb"))
+    (profile,) = folder.rglob("*.xplane.pb")
+    assert folder == tmp_path / "duetto-profile" / "first" and b"duetto.schedule" in profile.read_bytes()
     assert str(folder) in capsys.readouterr().err
     with pytest.raises(RuntimeError):
         llm.stop_profile()
