@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,6 @@ from ...runtime.compiled.futures import PendingSample, wait_result
 from ...runtime.compiled.shapes import Shape
 from ...runtime.steps.output import Output
 from ...text.outputs import Pass
-from ..metrics.host_parts import HostPart
 from ..metrics.stats import EngineStats
 from .request import Request
 from .scheduler_output import ScheduledTokens
@@ -110,26 +108,20 @@ def await_and_append_results(
             tokens = np.asarray(call.output.sampled.token).tolist()
         stats.on_result()
         samples = call.output.sample_indices(call.shape.rows, shards)
-        for row, scheduled in call.rows.items():
-            sample = row if samples is None else samples[row]
-            row_tokens = tokens[sample] if sample >= 0 else []
-            results.append(
-                append_row_results(scheduled, call, row, sample, row_tokens, host_parts.detokenize)
-            )
+        with host_parts.detokenize:
+            for row, scheduled in call.rows.items():
+                sample = row if samples is None else samples[row]
+                row_tokens = tokens[sample] if sample >= 0 else []
+                results.append(append_row_results(scheduled, call, row, sample, row_tokens))
     stats.on_tokens(results)
     return results
 
 
 def append_row_results(
-    scheduled: ScheduledTokens,
-    call: DispatchedCall,
-    row: int,
-    sample: int,
-    tokens: list[int],
-    token_part: HostPart,
+    scheduled: ScheduledTokens, call: DispatchedCall, row: int, sample: int, tokens: list[int]
 ) -> RowResult:
     """Append the sampled tokens and the prompt scores of a row to its request. `sample` is the index of the
-    row among the samples, `token_part` the part of a step that appending tokens is counted as.
+    row among the samples.
 
     A request for which the model computed NaN ends with an error.
     """
@@ -146,14 +138,12 @@ def append_row_results(
     emitted = [i for i, token in enumerate(tokens) if token not in (NO_TOKEN, NAN_TOKEN)]
     if call.shape.phase == "verify":
         request.num_computed_tokens = scheduled.start + max(1, len(emitted))
-    begin = perf_counter()
     for i in emitted:
         if request.is_finished:
             break
         if request.params.logprobs is not None:
             request.scores.extend(*row_scores(call.output.sampled, sample, slice(i, i + 1)))
         request.append(tokens[i])
-    token_part.count_since(begin)
     if NAN_TOKEN in tokens and not request.is_finished:
         request.fail_with_nan()
     request.advance_grammar()

@@ -47,16 +47,6 @@ class HostPart:
         if annotation is not None:
             annotation.__exit__(None, None, None)
 
-    def count_since(self, begin: float) -> None:
-        """Count the seconds since `begin` as this part's, instead of the current block's. It costs 0.13 us
-        and is in no profile: for what happens once a row."""
-        parts = self._parts
-        elapsed = perf_counter() - begin
-        self.seconds += elapsed
-        if parts._spans is not None:  # drawn at the current block's begin
-            parts._spans.append((self.name, parts._since, parts._since + elapsed))
-        parts._since += elapsed
-
 
 class HostParts:
     """Cumulative seconds of each part of the engine's steps. Their sum is the time of the steps.
@@ -66,8 +56,8 @@ class HostParts:
     batch: writing the rows of a call into arrays.
     dispatch: calling programs; the call copies its batch to the device.
     wait: waiting for results.
-    commit: appending results to requests; release of slots and pages.
-    detokenize: new tokens of a request: scores, text, stop conditions.
+    detokenize: appending results to requests: tokens, scores, text, stop conditions.
+    commit: naming computed pages, release of slots and pages of ended requests.
     other: rest of a step.
     """
 
