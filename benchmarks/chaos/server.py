@@ -3,6 +3,7 @@ HTTP as the router's client speaks."""
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -201,11 +202,8 @@ class ChaosReplica:
             is_sleeping=lambda: engine.is_sleeping,
         )
 
-        def driver(*given: Any) -> ChaosDriver:
-            return ChaosDriver(machine, *given)
-
         limits = ServerOptions(max_queued=64, queue_timeout=30.0)
-        self.service = Service(llm, limits, {}, make_driver=driver)
+        self.service = Service(llm, limits, {}, make_driver=partial(ChaosDriver, machine))
         self._completions = CompletionRoute(self.service, COMPLETION_API)
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:

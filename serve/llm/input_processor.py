@@ -15,6 +15,7 @@ from ...refusals import quote
 from ...sampling.custom_processors import LogitsProcessor
 from ...sampling.params import SamplingParams, fold_seed, request_knobs, tokenize_bad_words
 from ...sampling.state import check_allowed_tokens
+from ..engine.core.output_processor import OutputProcessor
 from ..engine.core.request import Request, TokenRecord
 from ..engine.lora.registry import AdapterRegistry
 from ..host.process import trim_heap
@@ -30,7 +31,6 @@ from ..text.tokenizer.chats.chat import ChatMessage, effort_variables, render_an
 from ..text.tokenizer.detokenizer import Detokenizer
 from ..text.tokenizer.stop_strings import StopStrings
 from ..text.tokenizer.tokenizer import Tokenizer
-from .output_processor import OutputProcessor
 from .subscription import Subscription
 from .vllm import check_vllm_arguments
 

@@ -15,6 +15,7 @@ from ...model.transformer import Decoder
 from ...model.weights.device_forms import restore_params
 from ...sampling.params import BeamSearchParams, SamplingParams
 from ..engine.core.engine import Engine
+from ..engine.metrics import profiling
 from ..engine.startup.model_source import with_end_tokens
 from ..engine.weights.sleep import TAGS
 from ..host.process import is_forked, trim_heap
@@ -23,7 +24,7 @@ from ..runtime.multihost.rendezvous import fail_group_on_error
 from ..text.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from ..text.tokenizer.chats.chat import ChatMessage, effort_variables
 from ..text.tokenizer.tokenizer import Tokenizer
-from . import disaggregated, loading, profiling, snapshots, vllm, weights
+from . import disaggregated, loading, snapshots, vllm, weights
 from .audit.log import open_audit_log
 from .driver import Driver
 from .input_processor import Conversations, PromptInput, PromptInputs, SamplingParamsInput, list_prompts
@@ -432,7 +433,7 @@ class LLM:
 
     def start_profile(self, profile_prefix: str | None = None) -> Path:
         """Record a profile of host and device (jax.profiler) until `stop_profile`; return its folder, see
-        `profiling.start_profiling`. Raises RuntimeError while another profile is recorded."""
+        `start_profiling`. Raises RuntimeError while another profile is recorded."""
         return profiling.start_profiling(self.options.profiler_config, profile_prefix)
 
     def stop_profile(self) -> None:

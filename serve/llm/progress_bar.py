@@ -13,7 +13,7 @@ Tqdm = bool | Callable[..., Any]
 
 @contextmanager
 def show_progress(total: int, use_tqdm: Tqdm) -> Iterator[Callable[[list[Subscription]], None]]:
-    """Show a bar of `total` prompts. Yields a function that advances the bar by those that have ended."""
+    """Show a bar of `total` prompts. Yields a function that advances the bar by a list of ended ones."""
     if not use_tqdm:
         yield lambda ended: None
         return

@@ -152,8 +152,8 @@ class Session:
             yield news
 
     def submit_and_run(self, subscriptions: Sequence[Subscription], use_tqdm: Tqdm = False) -> None:
-        """Submit subscriptions, run them to their end, and drop them. An interrupt aborts those that have not
-        ended."""
+        """Submit subscriptions, run them to their end, and drop them. An interrupt aborts unfinished
+        ones."""
         try:
             with show_progress(len(subscriptions), use_tqdm) as on_ended:
                 self.submit(subscriptions)
@@ -162,8 +162,8 @@ class Session:
             self.drop(subscriptions)
 
     def run(self, subscriptions: Sequence[Subscription], on_ended: OnEnded = lambda ended: None) -> None:
-        """Step until all subscriptions have ended. Between steps `on_ended` gets those that have ended
-        since."""
+        """Step until all subscriptions have ended. Between steps `on_ended` gets a list of newly ended
+        ones."""
         with self.hold_engine():
             watcher = CompletionWatcher(subscriptions)
             self._watchers.append(watcher)
@@ -235,7 +235,7 @@ class Session:
             return self._take_from_queue(self._queue.ended.values())
 
     def wait_queued(self, on_ended: OnEnded) -> list[Subscription]:
-        """Run all queued subscriptions to their end. Returns those that no other caller has taken."""
+        """Run all queued subscriptions to their end. Returns all that no other caller has taken."""
         with self.hold_engine():
             queued = [*self._queue.unfinished.values(), *self._queue.ended.values()]
         self.run(queued, on_ended)
@@ -277,7 +277,7 @@ class Session:
             self.run(submitted)
 
     def drop(self, subscriptions: Sequence[Subscription]) -> None:
-        """Free the ids of subscriptions, and abort those that have not ended."""
+        """Free the ids of subscriptions, and abort unfinished ones."""
         with self.hold_engine():
             for subscription in subscriptions:
                 self._drop(subscription)

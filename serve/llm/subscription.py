@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 from ...checkpoints.adapters.adapter import Adapter
 from ...lora.request import LoRARequest
+from ..engine.core.output_processor import OutputProcessor
 from ..engine.core.request import Request
 from ..text.outputs import CompletionOutput, RequestOutput
-from .output_processor import OutputProcessor
 
 
 @dataclass(eq=False)

@@ -106,7 +106,7 @@ def test_too_many_unread_tokens_are_an_error():
     run(read)
 
 
-def test_a_reader_of_the_whole_makes_no_outputs_on_the_way():
+def test_a_reader_of_the_whole_makes_no_outputs_before():
     async def read() -> None:
         side, made = Side(take=lambda subscription: made.append(subscription)), []
         waiting = asyncio.ensure_future(side.box.wait_end())

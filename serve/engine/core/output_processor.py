@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from ...sampling.checks import ALL_LOGPROBS
-from ...sampling.params import NO_TOKEN
-from ..engine.core.request import Request, ScoreLog
-from ..text.outputs import CompletionOutput, Logprob
-from ..text.tokenizer.tokenizer import Tokenizer
+from ....sampling.checks import ALL_LOGPROBS
+from ....sampling.params import NO_TOKEN
+from ...text.outputs import CompletionOutput, Logprob
+from ...text.tokenizer.tokenizer import Tokenizer
+from .request import Request, ScoreLog
 
 
 @dataclass(frozen=True)
