@@ -225,7 +225,9 @@ def run_layer(
     layer_input: Float[Array, "B T P"] | None = None,
     recorder: Recorder = NULL_RECORDER,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """Run layer i: h = x + mix(norm(x)), then h + ffn(norm(h)). Returns that, and attend's new state.
+    """Run layer i: h = x + mix(norm(x)), y = h + ffn(norm(h)); in a parallel layer y = h + ffn(norm(x)).
+
+    Returns y, and attend's new state.
 
     `layer_input`: the layer's own input (Gemma 3n and 4), or None.
     """

@@ -46,7 +46,6 @@ class WeightScheme:
     code_deviation: deviation of the codes of such values.
     nibble_format: how GPU kernels widen 4-bit codes, two in a byte. None: codes have 8 bits.
     has_cpu_kernel: True if duetto's CPU kernels multiply the codes.
-    tied_head: scheme in which CPU kernels read a tied embedding as output matrix. None: its dtype.
     """
 
     name: str
@@ -56,7 +55,6 @@ class WeightScheme:
     code_deviation: float = 1.0
     nibble_format: NibbleFormat | None = None
     has_cpu_kernel: bool = False
-    tied_head: str | None = None
 
     @property
     def codes_per_byte(self) -> int:
@@ -162,7 +160,6 @@ SCHEMES = {
             random_values=(0.0, 32.0),
             code_deviation=32.0,
             has_cpu_kernel=True,
-            tied_head="int8",
         ),
         WeightScheme(
             "int4",
@@ -172,7 +169,6 @@ SCHEMES = {
             code_deviation=4.0,
             nibble_format=INT4_NIBBLES,
             has_cpu_kernel=True,
-            tied_head="int8",
         ),
         WeightScheme(
             "fp8",
@@ -191,4 +187,4 @@ ENCODED_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.encod
 def tied_head_scheme(form: str | None) -> str | None:
     """Return the scheme in which CPU kernels read a tied embedding as output matrix, for weights in one of
     `compress.WEIGHT_FORMS`. None: its dtype, also for weights that are stored quantised."""
-    return SCHEMES[form].tied_head if form in SCHEMES else None
+    return "int8" if form in SCHEMES and SCHEMES[form].has_cpu_kernel else None

@@ -131,12 +131,12 @@ class PrefillWorker:
         self._prompts.clear()
         self._offers.clear()
 
-    def collect(self, subscription: Subscription) -> list[Any]:
+    def collect(self, subscription: Subscription, is_wanted: bool = False) -> list[Any]:
         """Return no outputs: only the end of a prompt matters."""
         return []
 
     def put(self, delivery: Delivery) -> None:
-        """Offer the pages of a computed prompt, in the turn of its last step."""
+        """Offer the pages of a computed prompt, before the next step."""
         (request,) = delivery.subscription.requests
         if (entry := self._prompts.pop(request.arrival, None)) is None:
             return

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ..host.streams import warn_once
 from ..host.threads import OrderQueue, run_in_thread_or_undo, run_orders
-from .mailbox import Delivery, Mailbox, Reader
+from .mailbox import Delivery, Mailbox, Reader, SlowReaderError
 from .session import Session
 from .subscription import Subscription
 
@@ -38,7 +38,7 @@ class Driver:
         self._readers: dict[Subscription, Reader] = {}
         self._orders = OrderQueue()
         session.drivers.add(self)
-        self._is_stopped, self.is_open, self._is_wake_queued = False, True, False
+        self._is_stopped = self.is_paused = self._is_wake_queued = False
         weakref.finalize(self, self._orders.put, None)
         self._thread = (start_thread or start_engine_thread)(weakref.ref(self), self._orders)
 
@@ -68,12 +68,12 @@ class Driver:
 
     def pause(self) -> None:
         """Take no steps until `resume`. Waits for the running step."""
-        self.is_open = False
+        self.is_paused = True
         with self._session.hold_engine():
             pass
 
     def resume(self) -> None:
-        self.is_open = True
+        self.is_paused = False
         self.wake()
 
     def stop(self) -> None:
@@ -128,7 +128,7 @@ class Driver:
         """Take one step, and deliver the new outputs. Returns whether there is more work."""
         with self._session.hold_engine():
             engine = self._session.engine
-            can_step = self.is_open and not (engine.is_sleeping or engine.sleep_state.discarded)
+            can_step = not self.is_paused and not (engine.is_sleeping or engine.sleep_state.discarded)
             if can_step:
                 self._session.step_engine()
             news = [collect_news(reader, s) for s, reader in self._readers.items()]
@@ -146,7 +146,7 @@ class Driver:
         """Drop all subscriptions after an error of the engine."""
         readers, self._readers = self._readers, {}
         if self._on_failure is None:
-            deliver([Delivery(reader, s, [], True, error) for s, reader in readers.items()])
+            deliver([make_error_delivery(reader, s, error) for s, reader in readers.items()])
         else:
             self._on_failure(error)
         self._session.drop(list(readers))
@@ -157,8 +157,19 @@ def collect_news(reader: Reader, subscription: Subscription) -> Delivery:
     try:
         outputs = reader.collect(subscription)
         return Delivery(reader, subscription, outputs, subscription.is_finished)
+    except SlowReaderError as error:
+        return make_error_delivery(reader, subscription, error)
     except Exception as error:  # noqa: BLE001 - it must not reach the other requests
         return Delivery(reader, subscription, [], True, error)
+
+
+def make_error_delivery(reader: Reader, subscription: Subscription, error: Exception) -> Delivery:
+    """Return the end of a subscription with an error, and the outputs before it. They are made before it is
+    aborted, which would be their finish reason."""
+    outputs = []
+    with suppress(Exception):
+        outputs = reader.collect(subscription, is_wanted=True)
+    return Delivery(reader, subscription, outputs, True, error)
 
 
 def deliver(deliveries: Sequence[Delivery]) -> None:

@@ -74,7 +74,7 @@ class InputProcessor:
     has_head: bool = True
 
     def __post_init__(self):
-        self._arrivals = itertools.count()
+        self._arrivals, self._output_processor = itertools.count(), OutputProcessor(self.tokenizer)
         self._unseeded_requests = itertools.count()
         # a tokenizer may have tokens that the model does not
         self.eos_ids = tuple(i for i in self.eos_ids if i < self.vocab_size)
@@ -90,7 +90,7 @@ class InputProcessor:
         return min(self.options.max_input_length or self.max_model_len, self.max_model_len - 1)
 
     def make_subscriptions(
-        self, prompts: list[Any], params: Any, priority: Any, adapters: Any, awaited: bool = True
+        self, prompts: list[Any], params: Any, priority: Any, adapters: Any, is_awaited: bool = True
     ) -> list[Subscription]:
         """Make a subscription for each prompt. The other arguments are one value for all prompts, or a list.
         Raises ValueError for a list of another length, and as `make_subscription` does."""
@@ -104,17 +104,19 @@ class InputProcessor:
             *(broadcast_over_prompts(name, v, len(prompts)) for name, v in lists.items()),
             strict=True,
         )
-        return [self.make_subscription(p, s, r, lora_request=a, awaited=awaited) for p, s, r, a in arguments]
+        return [
+            self.make_subscription(p, s, r, lora_request=a, is_awaited=is_awaited) for p, s, r, a in arguments
+        ]
 
     def make_subscription(
         self,
         prompt: PromptInput,
         params: SamplingParams | PoolingParams,
         priority: int = 0,
-        written: int = 0,
+        num_output_ids: int = 0,
         score_from: int = 1,
-        awaited: bool = True,
-        known: Sequence[Sequence[int]] = (),
+        is_awaited: bool = True,
+        resumed_outputs: Sequence[Sequence[int]] = (),
         lora_request: LoRARequest | None = None,
     ) -> Subscription:
         """Make the requests for one prompt, to generate or to embed.
@@ -122,10 +124,10 @@ class InputProcessor:
         prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and a `cache_salt`
         params: copied, so that later changes have no effect
         priority: smaller goes first
-        written: number of last prompt ids that are output, which max_input_length does not limit
+        num_output_ids: number of last prompt ids that are output, which max_input_length does not limit
         score_from: first position of prompt tokens that are scored
-        awaited: whether a client waits for the first token
-        known: token ids that each completion has already
+        is_awaited: whether a client waits for the first token
+        resumed_outputs: token ids that each completion has already
 
         Raises ValueError or TypeError that names the wrong argument.
         """
@@ -133,7 +135,7 @@ class InputProcessor:
         if type(priority) is not int:
             raise TypeError(f"priority is an integer, not {quote(priority)}")
         (text, tokens), salt = self.tokenize(prompt), hash_salt(read_prompt_salt(prompt))
-        self.check_prompt(tokens, params, written)
+        self.check_prompt(tokens, params, num_output_ids)
         end = self.max_length(tokens, params)
         words, ids = self.bad_word_ids(params), self.stop_ids(params)
         self._check_sampling(params, words, ids)
@@ -155,20 +157,22 @@ class InputProcessor:
                 score_from=score_from,
                 pooler=None if pooling is None else Pooler(pooling, len(tokens)),
                 token_record=TokenRecord() if self.options.is_observing else None,
-                max_prefill_delay=self.options.prefill_delay(awaited),
+                max_prefill_delay=self.options.prefill_delay(is_awaited),
                 constraint=self.make_constraint(params, len(tokens)),
                 adapter=adapter,
                 cache_salt=salt,
             )
             for i in range(params.n)
         ]
-        self._append_resumed_tokens(requests, known)
-        return Subscription(requests, text, lora_request, OutputProcessor(self.tokenizer))
+        self._append_resumed_tokens(requests, resumed_outputs)
+        return Subscription(requests, text, lora_request, self._output_processor)
 
-    def _append_resumed_tokens(self, requests: Sequence[Request], known: Sequence[Sequence[int]]) -> None:
-        """Give completions the `known` token ids that they have already. Raises ValueError for tokens that
-        their grammar refuses."""
-        for request, ids in zip(requests, known, strict=False):
+    def _append_resumed_tokens(
+        self, requests: Sequence[Request], resumed_outputs: Sequence[Sequence[int]]
+    ) -> None:
+        """Give completions the token ids that they have already. Raises ValueError for tokens that their
+        grammar refuses."""
+        for request, ids in zip(requests, resumed_outputs, strict=False):
             self._check_ids(ids)
             request.append_resumed_tokens(ids)
             request.advance_grammar()
@@ -270,11 +274,11 @@ class InputProcessor:
             raise ValueError(f"{self.no_tokenizer_reason}: give the prompt as token ids")
         return self.tokenizer.encode(text, max_tokens=self.longest_prompt)
 
-    def check_prompt(self, tokens: list[int], params: SamplingParams, written: int = 0) -> None:
+    def check_prompt(self, tokens: list[int], params: SamplingParams, num_output_ids: int = 0) -> None:
         if not tokens:
             raise ValueError("the prompt is empty: at least one token is needed")
         self._check_ids(tokens)
-        longest = min(self.longest_prompt + written, self.max_model_len - 1)
+        longest = min(self.longest_prompt + num_output_ids, self.max_model_len - 1)
         if len(tokens) > longest:
             raise ValueError(f"the prompt has {len(tokens)} tokens, at most {longest} are allowed")
         if params.stop_strings and self.tokenizer is None:

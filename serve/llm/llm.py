@@ -136,7 +136,7 @@ class LLM:
         check_vllm_arguments(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         params = self._with_default_params(sampling_params)
         subscriptions = self.input_processor.make_subscriptions(
-            list_prompts(prompts), params, priority, lora_request, awaited=False
+            list_prompts(prompts), params, priority, lora_request, is_awaited=False
         )
         self.session.submit_and_run(subscriptions, use_tqdm)
         return [subscription.make_output() for subscription in subscriptions]
@@ -298,7 +298,7 @@ class LLM:
         check_vllm_arguments(tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs)
         params = self._with_default_params(sampling_params)
         subscriptions = self.input_processor.make_subscriptions(
-            list_prompts(prompts), params, priority, lora_request, awaited=False
+            list_prompts(prompts), params, priority, lora_request, is_awaited=False
         )
         self.session.enqueue(subscriptions)
         return [subscription.id for subscription in subscriptions]

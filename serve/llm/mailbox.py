@@ -10,6 +10,8 @@ from .subscription import Subscription
 class Delivery(NamedTuple):
     """News of a subscription after a step.
 
+    reader: receives it
+    subscription: subscription whose news it has
     outputs: new ones, for a reader that waits for some
     is_last: whether it has ended
     error: the error that ended it, if any
@@ -25,15 +27,15 @@ class Delivery(NamedTuple):
 class Reader(Protocol):
     """Reader of subscriptions that a driver runs.
 
-    loop: event loop in which `put` is called; None for the engine's thread, in the turn of the step
+    loop: event loop in which `put` is called; None: the driver's thread calls it right after the step
     """
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None: ...
 
-    def collect(self, subscription: Subscription) -> list[Any]:
-        """Return the new outputs of a subscription, if they are read now. Called in the engine's thread after
-        each step; an error ends the subscription."""
+    def collect(self, subscription: Subscription, is_wanted: bool = False) -> list[Any]:
+        """Return the new outputs of a subscription, if they are read now or `is_wanted`. Called in the
+        engine's thread after each step; an error ends the subscription."""
         ...
 
     def put(self, delivery: Delivery) -> None: ...
@@ -46,8 +48,8 @@ class SlowReaderError(RuntimeError):
 class Mailbox:
     """Outputs of subscriptions on their way from the engine's thread to one reader in an event loop.
 
-    Outputs are made when the reader waits for them. Those of several steps are then one output, so a slow
-    reader holds none.
+    Outputs are made when the reader waits for them. Outputs of several steps are then made as one, so a slow
+    reader costs no memory.
 
     wake_driver: makes the engine's thread look for outputs
     take: returns the outputs of a subscription since its last call; called in the engine's thread until the
@@ -69,15 +71,16 @@ class Mailbox:
         self._outputs: list[Any] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None  # set while the reader waits
-        self._wanted: set[Subscription] = set()  # whose next outputs the reader waits for
+        # whose next outputs the reader waits for: the event loop adds, the engine's thread removes
+        self._wanted: set[Subscription] = set()
         self._is_silent = False
 
     # ------------------------------------------------------------ in the engine's thread
 
-    def collect(self, subscription: Subscription) -> list[Any]:
-        """Return the new outputs of a subscription if the reader waits for some, else []. Raises
-        SlowReaderError if too many tokens are unread."""
-        if subscription in self._wanted:
+    def collect(self, subscription: Subscription, is_wanted: bool = False) -> list[Any]:
+        """Return the new outputs of a subscription if the reader waits for some or `is_wanted`, else [].
+        Raises SlowReaderError if too many tokens are unread."""
+        if is_wanted or subscription in self._wanted:
             if outputs := self._take(subscription):
                 self._wanted.discard(subscription)
             return outputs
@@ -95,7 +98,8 @@ class Mailbox:
         self._outputs += delivery.outputs
         if delivery.is_last and delivery.subscription in self.unfinished:
             self.unfinished.remove(delivery.subscription)
-            self._ended += [] if delivery.subscription.is_at_end else [delivery.subscription]
+            if not delivery.subscription.is_at_end and delivery.error is None:
+                self._ended.append(delivery.subscription)
         if delivery.error is not None:
             return self.fail(delivery.error)
         self._is_silent = False

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from ..engine.core.engine import Engine
 from ..host.process import is_forked, require_not_forked
@@ -33,8 +33,8 @@ class Session:
     answer_realm: realm of the answers, renewed with the weights; None unless a replica may resume answers
     drivers: drivers that step this engine, called by `wake`
 
-    Finalizers may run at any point, so they only enqueue a drop. It is executed at the end of the current
-    turn, or at the start of the next.
+    Finalizers may run at any point, so they only enqueue a drop. It is executed when the engine is released
+    (`hold_engine`), or held next.
     """
 
     def __init__(self, engine: Engine):
@@ -47,7 +47,7 @@ class Session:
         self._to_drop: deque[Subscription] = deque()
         self._ids = itertools.count()
         self._lock, self._is_busy = threading.RLock(), False
-        self.drivers = weakref.WeakSet[Any]()  # those that step this engine; `wake` calls them
+        self.drivers = weakref.WeakSet[Any]()
         if engine.warmup is not None:
             engine.warmup.start_threads(partial(warm_up_idle_session, weakref.ref(self), engine.warmup))
 
@@ -93,15 +93,23 @@ class Session:
                 yield
             finally:
                 if is_outermost:
-                    self._drop_enqueued()
-                    self._note_ends()
-                    self._is_busy = False
+                    self._release_engine()
+
+    def _release_engine(self) -> None:
+        """Do what waits for the end of a turn. Finalizers that run meanwhile only enqueue drops."""
+        try:
+            self._note_ends()
+            self._drop_enqueued()
+        finally:
+            self._is_busy = False
 
     # ------------------------------------------------------------ ids
 
     def assign_ids(self, subscriptions: Sequence[Subscription], id: str | None = None) -> None:
         """Give subscriptions free ids, or the only one `id`, until they are dropped. Raises ValueError for an
-        id in use."""
+        empty id, and for one in use."""
+        if id == "":
+            raise ValueError("request_id '' is not allowed: at least one character")
         with self.hold_engine():
             if id in self.subscriptions:
                 raise ValueError(f"request_id {id!r} is in use")
@@ -146,9 +154,9 @@ class Session:
         of other callers produce outputs too."""
         while not is_over():
             with self.hold_engine():
-                engine = self.engine  # raises if the LLM is closed, whatever there is to take
-                if not (news := take()) and engine.has_work:
-                    engine.step()
+                _ = self.engine  # raises if the LLM is closed, whatever there is to take
+                if not (news := take()):
+                    self.step_engine()
             yield news
 
     def submit_and_run(self, subscriptions: Sequence[Subscription], use_tqdm: Tqdm = False) -> None:
@@ -195,12 +203,9 @@ class Session:
         return outputs
 
     def _stream_outputs(self, subscription: Subscription) -> Generator[CompletionOutput]:
-        def take() -> list[CompletionOutput]:
-            return subscription.take_outputs() if self.engine else []  # `engine` raises after `close`
-
         try:
             self.submit([subscription])
-            for outputs in self._run_until(lambda: subscription.is_at_end, take):
+            for outputs in self._run_until(lambda: subscription.is_at_end, subscription.take_outputs):
                 yield from outputs
         finally:
             self._enqueue_drop(subscription)
@@ -263,6 +268,7 @@ class Session:
                 self.engine.abort(request)
             elif not request.is_finished:
                 request.finish("abort")
+        self._note_ends()
         self._tell_watchers(subscription)
 
     def abort_or_drain(self, mode: PauseMode) -> None:
@@ -273,6 +279,8 @@ class Session:
             submitted = [s for s in self.subscriptions.values() if s.is_submitted]
             for subscription in submitted if mode == "abort" else ():
                 self._abort(subscription)
+        if mode == "abort":
+            self.wake()  # drivers bring the ends, also if the engine takes no steps
         if mode == "wait":
             self.run(submitted)
 
@@ -291,7 +299,6 @@ class Session:
             return  # dropped before; its id may be another's now
         if subscription.is_submitted and self._engine is not None:
             self._abort(subscription)
-            self._note_ends()  # while its id is known
         del self.subscriptions[subscription.id]
         self._queue.forget(subscription.id)
 
@@ -308,7 +315,7 @@ class Session:
 
 
 def check_pause_mode(mode: str) -> None:
-    if mode not in ("abort", "wait", "keep"):
+    if mode not in get_args(PauseMode):
         raise ValueError(f"mode={mode!r} is not allowed: 'abort', 'wait' or 'keep'")
 
 

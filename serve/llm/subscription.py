@@ -14,10 +14,13 @@ from ..text.outputs import CompletionOutput, RequestOutput
 class Subscription:
     """`n` requests over one prompt, all with the subscription's id, and what its caller has read of them.
 
+    requests: one for each completion
     prompt: text, if it was text
+    lora_request: adapter that its outputs name
     output_processor: makes its outputs
-    first_choice: index of its first completion among those of the caller
-    id: set by `Session.assign_ids`
+    first_choice: index of its first completion among the caller's
+    id: id of the requests, set by `Session.assign_ids`
+    is_submitted: True once the engine has the requests
     """
 
     requests: list[Request]
@@ -47,8 +50,8 @@ class Subscription:
 
     @property
     def has_begun(self) -> bool:
-        """True if a completion has a token of this engine, or has ended."""
-        return any(r.is_finished or r.num_output_tokens > r.num_resumed_tokens for r in self.requests)
+        """True if a completion has a token of this engine, or all have ended."""
+        return self.is_finished or any(r.num_output_tokens > r.num_resumed_tokens for r in self.requests)
 
     @property
     def is_finished(self) -> bool:
@@ -66,12 +69,6 @@ class Subscription:
             self.requests[index].num_output_tokens - num_read
             for index, (num_read, _) in self._read_counts.items()
         )
-
-    def set_priority(self, priority: int, prefill_address: str | None = None) -> None:
-        """Set the priority (smaller goes first), and the address of the prefill engine for the prompt. Call
-        it before the submission."""
-        for request in self.requests:
-            request.priority, request.prefill_address = priority, prefill_address
 
     def take_outputs(self) -> list[CompletionOutput]:
         """Return the new text, tokens and log-probabilities of each completion since the last call. The last

@@ -126,6 +126,7 @@ def simulate_steps(
         simulation.submit_at(simulation.make_request(TraceEntry(0.0, prompt, output)), 0.0)
     while not simulation.is_idle:
         simulation.engine.step()
+        simulation.engine.take_ended()
         if calls:
             yield summarise_step(calls)
         calls.clear()

@@ -51,7 +51,7 @@ class Executor(Protocol):
     the output are futures; `futures.wait_result(x)` waits for them.
 
     programs: the programs.
-    can_defer_sampling: True if a decode may sample later than its forward pass (`run_forward`).
+    can_defer_sampling: True if `run_forward` may be called for a decode of one step.
     """
 
     @property
@@ -80,8 +80,8 @@ class Executor(Protocol):
         ...
 
     def run_forward(self, shape: Shape, arguments: StepArguments, batch: Any, /) -> tuple[Any, PendingSample]:
-        """Dispatch the forward pass of a step; returns the cache and the pending draw. Raises
-        NotImplementedError unless it `can_defer_sampling`."""
+        """Dispatch the forward pass of a step; returns the cache and the pending draw. Call it
+        only if `can_defer_sampling`."""
         ...
 
     def fresh_arguments(self, params: EngineParams, failure: BaseException | None = None, /) -> StepArguments:

@@ -69,8 +69,10 @@ class Pass(NamedTuple):
 
 @dataclass
 class CompletionOutput:
-    """Continuation `index` of a request's `n`, or what is new of it in a stream, whose last output of a
-    continuation has the finish reason. As a string it is its text.
+    """Continuation `index` of a request's `n`; in a stream, what is new of it since the last output.
+
+    The last output of a continuation has the finish reason. Outputs of a stream have no `cumulative_logprob`,
+    `passes`, `weights` and observed values. As a string an output is its text.
     """
 
     index: int

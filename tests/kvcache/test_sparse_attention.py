@@ -15,6 +15,7 @@ from duetto.kvcache.sparse_attention import select_top_keys
 from duetto.model.attention import AttentionParams, Selection
 from duetto.model.config import Latent
 from duetto.model.latent import active_indexer
+from duetto.serve.engine.startup.cpu_kernels import processor_flags
 
 pytestmark = pytest.mark.as_served
 
@@ -75,7 +76,13 @@ def test_neighbours_and_the_tables_width_change_no_choice():
         np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+# where XLA multiplies by AMX, bits depend on a shape: the start of an engine compares its steps
+has_amx = pytest.mark.skipif("amx_bf16" in processor_flags(), reason="XLA multiplies by AMX")
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=has_amx)], ids=["float32", "bfloat16"]
+)
 def test_a_score_has_the_same_bits_in_every_shape(dtype):
     q, weights, index = drawn(1, 256)
     q, k = q.astype(dtype), index[:, :KEYS_PER_BLOCK].astype(dtype)

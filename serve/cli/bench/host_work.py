@@ -95,4 +95,4 @@ def host_subscriptions(processor: InputProcessor, vocabulary: int) -> Iterator[S
         length = int(draw.integers(2, ANSWER_TOKENS))
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
         prompt = draw.integers(3, vocabulary, PROMPT_TOKENS).tolist()
-        yield processor.make_subscription(prompt, params, awaited=False)
+        yield processor.make_subscription(prompt, params, is_awaited=False)

@@ -60,7 +60,7 @@ class Engine:
 
     Not thread-safe: one thread calls at a time.
 
-    executor: calls the compiled programs, and `programs` lists them.
+    executor: runs the compiled programs, which `executor.programs` lists.
     classes: shapes that serve now. One of the last classes holds every row of decode and of verification.
     arguments: parameters, cache and slots on the device.
     scheduler_config: limits of a step. The scheduler cuts prompts into chunks that fit them.

@@ -68,8 +68,8 @@ class OutputProcessor:
         return [self._alternatives(token, scores, i, top) for i, token in enumerate(tokens, start)]
 
     def _alternatives(self, token: int, scores: ScoreLog, i: int, top: int) -> dict[int, Logprob]:
-        """Return the log-probabilities at position `i`: of the token, then of the `top` likeliest. `ALL`
-        means every reported token."""
+        """Return the log-probabilities at position `i`: of the token, then of the `top` likeliest.
+        `ALL_LOGPROBS` means every reported token."""
         alternatives = {token: Logprob(scores.logprob[i], scores.rank[i], self._decode_token(token))}
         for rank in range(len(scores.top_ids[i]) if top == ALL_LOGPROBS else top):
             other = int(scores.top_ids[i][rank])

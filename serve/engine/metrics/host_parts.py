@@ -6,7 +6,7 @@ from time import perf_counter
 
 from jax.profiler import TraceAnnotation
 
-PART_NAMES = ("schedule", "put", "batch", "dispatch", "wait", "commit", "detokenize", "other")
+PART_NAMES = ("schedule", "put", "batch", "dispatch", "wait", "detokenize", "commit", "other")
 Span = tuple[str, float, float]  # name of a part; its begin and its end in seconds of `time.perf_counter`
 
 is_profiling = TraceAnnotation.is_enabled  # while no profile is recorded, no annotation is made
@@ -51,11 +51,11 @@ class HostPart:
 class HostParts:
     """Cumulative seconds of each part of the engine's steps. Their sum is the time of the steps.
 
-    schedule: choosing the tokens that a step computes, draft tokens included.
+    schedule: choosing the tokens that a step computes, draft tokens included, and noting what was dispatched.
     put: programs that set up slots, load grammars' masks and adapters, and move pages.
     batch: writing the rows of a call into arrays.
     dispatch: calling programs; the call copies its batch to the device.
-    wait: waiting for results.
+    wait: waiting for results, or for pages of the tiers if no step can run.
     detokenize: appending results to requests: tokens, scores, text, stop conditions.
     commit: naming computed pages, release of slots and pages of ended requests.
     other: rest of a step.
@@ -67,7 +67,7 @@ class HostParts:
         self._since, self._spans = 0.0, None
         self._all = [HostPart(self, name) for name in PART_NAMES]
         (
-            self.schedule, self.put, self.batch, self.dispatch, self.wait, self.commit, self.detokenize,
+            self.schedule, self.put, self.batch, self.dispatch, self.wait, self.detokenize, self.commit,
             self.other,
         ) = self._all  # fmt: skip
 

@@ -152,7 +152,7 @@ def run_rounds(
             processor.make_subscription(
                 prompt_with_salt(beam.tokens, search.salt),
                 params,
-                written=len(beam.logprobs),
+                num_output_ids=len(beam.logprobs),
                 lora_request=search.adapter,
             )
             for search in active

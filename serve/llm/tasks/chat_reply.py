@@ -48,7 +48,7 @@ def generate_reply(
     replies = Replies("", processor.tokenizer, parser)
     prompt = tokenize_prompt(task, processor.tokenizer, processor.longest_prompt)
     params = task_sampling_params(task, replies.dialect, prompt)
-    subscription = processor.make_subscription(prompt, params, awaited=False)
+    subscription = processor.make_subscription(prompt, params, is_awaited=False)
     session.submit_and_run([subscription], use_tqdm)
     key = sha256(msgspec.json.encode((prompt, params.seed))).hexdigest()
     return replies.reply_body(key, task, [subscription.make_output()])["choices"]

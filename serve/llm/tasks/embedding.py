@@ -31,7 +31,7 @@ def embed_prompts(
     prompt_params = broadcast_over_prompts("pooling_params", params or PoolingParams(), len(texts))
     if wrong := [type(value).__name__ for value in prompt_params if not isinstance(value, PoolingParams)]:
         raise TypeError(f"pooling parameters are PoolingParams, not {wrong[0]}")
-    subscriptions = processor.make_subscriptions(texts, prompt_params, None, adapters, awaited=False)
+    subscriptions = processor.make_subscriptions(texts, prompt_params, None, adapters, is_awaited=False)
     session.submit_and_run(subscriptions, use_tqdm)
     return [make_embedding_output(subscription) for subscription in subscriptions]
 

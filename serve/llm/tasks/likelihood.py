@@ -65,7 +65,7 @@ def log_likelihood(
             prompt_with_salt(prompt + suffix, salt),
             params,
             score_from=start,
-            awaited=False,
+            is_awaited=False,
         )
         for prompt, suffix, salt, start in zip(ids, suffixes, salts, starts, strict=True)
     ]
@@ -83,7 +83,7 @@ def score_by_decoding(
     """Score continuations by trace replay. Raises ValueError for a continuation that is too long."""
     subscriptions = [
         processor.make_subscription(
-            prompt_with_salt(prompt, salt), make_trace_params(processor, prompt, suffix), awaited=False
+            prompt_with_salt(prompt, salt), make_trace_params(processor, prompt, suffix), is_awaited=False
         )
         for prompt, suffix, salt in zip(prompts, suffixes, salts, strict=True)
         if suffix

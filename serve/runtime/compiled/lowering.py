@@ -211,8 +211,9 @@ class LocalLowering:
 
         A dispatch of several steps needs each token at once, and so do drafters.
         """
-        is_split = shape.phase == "prefill" or is_decode_split(self.abstract_arguments) and shape.tokens == 1
-        if not isinstance(self.phases, TargetOnly) or not is_split or shape.phase == "verify":
+        is_single_decode = shape.phase == "decode" and shape.tokens == 1
+        is_split = shape.phase == "prefill" or (is_single_decode and is_decode_split(self.abstract_arguments))
+        if not isinstance(self.phases, TargetOnly) or not is_split:
             return None
         return Sampler(num_sample_rows(shape.rows, shape.tokens, self.sizes.max_num_seqs))
 

@@ -103,7 +103,7 @@ class TracingMiddleware:
 
 
 def span_attributes(call: ApiCall) -> Iterator[tuple[str, Any]]:
-    task, requests = call.tasks[0], [request for s in call.subscriptions for request in s.requests]
+    task, requests = call.tasks[0], call.requests
     yield "gen_ai.operation.name", OPERATION_NAMES.get(task.form, task.form)
     yield "gen_ai.provider.name", "duetto"
     yield "gen_ai.request.model", call.model

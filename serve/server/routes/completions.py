@@ -116,7 +116,7 @@ class CompletionRoute:
                     await run_while_connected(receive, self._send_stream(call, request, id, send))
                 else:
                     write = partial(self._build_reply, request, id)
-                    answer = self.service.answer_call(call, client_body.client, write)
+                    answer = self.service.answer_call(call, write)
                     reply = await run_while_connected(receive, answer)
                     await reply(scope, receive, send)
         except ClientLeft:

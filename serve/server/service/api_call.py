@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from ...engine.core.request import Request
 from ...llm.mailbox import Mailbox, SlowReaderError
 from ...llm.subscription import Subscription
 from ...text.openai.tasks import Task
@@ -22,7 +23,6 @@ class ApiCall:
     client: name of the API key that sent it, "" without keys
     mailbox: receives the outputs of all subscriptions
     subscriptions: one for each task
-    positions: of the subscriptions in the fair queue
     resumed_outputs: outputs of the tokens that its completions already had from another server
     deadline_timer: timer of the deadline of the first tokens
     """
@@ -32,14 +32,18 @@ class ApiCall:
     client: str
     mailbox: Mailbox
     subscriptions: list[Subscription] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
     resumed_outputs: list[CompletionOutput] = field(default_factory=list)
     deadline_timer: asyncio.TimerHandle | None = None
 
     @property
+    def requests(self) -> list[Request]:
+        """Requests of all subscriptions."""
+        return [request for subscription in self.subscriptions for request in subscription.requests]
+
+    @property
     def num_choices(self) -> int:
         """Number of its completions."""
-        return sum(len(subscription.requests) for subscription in self.subscriptions)
+        return len(self.requests)
 
     @property
     def num_waiting(self) -> int:
@@ -56,11 +60,11 @@ class ApiCall:
 
     def add(self, subscription: Subscription, position: int) -> None:
         """Add a subscription at a position in the fair queue, before its submission."""
-        subscription.first_choice = self.num_choices
-        subscription.set_priority(position, self.tasks[len(self.subscriptions)].prefill_address)
+        task, subscription.first_choice = self.tasks[len(self.subscriptions)], self.num_choices
+        for request in subscription.requests:
+            request.priority, request.prefill_address = position, task.prefill_address
         self.resumed_outputs += subscription.take_outputs()
         self.subscriptions.append(subscription)
-        self.positions.append(position)
         if not subscription.is_at_end:  # else nothing is left to generate
             self.mailbox.unfinished.append(subscription)
 
@@ -80,7 +84,7 @@ class ApiCall:
         """Wait for the end of all completions. Raises HttpError if one failed."""
         with convert_engine_errors():
             await self.mailbox.wait_end()
-        for request in (request for subscription in self.subscriptions for request in subscription.requests):
+        for request in self.requests:
             if request.has_failed:
                 raise make_nan_error(request.stop_reason)
 
@@ -101,7 +105,8 @@ def make_nan_error(reason: object) -> HttpError:
 
 @contextmanager
 def convert_engine_errors() -> Iterator[None]:
-    """Convert errors of an engine or a reader to HttpErrors. others are printed."""
+    """Convert errors of the engine and of its readers to HttpErrors, and print the traceback of unexpected
+    ones."""
     try:
         yield
     except HttpError:

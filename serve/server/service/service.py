@@ -139,13 +139,12 @@ class Service:
         """Return the realm of a call's answer: a hash of the weights and settings that decide its tokens."""
         return self.answer_realm.name_with_adapter(call.subscriptions[0].adapter)
 
-    async def answer_call(self, call: ApiCall, client: str, write: Callable[[list[RequestOutput]], T]) -> T:
+    async def answer_call(self, call: ApiCall, write: Callable[[list[RequestOutput]], T]) -> T:
         """Wait for the results of a call, and return the answer that `write` makes of them. `write` runs in a
         thread for answers, since an answer may have a million numbers."""
         await call.wait_end()
-        requests = [request for subscription in call.subscriptions for request in subscription.requests]
-        cost = 1 + sum(request.num_output_tokens for request in requests)
-        return await self.admission.answer_pool.run(client, cost, lambda: write(call.make_results()))
+        cost = 1 + sum(request.num_output_tokens for request in call.requests)
+        return await self.admission.answer_pool.run(call.client, cost, lambda: write(call.make_results()))
 
     @contextmanager
     def _reserve_room(self, count: int, client: str, is_admitted: bool) -> Iterator[None]:
@@ -213,9 +212,9 @@ class Service:
 
     def _note_served(self, call: ApiCall) -> None:
         """Advance the fair queue to a call's prompts that have a first token."""
-        for subscription, position in zip(call.subscriptions, call.positions, strict=True):
+        for subscription in call.subscriptions:
             if subscription.has_begun:
-                self._fair_queue.on_served(position)
+                self._fair_queue.on_served(subscription.requests[0].priority)
 
     def _ping(self) -> None:
         """Wake the readers of calls without outputs since the last ping."""

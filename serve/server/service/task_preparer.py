@@ -32,7 +32,7 @@ class TaskPreparer:
         self, tasks: Sequence[Task], adapters: Mapping[str, LoRARequest], client_body: ClientBody
     ) -> list[Subscription]:
         """Tokenize tasks, wait for their grammars, and subscribe to them. Raises RequestError for a wrong
-        task, and as `ClientBody.run` does."""
+        task, and as `ClientBody.run_in_thread` does."""
         tokenized, jobs, subscriptions = await client_body.run_in_thread(
             lambda: self._begin_tasks(tasks, adapters), lambda begun: release_jobs(begun[1])
         )
@@ -82,7 +82,7 @@ class TaskPreparer:
             return self._llm.input_processor.make_subscription(
                 prompt_with_salt(task.prompt, task.cache_salt),
                 task.pooling or task.params,
-                known=task.resumed_outputs,
+                resumed_outputs=task.resumed_outputs,
                 lora_request=adapters.get(task.model or ""),
             )
 

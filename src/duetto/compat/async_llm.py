@@ -85,7 +85,7 @@ class AsyncLLM:
         self.llm.async_driver.resume()
 
     async def is_paused(self) -> bool:
-        return not self.llm.async_driver.is_open
+        return self.llm.async_driver.is_paused
 
     async def abort(self, request_id: str | Iterable[str], internal: bool = False) -> None:
         """End requests now. Unknown ids are ignored."""

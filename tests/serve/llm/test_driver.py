@@ -70,7 +70,7 @@ class Noting:
         self.news: list[Delivery] = []
         self.put = put or self.news.append
 
-    def collect(self, subscription: Subscription) -> list[Any]:
+    def collect(self, subscription: Subscription, is_wanted: bool = False) -> list[Any]:
         return subscription.take_outputs()
 
 
@@ -159,6 +159,20 @@ def test_an_idle_driver_ends_with_its_owner():
     gc.collect()
     thread.join(60)
     assert alive() is None and not thread.is_alive()
+
+
+def test_requests_that_are_aborted_in_a_pause_end_at_once(engine, session):
+    driver = Driver(session)
+    driver.pause()
+
+    async def aborted() -> Any:
+        stream = asyncio.ensure_future(anext(driver.stream(lambda: subscription_in(session))))
+        await asyncio.to_thread(until, lambda: bool(engine.requests))
+        await asyncio.to_thread(session.abort_or_drain, "abort")
+        return await asyncio.wait_for(stream, 60)
+
+    assert asyncio.run(aborted()).finish_reason == "abort"
+    driver.stop()
 
 
 def test_requests_of_a_sleeping_engine_go_on_when_it_wakes(engine, session):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fakes.engine import ask
 
+from duetto.serve.llm.driver import make_error_delivery
 from duetto.serve.llm.mailbox import Delivery, Mailbox, SlowReaderError
 from duetto.serve.llm.subscription import Subscription
 
@@ -80,11 +81,13 @@ def test_tokens_before_an_error_are_read_before_it():
         soon(side.step, 2)
         first = await side.box.get()
         side.step(3)
-        side.box.put(
-            Delivery(side.box, side.subscriptions[0], [], True, ZeroDivisionError("as a test wants it"))
-        )
+        error = ZeroDivisionError("as a test wants it")
+        (subscription,) = side.subscriptions
+        side.box.put(make_error_delivery(side.box, subscription, error))
+        subscription.requests[0].finish("abort")  # after the delivery, whose reader must not see it
         found = [*first, *await side.box.get()]
-        assert [o.token_ids for o in found] == [[1, 2], [3]] and not side.box.is_at_end
+        assert [(o.token_ids, o.finish_reason) for o in found] == [([1, 2], None), ([3], None)]
+        assert not side.box.is_at_end
         with pytest.raises(ZeroDivisionError):
             await side.box.get()
 

@@ -89,6 +89,34 @@ def test_requests_ended_by_other_callers_are_still_reported():
     assert not session.subscriptions
 
 
+def test_requests_run_to_their_end_while_the_engine_is_held():
+    """As for new weights, which wait for the requests that run."""
+    session = Session(cast(Any, Ending()))
+    queued = subscriptions(session, 3)
+    session.submit(queued)
+    with session.hold_engine():
+        session.abort_or_drain("wait")
+        assert all(subscription.is_finished for subscription in queued)
+
+
+def test_ends_are_logged_before_the_next_call_of_the_turn():
+    session = Session(cast(Any, Ending()))
+    logged: list[str] = []
+    session.audit_log = cast(
+        Any, SimpleNamespace(on_request_end=lambda request, i: logged.append(request.id))
+    )
+    session.submit(subscriptions(session, 2))
+    with session.hold_engine():
+        session.abort_or_drain("abort")
+        assert logged == ["0", "1"]
+
+
+def test_an_empty_id_is_refused():
+    session = Session(cast(Any, Ending()))
+    with pytest.raises(ValueError, match="request_id '' is not allowed"):
+        session.assign_ids([Subscription([ask([1])])], "")
+
+
 def test_returned_outputs_are_not_kept():
     session = Session(cast(Any, Ending()))
     for _ in range(3):

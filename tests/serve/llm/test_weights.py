@@ -49,7 +49,7 @@ def ended(llm: LLM, ids: list[str]) -> list[RequestOutput]:
 
 def continued(llm: LLM, prompt: list[int], params: SamplingParams, known: list[int]) -> RequestOutput:
     """A request whose first tokens are given."""
-    subscription = llm.input_processor.make_subscription(prompt, params, known=[known])
+    subscription = llm.input_processor.make_subscription(prompt, params, resumed_outputs=[known])
     llm.session.submit_and_run([subscription])
     return subscription.make_output()
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -13,94 +12,21 @@ from typing import Any
 
 import pytest
 from cases.text.letters import letters
-from fakes.engine import ask
+from fakes.service import LLM, Driver, Processor, run, task
 from tokenizers import AddedToken
 
 from duetto import SamplingParams
 from duetto.sampling.structured import StructuredOutputsParams
+from duetto.serve.llm.driver import make_error_delivery
 from duetto.serve.llm.mailbox import Delivery, SlowReaderError
 from duetto.serve.llm.subscription import Subscription
-from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.routes.completions import COMPLETION_API, CompletionRoute
-from duetto.serve.server.service import service as services
 from duetto.serve.server.service.errors import HttpError
 from duetto.serve.server.service.service import Service
 from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.openai.tasks import Task
 from duetto.serve.text.outputs import CompletionOutput
-
-
-class Processor:
-    """Makes subscriptions that no engine runs."""
-
-    adapter_registry: Any = None
-    grammars: Any = None
-
-    def make_subscription(self, prompt: Any, params: Any, known: Any, lora_request: Any) -> Subscription:
-        self.params = params
-        return Subscription([ask([1, 2, 3], max_tokens=10) for _ in range(params.n)])
-
-
-class Driver:
-    """Notes what it is told."""
-
-    def __init__(self, session: Any, on_failure: Any):
-        self.failed = on_failure
-        self.begun: list[Subscription] = []
-        self.left: list[Subscription] = []
-        self.readers: dict[Subscription, Any] = {}
-        self.drop = self.left.append
-
-    def submit(self, subscription: Subscription, reader: Any) -> None:
-        self.begun.append(subscription)
-        self.readers[subscription] = reader
-
-    def deliver(self, subscription: Subscription, count: int = 1, at_end: bool = False, **more: Any) -> None:
-        """A step that gives each completion `count` tokens."""
-        for request in subscription.requests:
-            for _ in range(count):
-                request.append(7)
-            if at_end:
-                request.finish("length")
-        reader = self.readers[subscription]
-        outputs = [] if more else reader.collect(subscription)
-        if outputs or at_end or more:
-            reader.put(Delivery(reader, subscription, outputs, at_end or bool(more), **more))
-
-    def wake(self) -> None:
-        """Bring the tokens of steps before, once the reader waits."""
-        for subscription in self.begun:
-            if not subscription.is_finished:
-                asyncio.get_running_loop().call_soon(self.deliver, subscription, 0)
-
-    def stop(self) -> None:
-        """Nothing runs."""
-
-
-LLM = SimpleNamespace(
-    tokenizer=None,
-    longest_prompt=100,
-    engine=SimpleNamespace(sizes=SimpleNamespace(max_model_len=100)),
-    session=None,
-    input_processor=Processor(),
-    is_sleeping=lambda: False,
-)
-
-
-def task(n: int = 1) -> Task:
-    return Task("completion", None, SamplingParams(n=n, max_tokens=10), prompt=[1, 2, 3])
-
-
-def run(test: Callable[[Service, Driver], Awaitable[None]], monkeypatch, **options: Any) -> None:
-    monkeypatch.setattr(services, "set_answer_realm", lambda *_: None)
-
-    async def served() -> None:
-        service: Any = Service(LLM, ServerOptions(**options), {}, make_driver=Driver)
-        await asyncio.wait_for(test(service, service._driver), 60)
-        await service.close()
-
-    asyncio.run(served())
 
 
 def pass_seconds(seconds: float, monkeypatch) -> None:
@@ -154,7 +80,7 @@ def test_a_slow_reader_costs_others_nothing(monkeypatch):
             (slow_one,), (other_one,) = slow.subscriptions, other.subscriptions
             with pytest.raises(SlowReaderError, match="5 tokens wait"):
                 driver.deliver(slow_one, 5)
-            driver.deliver(slow_one, 0, error=SlowReaderError("5 tokens wait"))
+            slow.mailbox.put(make_error_delivery(slow.mailbox, slow_one, SlowReaderError("5 tokens wait")))
             driver.deliver(other_one, 3, at_end=True)
             assert [len(outputs) async for outputs in other.read_outputs()] == [1]
             news = slow.read_outputs()
@@ -239,6 +165,26 @@ def test_requests_that_wait_too_long_get_an_error(monkeypatch):
     run(test, monkeypatch, queue_timeout=30.0)
 
 
+def test_a_resumed_answer_waits_for_its_first_token_too(monkeypatch):
+    """Also if one of its completions has ended elsewhere."""
+
+    def make(*given: Any, **more: Any) -> Subscription:
+        made = Processor().make_subscription(*given, **more)
+        made.requests[0].append_resumed_tokens([7] * 10)
+        return made
+
+    async def test(service: Service, driver: Driver) -> None:
+        async with service.open_call([task(2)], service.admission.new_body()) as call:
+            assert [(o.index, o.finish_reason) for o in call.resumed_outputs] == [(0, "length")]
+            assert call.num_waiting == 2
+            pass_seconds(31, monkeypatch)
+            with pytest.raises(HttpError, match="nothing was generated within 30 s"):
+                await anext(call.read_outputs())
+
+    monkeypatch.setattr(LLM.input_processor, "make_subscription", make, raising=False)
+    run(test, monkeypatch, queue_timeout=30.0)
+
+
 def test_clients_with_keys_get_equal_shares(monkeypatch):
     async def test(service: Service, driver: Driver) -> None:
         async with (
@@ -248,10 +194,10 @@ def test_clients_with_keys_get_equal_shares(monkeypatch):
         ):
             calls = (many, one, open)
             ranks = [[s.requests[0].priority for s in call.subscriptions] for call in calls]
-            assert ranks == [[0, 13, 26, 39, 52], [0], [0]] == [call.positions for call in calls]
+            assert ranks == [[0, 13, 26, 39, 52], [0], [0]]
             driver.deliver(many.subscriptions[3])  # the clock is at its position, also for a new client
             async with service.open_call([task()], service.admission.new_body("c")) as late:
-                assert late.positions == [39]
+                assert late.requests[0].priority == 39
 
     run(test, monkeypatch)
 
@@ -319,9 +265,11 @@ def test_tasks_become_requests_once_a_grammar_is_compiled(monkeypatch, error):
     class Noting(Processor):
         adapter_registry = registry
 
-        def make_subscription(self, prompt: Any, params: Any, known: Any, lora_request: Any) -> Subscription:
+        def make_subscription(
+            self, prompt: Any, params: Any, resumed_outputs: Any, lora_request: Any
+        ) -> Subscription:
             adapters.append(lora_request)
-            return super().make_subscription(prompt, params, known, lora_request)
+            return super().make_subscription(prompt, params, resumed_outputs, lora_request)
 
     processor = Noting()
     processor.grammars = grammars

@@ -187,7 +187,7 @@ def test_missing_requirements_are_named(grammars, monkeypatch):
         intake = InputProcessor(V, 64, EngineOptions(), tokenizer, ends)
         params = SamplingParams(structured_outputs={"regex": "a"})
         with pytest.raises(ValueError, match=r"^structured_outputs") as error:
-            intake.make_subscription([1], params, known=known)
+            intake.make_subscription([1], params, resumed_outputs=known)
         return str(error.value)
 
     assert "no tokenizer" in refused(None, (END,))

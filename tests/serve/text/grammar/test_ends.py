@@ -17,7 +17,7 @@ def llm():
 
 
 def resumed(llm: LLM, params: SamplingParams, known: list[int]) -> list[int]:
-    subscription = llm.input_processor.make_subscription(PROMPT, params, known=[known])
+    subscription = llm.input_processor.make_subscription(PROMPT, params, resumed_outputs=[known])
     llm.session.submit_and_run([subscription])
     return subscription.requests[0].output_tokens
 

@@ -34,7 +34,7 @@ def task(n: int | None = None, words: Sequence[str] = ()) -> Task:
 async def seconds(service: Service, one: Task) -> float:
     began = time.monotonic()
     async with service.open_call([one], service.admission.new_body()) as call:
-        await service.answer_call(call, "", lambda outputs: outputs)
+        await service.answer_call(call, lambda outputs: outputs)
     return time.monotonic() - began
 
 
