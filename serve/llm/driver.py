@@ -19,8 +19,7 @@ from .subscription import Subscription
 class Driver:
     """Steps a session's engine in a thread of its own. Only `stop` and `pause` wait.
 
-    on_failure: called in the thread with an error of the engine, before the running subscriptions are
-        dropped; by default their readers get it
+    on_failure: called in the thread with an error of the engine, before the readers get it
     on_pause: called in the thread if there are running requests and the engine may not step
     start_thread: starts the thread and returns it
 
@@ -30,7 +29,7 @@ class Driver:
     def __init__(
         self,
         session: Session,
-        on_failure: Callable[[Exception], None] | None = None,
+        on_failure: Callable[[Exception], None] = lambda error: None,
         on_pause: Callable[[], None] = lambda: None,
         start_thread: "Callable[[weakref.ref[Driver], OrderQueue], DriverThread] | None" = None,
     ):
@@ -145,10 +144,8 @@ class Driver:
     def fail_requests(self, error: Exception) -> None:
         """Drop all subscriptions after an error of the engine."""
         readers, self._readers = self._readers, {}
-        if self._on_failure is None:
-            deliver([make_error_delivery(reader, s, error) for s, reader in readers.items()])
-        else:
-            self._on_failure(error)
+        self._on_failure(error)
+        deliver([make_error_delivery(reader, s, error) for s, reader in readers.items()])
         self._session.drop(list(readers))
 
 

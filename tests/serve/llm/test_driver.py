@@ -289,3 +289,20 @@ def test_many_calls_to_wake_are_one_order(engine, session):
     assert driver._orders.qsize() == 1
     goes_on.set()
     driver.stop()
+
+
+def test_readers_get_their_tokens_before_a_reported_error(engine, session):
+    reported: list[Exception] = []
+    driver, reader = Driver(session, on_failure=reported.append), Noting()
+    reader.collect = lambda subscription, is_wanted=False: subscription.take_outputs() if is_wanted else []
+    driver.pause()
+    subscription = subscription_in(session)
+    driver.submit(subscription, reader)
+    until(lambda: bool(engine.requests))
+    subscription.requests[0].append(7)
+    engine.fails = True
+    driver.resume()
+    until(lambda: not session.subscriptions)
+    (news,) = reader.news
+    assert [o.token_ids for o in news.outputs] == [[7]] and [news.error] == reported
+    driver.stop()
