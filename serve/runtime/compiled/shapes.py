@@ -164,21 +164,26 @@ def shared_prefill_row_tokens(
 ) -> int:
     """Return the number of tokens of a row of a shared prefill, for a model that computes in `dtype`: few if
     CPU kernels read the keys of all layers."""
-    cache_format = choose_cache_format(kv_cache_dtype, dtype)
-    is_short = options.cpu_kernels and count_kernel_layers(layers, cache_format, dtype) == len(layers)
+    is_short = options.cpu_kernels and do_kernels_read_all_keys(layers, kv_cache_dtype, dtype)
     return SHORT_ROW_TOKENS if is_short else ROW_TOKENS
+
+
+def do_kernels_read_all_keys(layers: Sequence[LayerKind], kv_cache_dtype: str, dtype: Any) -> bool:
+    """Return True if CPU kernels read the keys of all layers of a model that computes in `dtype`."""
+    return count_kernel_layers(layers, choose_cache_format(kv_cache_dtype, dtype), dtype) == len(layers)
 
 
 def engine_shapes(
     options: EngineOptions, sizes: Sizes, layers: Sequence[LayerKind], platform: str, dtype: Any
 ) -> list[Shape]:
     """Return all shapes of an engine whose model has these layers and computes in `dtype`, by
-    `shape_table`."""
-    row_tokens = (
-        shared_prefill_row_tokens(options, layers, sizes.kv_cache_dtype, dtype)
-        if platform == "cpu"
-        else ROW_TOKENS
-    )
+    `shape_table`. Under the reproducibility contract decodes are as wide as without CPU kernels if these do
+    not read all keys: XLA sums the weights of up to four rows' attention in another order."""
+    if platform != "cpu":
+        return shape_table(options, sizes, can_share_prefill(layers), platform)
+    row_tokens = shared_prefill_row_tokens(options, layers, sizes.kv_cache_dtype, dtype)
+    if options.reproducible and not do_kernels_read_all_keys(layers, sizes.kv_cache_dtype, dtype):
+        options = replace(options, cpu_kernels=False)
     return shape_table(options, sizes, can_share_prefill(layers), platform, row_tokens)
 
 

@@ -20,6 +20,7 @@ from duetto.serve.planner.roofline.targets import local_target
 from duetto.serve.runtime.compiled.shapes import (
     CanonicalShapes,
     Sizes,
+    engine_shapes,
     resolve_cpu_options,
     shape_table,
     shared_prefill_row_tokens,
@@ -112,6 +113,16 @@ def test_prompts_share_short_rows_where_cpu_kernels_read_all_keys():
     found = shape_table(options, Sizes(512, 8, (64,), 64), True, "cpu", row(options, "int8"))
     prefills = [(s.rows, s.tokens) for s in found if s.phase == "prefill"]
     assert prefills == [(1, 16), (1, 32), (1, 64), (1, 128), (2, 32), (4, 32)]
+
+
+@pytest.mark.parametrize(
+    ("head", "reproducible", "narrowest"), [(16, True, 1), (12, True, 8), (12, False, 1)]
+)
+def test_decodes_are_narrow_where_cpu_kernels_read_all_keys(head, reproducible, narrowest):
+    layers = ModelConfig.uniform(256, 64, 128, 2, 4, 2, head, 512).layers
+    options = EngineOptions(max_num_seqs=8, cpu_kernels=True, reproducible=reproducible)
+    found = engine_shapes(options, Sizes(512, 8, (64,), 64), layers, "cpu", jnp.float32)
+    assert min(shape.rows for shape in found if shape.phase == "decode") == narrowest
 
 
 def test_verifications_have_the_widths_of_decodes():
