@@ -164,11 +164,11 @@ def shared_prefill_row_tokens(
 ) -> int:
     """Return the number of tokens of a row of a shared prefill, for a model that computes in `dtype`: few if
     CPU kernels read the keys of all layers."""
-    is_short = options.cpu_kernels and do_kernels_read_all_keys(layers, kv_cache_dtype, dtype)
+    is_short = options.cpu_kernels and can_kernels_read_all_keys(layers, kv_cache_dtype, dtype)
     return SHORT_ROW_TOKENS if is_short else ROW_TOKENS
 
 
-def do_kernels_read_all_keys(layers: Sequence[LayerKind], kv_cache_dtype: str, dtype: Any) -> bool:
+def can_kernels_read_all_keys(layers: Sequence[LayerKind], kv_cache_dtype: str, dtype: Any) -> bool:
     """Return True if CPU kernels read the keys of all layers of a model that computes in `dtype`."""
     return count_kernel_layers(layers, choose_cache_format(kv_cache_dtype, dtype), dtype) == len(layers)
 
@@ -182,7 +182,7 @@ def engine_shapes(
     if platform != "cpu":
         return shape_table(options, sizes, can_share_prefill(layers), platform)
     row_tokens = shared_prefill_row_tokens(options, layers, sizes.kv_cache_dtype, dtype)
-    if options.reproducible and not do_kernels_read_all_keys(layers, sizes.kv_cache_dtype, dtype):
+    if options.reproducible and not can_kernels_read_all_keys(layers, sizes.kv_cache_dtype, dtype):
         options = replace(options, cpu_kernels=False)
     return shape_table(options, sizes, can_share_prefill(layers), platform, row_tokens)
 

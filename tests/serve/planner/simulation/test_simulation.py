@@ -28,6 +28,9 @@ from duetto.serve.planner.workloads.slo_stats import SLO
 from duetto.serve.planner.workloads.traces import TraceEntry, draw_requests
 from duetto.serve.runtime.compiled.shapes import Shape
 
+# CPU kernels read the keys of its layers
+READ_BY_KERNELS = replace(TINY, layers=(LayerKind(GroupedQuery(6, 2, 16), Dense(96)),))
+
 PERFECT = Efficiency(compute=1, memory=1, call=0, exchange=0)
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3}
 
@@ -57,9 +60,9 @@ def workload(count: int = 60) -> list[TraceEntry]:
     ],
 )
 def test_merged_steps_give_the_rows_of_single_steps(name, pages, shards, cpu_kernels):
-    found = []
+    found, config = [], READ_BY_KERNELS if cpu_kernels else RANDOM[name]
     for together in (False, True):
-        own = simulation(pages=pages, config=RANDOM[name], host=0.01, shards=shards, cpu_kernels=cpu_kernels)
+        own = simulation(pages=pages, config=config, host=0.01, shards=shards, cpu_kernels=cpu_kernels)
         own.fast_forward = own.fast_forward if together else None
         found.append(served(own, workload(), SLO(1.5, 1)))
         assert all(pool.num_free == pages for pool in first_pools(own.engine.tables))
@@ -83,10 +86,8 @@ def test_times_of_a_lone_request_are_those_of_its_calls():
 
 
 def test_simulated_prompts_share_prefills_as_with_cpu_kernels():
-    config = replace(TINY, layers=(LayerKind(GroupedQuery(6, 2, 16), Dense(96)),))
-
     def rows(cpu_kernels: bool) -> set[int]:
-        own = simulation(config=config, cpu_kernels=cpu_kernels).engine.classes.prefill
+        own = simulation(config=READ_BY_KERNELS, cpu_kernels=cpu_kernels).engine.classes.prefill
         return {shape.tokens for shape in own if shape.rows > 1}
 
     assert [rows(cpu_kernels) for cpu_kernels in (False, True)] == [{32}, {2}]
