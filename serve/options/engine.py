@@ -113,7 +113,7 @@ class EngineOptions:
         None,
         "on a CPU, products and attention by duetto's own kernels, whose bits do not depend on the number of "
         "rows; an output matrix that is the embedding too is copied; without effect on accelerators; "
-        "default: for a loaded model on x86-64 without AMX, where they can be built, if they read the "
+        "default: for a loaded model on x86-64, where they can be built, if they read the "
         "keys of all layers",
     )
     max_prefill_delay: float | None = knob(

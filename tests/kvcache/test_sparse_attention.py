@@ -15,7 +15,7 @@ from duetto.kvcache.sparse_attention import select_top_keys
 from duetto.model.attention import AttentionParams, Selection
 from duetto.model.config import Latent
 from duetto.model.latent import active_indexer
-from duetto.serve.engine.startup.cpu_kernels import processor_flags
+from duetto.serve.host.devices import processor_flags
 
 pytestmark = pytest.mark.as_served
 

@@ -23,7 +23,6 @@ from ....kvcache.kernels.cpu_attention import count_kernel_layers
 from ....kvcache.quantised import choose_cache_format
 from ....model.config import ModelConfig
 from ...host import progress
-from ...host.devices import processor_flags
 from ...options.engine import EngineOptions
 from .dtype import normalise_dtype_name
 from .mesh import make_layout
@@ -101,8 +100,6 @@ def explain_default_without_kernels(
         return "there are none for this kind of machine"
     if ISAS == ARM:
         return "whether they are faster than XLA's products on ARM was not measured"
-    if "amx_bf16" in processor_flags():
-        return "XLA multiplies by AMX, and whether they do so faster was not measured"
     if has_several_devices:
         return "they are for one device"
     if any(layer.state_shapes for layer in layers) or count_kernel_layers(

@@ -67,10 +67,6 @@ def test_kernels_are_off_where_xla_may_be_faster(monkeypatch, capfd):
     assert decide_cpu_kernels(UNDECIDED, CPU, CONFIG, "auto").cpu_kernels is False
     assert decide_cpu_kernels(replace(UNDECIDED, cpu_kernels=True), CPU, CONFIG, "auto").cpu_kernels is True
     assert "without CPU kernels: whether they are faster than XLA's products on ARM" in capfd.readouterr().err
-    monkeypatch.setattr(cpu_kernels, "ISAS", X86)
-    monkeypatch.setattr(cpu_kernels, "processor_flags", lambda: "flags: avx2 avx512_bf16 amx_tile amx_bf16")
-    assert decide_cpu_kernels(UNDECIDED, CPU, CONFIG, "auto").cpu_kernels is False
-    assert "without CPU kernels: XLA multiplies by AMX" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("usable")
