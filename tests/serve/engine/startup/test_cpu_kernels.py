@@ -31,7 +31,6 @@ def usable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor with kernels, whose library is built, in a process that compiles as users' do."""
     monkeypatch.setattr(cpu_kernels, "is_supported", lambda: True)
     monkeypatch.setattr(cpu_kernels, "ISAS", X86)
-    monkeypatch.setattr(cpu_kernels, "processor_flags", lambda: "flags: avx2 avx512_bf16")
     monkeypatch.setattr(cpu_kernels, "build_missing_library", lambda: None)
     monkeypatch.setattr(cpu_kernels, "load_library", lambda: KernelLibrary(("avx512_bf16",)))
     monkeypatch.setattr(cpu_kernels, "is_optimisation_off", lambda: False)
