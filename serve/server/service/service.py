@@ -170,8 +170,8 @@ class Service:
         """Return the number of completions without a first token, by client."""
         waiting = self._tokenizing.copy()
         for call in self._calls:
-            if call.num_waiting:
-                waiting[call.client] += call.num_waiting
+            if count := call.num_waiting:
+                waiting[call.client] += count
         return waiting
 
     def _check_available(self, is_admitted: bool) -> None:
