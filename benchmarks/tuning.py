@@ -15,7 +15,6 @@ from duetto.serve.planner.roofline.presets import PRESETS
 from duetto.serve.planner.roofline.targets import target_facts
 from duetto.serve.planner.simulation import (
     candidates,
-    decode_fast_forward,
     engine_simulation,
     estimate,
     fleet,
@@ -200,7 +199,6 @@ MADE_OF = (
     search,
     slo_stats,
     step_times,
-    decode_fast_forward,
     candidates,
 )
 

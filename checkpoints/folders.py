@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ..refusals import quote
 from .configuration.text_models import is_nested, text_fields
 from .tensors import CheckpointError
 
@@ -19,6 +20,8 @@ DESCRIPTION_PATTERNS = (
     "*.tiktoken", "tekken.json", "chat_template.jinja", "chat_template.json", "LICENSE*", "NOTICE*",
     "1_Pooling/config.json", "modules.json",
 )  # fmt: skip
+
+MODELOPT_FILE = "hf_quant_config.json"  # not copied: it describes the weights
 
 
 @contextmanager
@@ -80,7 +83,21 @@ def read_config_json(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.exists():
         raise missing_config_error(folder)
-    return text_fields(read_json(file), file)
+    return add_modelopt_fields(folder, text_fields(read_json(file), file))
+
+
+def add_modelopt_fields(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with the `quantization_config` that ModelOpt wrote beside them, unless they have one.
+
+    Raises CheckpointError.
+    """
+    file = folder / MODELOPT_FILE
+    if "quantization_config" in raw or not file.exists():
+        return raw
+    stated = read_json(file).get("quantization")
+    if not isinstance(stated, dict):
+        raise CheckpointError(f"{file}: quantization is {quote(stated)}, expected an object")
+    return raw | {"quantization_config": {"quant_method": "modelopt", **stated}}
 
 
 def outer_model_type(folder: Path) -> str | None:

@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .folders import DESCRIPTION_PATTERNS, identify_foreign_format, suggest_folder
+from .folders import DESCRIPTION_PATTERNS, MODELOPT_FILE, identify_foreign_format, suggest_folder
 from .tensors import CheckpointError
 
 MODEL_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-TEXT_PATTERNS = (*DESCRIPTION_PATTERNS, "vocab.txt", "adapter_config.json")
+TEXT_PATTERNS = (*DESCRIPTION_PATTERNS, MODELOPT_FILE, "vocab.txt", "adapter_config.json")
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
 IGNORED_PATTERNS = ("[!1]*/*", "consolidated*")  # folders but 1_Pooling/; copies of the weights
 SHIPPED_FOLDER = Path(__file__).parent  # has demo-draft and demo-heads

@@ -154,7 +154,7 @@ def index_checkpoint(folder: Path, dtype: Any) -> CheckpointIndex:
             f"{folder / 'config.json'}: a model of {config.num_layers} layers, "
             f"but only {len(tensors)} tensors are stored"
         )
-    groups = parameter_groups(family, config)
+    groups = parameter_groups(family.names, config)
     check_stored_tensors(folder, family, config, groups, tensors)
     return CheckpointIndex(
         config, tensors, groups, choose_dtype(dtype, raw, tensors[family.names["embed"].name], folder)
@@ -204,7 +204,7 @@ def save_hf(
     """
     folder = Path(path)
     family, raw = choose_family(config, like)
-    leaves, groups = leaves_by_path(params), parameter_groups(family, config)
+    leaves, groups = leaves_by_path(params), parameter_groups(family.names, config)
     check_leaf_shapes({p.path: p.spec.shape for group in groups for p in group.parameters}, leaves)
     fixed_dtypes = {
         p.path: np.dtype(p.spec.dtype) for group in groups for p in group.parameters if p.spec.dtype

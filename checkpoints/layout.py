@@ -1,15 +1,17 @@
 """Layout of parameters in a Hugging Face folder: which share a tensor, and which are split into several."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..model.config import ModelConfig
 from ..model.transformer import decoder_spec
 from ..model.tree import Spec, leaves_by_path
-from .families.family import Family
 from .families.storage import Stored, stored_shape
 from .tensors import JoinedViews
 
@@ -52,13 +54,37 @@ class ParameterGroup:
         )
         return JoinedViews(tuple(views), self.parameters[0].stored.is_interleaved)
 
+    def split_arrays(self, arrays: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+        """Split the stored arrays into our parameters, with their paths, by operations of jax.
 
-def parameter_groups(family: Family, config: ModelConfig) -> list[ParameterGroup]:
-    """Return all parameters of a model, grouped by tensor, in the order of the tree's leaves."""
+        An array that lies as its parameter does becomes the parameter without a copy.
+        """
+        first, start = self.parameters[0].stored, 0
+        axis, count = first.join_axis, len(self.parameters)
+        for i, p in enumerate(self.parameters):
+            end = start + p.stored.stored_sizes(p.spec.shape)[axis]
+            span = (i, self.shape[axis], count) if first.is_interleaved else (start, end, 1)
+            shape = p.spec.shape[p.stored.is_stacked :]
+            parts = [p.stored.from_stored(slice_axis(x, axis, *span), shape) for x in arrays]
+            yield p.path, jnp.stack(parts) if p.stored.is_stacked else parts[0]
+            start = end
+
+
+def slice_axis(array: Any, axis: int, start: int, end: int, stride: int) -> Any:
+    """Return entries of an axis: the array itself if these are all."""
+    is_whole = end - start == array.shape[axis] and stride == 1
+    return array if is_whole else jax.lax.slice_in_dim(array, start, end, stride, axis)
+
+
+def parameter_groups(names: Mapping[str, Stored], config: ModelConfig) -> list[ParameterGroup]:
+    """Return all parameters of a model, grouped by tensor, in the order of the tree's leaves.
+
+    names: storage of each parameter, by our path; `{}` is the layer's number.
+    """
     leaves = leaves_by_path(decoder_spec(config))
     by_name: dict[str, list[Parameter]] = {}
     for path, spec in leaves.items():
-        stored = family.names[re.sub(r"\b\d+\b", "{}", path)]
+        stored = names[re.sub(r"\b\d+\b", "{}", path)]
         number = re.search(r"\b\d+\b", path)
         name = stored.name.replace("{}", number[0], 1) if number else stored.name
         by_name.setdefault(name, []).append(Parameter(path, spec, stored))

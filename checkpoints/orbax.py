@@ -22,6 +22,7 @@ from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import Spec, find_non_finite, is_spec, leaves_by_path, paths_and_leaves
 from ..model.weights.lowrank import LowRank
 from ..model.weights.quant import Quantised
+from ..model.weights.schemes import SCHEMES
 from ..refusals import quote
 from .folders import list_files, read_json
 from .huggingface import HEAD_PATHS, known_dtype, read_config, sharding_lookup
@@ -171,6 +172,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{file}: records: {path} is {quote(record)}, expected a type of {', '.join(RECORD_TYPES)} "
                 "and its fields"
+            )
+        if "scheme" in record and record["scheme"] not in SCHEMES:
+            raise CheckpointError(
+                f"{file}: records: {path} has scheme {quote(record['scheme'])}, expected one of "
+                f"{', '.join(SCHEMES)}"
             )
     for name, size in sizes.items():
         if not (folder / name).is_file():

@@ -6,7 +6,8 @@ rewarded.
 Every round samples answers with their log-probabilities, takes a step up the reward with the library's own
 pure functions, and serves the new weights by `update_params`, which neither copies nor compiles. The trainer
 reads a whole text at once and has no cache: its log-probabilities are computed by other products than
-those of decode, and the last bits differ. `LLM.log_likelihood(..., by="decode")` gives the bits of sampling.
+those of decode, and the last bits differ. `LLM.log_likelihood(..., by="decode")` gives the bits of sampling;
+`examples/grpo.py` trains with them.
 """
 
 from functools import partial

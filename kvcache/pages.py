@@ -39,7 +39,6 @@ from .sparse_attention import IndexReader, SelectedKeys, select_top_keys
 from .states import StatePool, empty_states, state_bytes
 
 KEYS_PER_BLOCK = 128  # key positions read at once; page sizes divide it or are multiples of it
-POOLED = -2  # in `Batch.after`: the prompt is embedded, so its hidden states are pooled
 ON_DEVICE = -1  # in `Batch.tokens`: the device knows the token, or drafts it
 MAX_SWAPPED_QUERIES = 16  # queries of a row and key head, up to which a CPU swaps their products' operands
 NO_LANES = Lanes()
@@ -84,11 +83,9 @@ class Batch:
     # int32 [B,M] for each window: pages of each row in order; unread entries are arbitrary
     page_tables: tuple[Any, ...]
     slot: Any  # int32 [B], slot of each row in the sampling state
-    # int32 [B], prompt token after each row, to be scored; negative if there is none, POOLED if the prompt
-    # is embedded; None if no row is scored
-    next_prompt_token: Any = None
     # int32 [rows], places (b*T + t) that hold a token, padded with B*T; None computes all places
     packed: Any = None
+    embeddings: Any = None  # InputEmbeddings of a prefill; None if the model has no encoder
 
 
 def token_positions(batch: Batch) -> Int[Array, "B T"]:

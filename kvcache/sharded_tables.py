@@ -107,20 +107,6 @@ class ShardedPageTables(PageTables):
     def release(self, tables: SequenceTables, max_tokens: int) -> None:
         self._shard_tables(tables).release(tables, max_tokens)
 
-    def max_new_pages(self, tables: SequenceTables, max_tokens: int) -> int:
-        return self._shard_tables(tables).max_new_pages(tables, max_tokens)
-
-    @property
-    def has_warmup_claim(self) -> bool:
-        return self.shards[0].has_warmup_claim
-
-    def lend_warmup_pages(self, count: int, spare_pages: int) -> SequenceTables | None:
-        """Lend pages of the first shard: warm-up compares shapes on its rows."""
-        return self.shards[0].lend_warmup_pages(count, spare_pages)
-
-    def return_warmup_pages(self, lent: SequenceTables) -> None:
-        self.shards[0].return_warmup_pages(lent)
-
     def reset_prefix_cache(self) -> None:
         for shard in self.shards:
             shard.reset_prefix_cache()

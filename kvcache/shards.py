@@ -45,7 +45,7 @@ def map_phase(
     params: Any,
     mesh: Any,
     in_specs: tuple[Any, ...] = (PAGE_SPEC, SLOT_SPEC, SLOT_SPEC),
-    out_specs: tuple[Any, ...] = (PAGE_SPEC, SLOT_SPEC, SLOT_SPEC),
+    out_specs: Any = (PAGE_SPEC, SLOT_SPEC, SLOT_SPEC),
 ) -> Callable[..., Any]:
     """Make a phase of one shard into one of all shards. Its arguments are parameters (arrays or shapes),
     cache, slots and batch. `in_specs` and `out_specs` are the PartitionSpecs of the arguments after the

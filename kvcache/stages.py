@@ -15,6 +15,7 @@ import jax
 from ..model.attention import Attention
 from ..model.config import ModelConfig
 from ..model.draft_pair import EngineParams, target_params
+from ..model.sharding import tree_devices
 from ..model.transformer import Decoder, Layer
 from .pages import KVCache
 
@@ -90,11 +91,6 @@ def drop_ffn(layer: Layer) -> Layer:
 def has_borrowed_keys(layer: Layer) -> bool:
     """True if a layer reads the keys and values of another layer."""
     return isinstance(layer.attention, Attention) and not layer.attention.has_keys
-
-
-def tree_devices(tree: Any) -> frozenset[Any]:
-    """Return all devices of a tree's arrays, or of its shapes with shardings."""
-    return frozenset().union(*(leaf.sharding.device_set for leaf in jax.tree.leaves(tree)))
 
 
 def stage_params(params: Decoder, span: range) -> Decoder:

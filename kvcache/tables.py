@@ -8,7 +8,8 @@ after its last token, so a token sees the page of the token before it. A prefill
 pages.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import cast
 
@@ -60,9 +61,7 @@ class PageTables:
     pools: page pool of each group
     max_pages: most pages of a sequence in each group; None if not bounded
     max_released_pages: most pages that leave a window in one step
-    reserved_pages: pages of each group reserved for admitted sequences, lent pages included
-    lent_pages: pages of each group lent to warm-up
-    claimed_pages: pages of each group that warm-up waits for
+    reserved_pages: pages of each group reserved for admitted sequences
     full_attention_pool: pool of the group without a window, or None
     """
 
@@ -89,7 +88,6 @@ class PageTables:
         ]
         self.max_released_pages = -(-step_tokens // page_size) + 1
         self.reserved_pages = [0] * len(pages)
-        self.lent_pages = self.claimed_pages = 0
         self.full_attention_pool = self.pools[0] if windows[0] is None else None
 
     @property
@@ -100,7 +98,7 @@ class PageTables:
     @property
     def occupancy(self) -> float:
         """Share of the pages that sequences own, in the group where it is highest."""
-        return max(1 - (pool.num_free + self.lent_pages) / pool.num_pages for pool in self.pools)
+        return max(1 - pool.num_free / pool.num_pages for pool in self.pools)
 
     def find_prefix(self, hashes: Sequence[bytes], tier_lookup: TierLookup | None = None) -> SequenceTables:
         """Return the pages of the longest prefix that is cached, or in a tier by `tier_lookup`. In a windowed
@@ -150,17 +148,15 @@ class PageTables:
         """True if a sequence of `tokens` tokens, which grows to at most `max_tokens`, can be admitted and
         leaves `spare_pages` pages free."""
         has_room = all(
-            self.claimed_pages + reserved + self._pages_to_reserve(g, max_tokens) <= pool.num_pages
+            reserved + self._pages_to_reserve(g, max_tokens) <= pool.num_pages
             for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved_pages, strict=True))
         )
         if self.full_attention_pool is None or not has_room:
             return has_room
         cached = [page for page in prefix[0] if page != IN_TIER]
         new = self._num_pages(tokens) - len(cached)
-        return (
-            new + self.full_attention_pool.count_free(cached) + spare_pages + self.claimed_pages
-            <= self.full_attention_pool.num_free
-        )
+        needed = new + self.full_attention_pool.count_free(cached) + spare_pages
+        return needed <= self.full_attention_pool.num_free
 
     def admit(self, prefix: SequenceTables, tokens: int, max_tokens: int) -> SequenceTables:
         """Return the page tables of a new sequence. Shares the cached pages of its prefix, and issues a page
@@ -274,36 +270,19 @@ class PageTables:
             pool.release([page for page in pages if page != NULL_PAGE])
             self.reserved_pages[g] -= self._pages_to_reserve(g, max_tokens)
 
-    @property
-    def has_warmup_claim(self) -> bool:
-        """True if pages are lent or claimed. A new sequence must then fit in full length beside them."""
-        return bool(self.lent_pages or self.claimed_pages)
+    def has_free_pages(self, count: int) -> bool:
+        """True if `count` pages of every group have no owner."""
+        return all(pool.num_free >= count for pool in self.pools)
 
-    def max_new_pages(self, tables: SequenceTables, max_tokens: int) -> int:
-        """Return the pages that a sequence of at most `max_tokens` tokens may still take in the group without
-        a window."""
-        return 0 if self.full_attention_pool is None else max(0, self._num_pages(max_tokens) - len(tables[0]))
-
-    def lend_warmup_pages(self, count: int, spare_pages: int) -> SequenceTables | None:
-        """Take `count` pages per group for warm-up. Returns None if fewer than `spare_pages` pages, or fewer
-        than the reserved ones, would remain. Then `claimed_pages` is set, so that admission keeps `count`
-        pages free, and the caller tries again later."""
-        assert not self.lent_pages
-        for g, (pool, reserved) in enumerate(zip(self.pools, self.reserved_pages, strict=True)):
-            left = pool.num_free - spare_pages if self.windows[g] is None else pool.num_pages - reserved
-            if count > left:
-                self.claimed_pages = count
-                return None
-        self.lent_pages, self.claimed_pages = count, 0
-        self.reserved_pages = [n + count for n in self.reserved_pages]
-        return [pool.allocate(count) for pool in self.pools]
-
-    def return_warmup_pages(self, lent: SequenceTables) -> None:
-        """Release the pages that warm-up was lent. They have no hashes."""
-        self.lent_pages = 0
-        for g, (pool, pages) in enumerate(zip(self.pools, lent, strict=True)):
-            pool.release(pages)
-            self.reserved_pages[g] -= len(pages)
+    @contextmanager
+    def borrow_pages(self, count: int) -> Iterator[SequenceTables]:
+        """Issue `count` free pages of every group for the time of the block, which overwrites them."""
+        borrowed = [pool.allocate(count) for pool in self.pools]
+        try:
+            yield borrowed
+        finally:
+            for pool, pages in zip(self.pools, borrowed, strict=True):
+                pool.release(pages)
 
     def reset_prefix_cache(self) -> None:
         """Drop every hash: the pages' contents are lost, or were computed with other weights."""

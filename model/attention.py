@@ -1,5 +1,4 @@
-"""Grouped-query attention: its parameters, the seam to caches (`Attend`), and a reference over contiguous
-keys."""
+"""Grouped-query attention: parameters, the seam to caches (`Attend`), a reference over contiguous keys."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ class Attention:
     o_bias: Any = None  # [D]
     q_norm: Any = None  # [H], or [N,H] with a gain per head
     k_norm: Any = None  # [H], or [K,H]
+    v_norm: Any = None  # no gain, but a kernel may stand here
     sinks: Any = None  # [N]
     gate: Any = None  # [D,N,H]
     gate_bias: Any = None  # [N,H]
@@ -367,7 +367,7 @@ def run_attention(
         scale, c.window, c.softcap, w.sinks, chunked=c.chunked, num_kv_heads=c.num_kv_heads
     )
     q, k, v = project_qkv(w, x)
-    v = v if c.value_norm is None or v is None else normalise(v, Norm(None), c.value_norm)
+    v = v if c.value_norm is None or v is None else normalise(v, wrap_gain(w.v_norm), c.value_norm)
     fused_attend = attend if has_fusible_rope(c) and isinstance(attend, FusedRopeAttend) else None
     if (
         fused_attend

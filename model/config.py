@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from .embeddings.encoder import Encoder
 from .kinds import DEFAULT_ROPE, PLAIN_NORM, GroupedQuery, Latent, NormKind
 from .recurrent.kinds import STATE_BLOCK_TOKENS, STATE_WINDOW, DeltaNet, Mamba, ShortConv, StateShapes
 from .rope import Rope
@@ -109,6 +110,7 @@ class LayerInput:
     size: int  # P, numbers of a layer
     vocab_size: int  # V of their embedding
     activation: Activation = "gelu_tanh"
+    pad_token_id: int = 0  # token that is looked up where an encoder's embedding is in a token's place
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     layer_scales: bool = False  # each layer's output has a learned scale
     layer_input: LayerInput | None = None
+    encoder: Encoder | None = None  # makes embeddings of content that is not text
 
     @classmethod
     def uniform(
@@ -186,14 +189,21 @@ class ModelConfig:
         tied_embeddings: bool = False,
         attention_bias: bool = False,
         mlp_bias: bool = False,
+        qk_norm: bool = False,
+        attention_scale: float | None = None,
     ) -> "ModelConfig":
         """Return a config of equal layers of grouped-query attention and a gated feed-forward layer, as in
-        Llama."""
+        Llama, or with `qk_norm`, norms of each head's queries and keys, as in Qwen 3.
+
+        attention_scale: factor of scores; None is `head_size ** -0.5`.
+        """
+        norm, bias = NormKind(eps=norm_eps), attention_bias
+        head_norm = norm if qk_norm else None
         mixer = GroupedQuery(
-            num_heads, num_kv_heads, head_size, rope, bias=attention_bias, output_bias=attention_bias
-        )
+            num_heads, num_kv_heads, head_size, rope,
+            scale=attention_scale, bias=bias, output_bias=bias, qk_norm=head_norm,
+        )  # fmt: skip
         layer = LayerKind(mixer, Dense(ffn_size, bias=mlp_bias))
-        norm = NormKind(eps=norm_eps)
         return cls(
             vocab_size,
             hidden_size,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .config import Dense
-from .layers import add_bias, apply_scale, einsum, einsums
+from .layers import Weight, add_bias, apply_scale, einsum, einsums, prevent_fma
 from .tree import Spec, pytree
 
 CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss
@@ -66,6 +66,14 @@ def activate(
     return (inner if gate is None else inner * up).astype(dtype)
 
 
+def score_output(gate: Float[Array, " D"] | Weight, x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
+    """Compute the score of an output gate in float32."""
+    if isinstance(gate, Weight):
+        return gate.einsum("...d,d->...", x, jnp.float32)[..., None]
+    gate = jnp.expand_dims(gate.astype(jnp.float32), range(x.ndim - 1))
+    return jnp.sum(x.astype(jnp.float32) * gate, axis=-1, keepdims=True)
+
+
 def feed_forward(w: FFN, c: Dense, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
     """Compute a feed-forward layer, its output gate included."""
     gate, up = einsums("...d,df->...f", x, (w.gate, w.up))
@@ -74,6 +82,5 @@ def feed_forward(w: FFN, c: Dense, x: Float[Array, "*rows D"]) -> Float[Array, "
     out = apply_scale(add_bias(einsum("...f,fd->...d", activate(c, gate, up), w.down), w.down_bias), c.scale)
     if w.output_gate is None:
         return out
-    gate_weight = jnp.expand_dims(w.output_gate.astype(jnp.float32), range(x.ndim - 1))
-    score = jnp.sum(x.astype(jnp.float32) * gate_weight, axis=-1, keepdims=True)
-    return (out.astype(jnp.float32) * jax.nn.sigmoid(score)).astype(out.dtype)
+    score = score_output(w.output_gate, x)
+    return prevent_fma(out.astype(jnp.float32) * jax.nn.sigmoid(score)).astype(out.dtype)

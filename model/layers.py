@@ -238,19 +238,19 @@ def prevent_fma(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Round a float32 product before it is added to something: keeps XLA from fusing both into an FMA.
 
     An FMA rounds once, and XLA would choose where to use one. The maximum with the smallest float changes
-    nothing, but XLA does not know that.
+    nothing, but XLA does not know that. Products of other dtypes are rounded anyway.
     """
-    return jnp.maximum(x, jnp.finfo(x.dtype).min)
+    return jnp.maximum(x, jnp.finfo(x.dtype).min) if x.dtype == jnp.float32 else x
 
 
 def apply_softcap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """Bound values to (-cap, cap) by tanh, if there is a cap."""
-    return x if cap is None else cap * jnp.tanh(x / cap)
+    return x if cap is None else prevent_fma(cap * jnp.tanh(x / cap))
 
 
 def apply_scale(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
     """Multiply x by a factor in x's dtype. A factor of 1 adds no operation."""
-    return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+    return x if factor == 1 else prevent_fma(x * jnp.asarray(factor, x.dtype))
 
 
 # ---------------------------------------------------------------- unique indices of scatters

@@ -12,10 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool
 
 from .config import Experts, GroupedQuery, LayerKind
+from .gpus import target_device
 from .tree import Spec, is_spec
 
 Axes = str | tuple[str, ...]
@@ -29,6 +31,19 @@ KV_AXIS, KV_GROUP_AXIS = "kv", "group"
 # hold the keys of one head, and each may hold a whole vocabulary or recurrent layer.
 MIN_SPLIT_AXES = {"kv_heads": 1, "state_heads": 0, "vocab": 0}
 MAX_TRIED_DEVICES = 256  # largest number of devices that an error's text considers
+
+
+def array_devices(x: Any) -> frozenset[Any]:
+    """Return the devices of an array or ShapeDtypeStruct, none if it has no sharding; of a traced array, the
+    device that its program is compiled for."""
+    if isinstance(x, Tracer):
+        return frozenset([target_device()])
+    return frozenset() if x.sharding is None else frozenset(x.sharding.device_set)
+
+
+def tree_devices(tree: Any) -> frozenset[Any]:
+    """Return all devices of a tree's arrays, or of its shapes with shardings."""
+    return frozenset().union(*map(array_devices, jax.tree.leaves(tree)))
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,28 @@ from jaxtyping import Array, Float, Int
 
 from .attention import Attend, Attention, attention_spec, run_attention
 from .config import Dense, Experts, GroupedQuery, Latent, LayerKind, Mixer, ModelConfig
-from .experts import MoE, chosen_expert_ids, experts_spec, run_moe
-from .ffn import FFN, feed_forward, ffn_spec
-from .latent import LatentAttention, latent_spec, run_latent_attention
-from .layers import Norm, NormWeight, add_bias, apply_scale, apply_softcap, einsum, norm_spec, normalise
-from .per_layer_embeddings import (
+from .embeddings.encoder import InputEmbeddings, insert_embeddings
+from .embeddings.per_layer_embeddings import (
     PerLayerEmbedding,
     PerLayerGate,
     add_layer_input,
     compute_layer_inputs,
     per_layer_embedding_spec,
     per_layer_gate_spec,
+)
+from .experts import MoE, chosen_expert_ids, experts_spec, run_moe
+from .ffn import FFN, feed_forward, ffn_spec
+from .latent import LatentAttention, latent_spec, run_latent_attention
+from .layers import (
+    Norm,
+    NormWeight,
+    add_bias,
+    apply_scale,
+    apply_softcap,
+    einsum,
+    norm_spec,
+    normalise,
+    prevent_fma,
 )
 from .recurrent.convolution import ShortConvolution, convolution_spec, run_short_conv
 from .recurrent.delta import DeltaAttention, delta_spec, run_delta_net
@@ -83,6 +94,7 @@ class Decoder:
     positions: Any = None  # [max_position,D], if positions are learned
     head_bias: Any = None  # [V]
     inputs: PerLayerEmbedding | None = None
+    encoder: Any = None  # parameters of `ModelConfig.encoder`
 
 
 def layer_spec(kind: LayerKind, c: ModelConfig) -> Layer:
@@ -112,6 +124,7 @@ def decoder_spec(c: ModelConfig) -> Decoder:
         positions=Spec((c.max_position, D), ("position", "model")) if c.learned_positions else None,
         head_bias=Spec((V,), ("vocab",), scale=0.0) if c.has_head and c.head_bias else None,
         inputs=per_layer_embedding_spec(c),
+        encoder=None if c.encoder is None else c.encoder.spec(),
     )
 
 
@@ -168,10 +181,15 @@ NULL_RECORDER = Recorder(ObserveOptions())  # records nothing
 
 @jax.named_scope("embed_tokens")
 def embed_tokens(
-    params: Decoder, c: ModelConfig, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
+    params: Decoder,
+    c: ModelConfig,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    embeddings: InputEmbeddings | None = None,
 ) -> Float[Array, "B T D"]:
-    """Return the embeddings of tokens, learned positions included."""
+    """Return the embeddings of tokens, or those in their place, learned positions included."""
     x = apply_scale(lookup_embedding(params.embed, tokens), c.embedding_scale)
+    x = insert_embeddings(x, embeddings)
     return x if params.positions is None else x + params.positions[positions]
 
 
@@ -278,7 +296,7 @@ def add_ffn_residual(
     x = add_residual(c, h, ffn_output, w.ffn_post_norm)
     if w.input is not None:
         x = add_layer_input(w.input, c, x, layer_input)
-    return x if w.scale is None else x * w.scale[None, None]
+    return x if w.scale is None else prevent_fma(x * w.scale[None, None])
 
 
 def run_mixers(
@@ -327,16 +345,19 @@ def forward(
     state: Any = None,
     lengths: Int[Array, " B"] | None = None,
     recorder: Recorder = NULL_RECORDER,
+    embeddings: InputEmbeddings | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """Return hidden states after the last norm, and attend's new state. Layers are unrolled: a scan would
     copy their weights.
 
     `lengths`: tokens of each row's whole sequence, by which longrope chooses its frequencies. Default: the
     last position + 1.
+
+    `embeddings`: embeddings in place of tokens' own, if any.
     """
     lengths = positions[:, -1] + 1 if lengths is None else lengths
-    x = embed_tokens(params, config, tokens, positions)
-    inputs = compute_layer_inputs(params.inputs, config, tokens, x)
+    x = embed_tokens(params, config, tokens, positions, embeddings)
+    inputs = compute_layer_inputs(params.inputs, config, tokens, x, embeddings)
     x, state = run_layers(params.layers, config, x, positions, lengths, attend, state, inputs, recorder)
     return apply_norm(config, x, params.norm), state
 
@@ -371,10 +392,27 @@ def compute_logits(
     params: Decoder, config: ModelConfig, hidden: Float[Array, "*rows D"]
 ) -> Float[Array, "*rows V"]:
     """Compute logits in float32."""
+    return finish_logits(config, multiply_head(params, hidden), params.head_bias)
+
+
+def multiply_head(params: Decoder, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+    """Multiply hidden states by the output matrix, in float32."""
     head = params.embed if params.head is None else params.head
-    logits = apply_scale(einsum("...d,vd->...v", hidden, head, jnp.float32), config.logit_scale)
-    bias = None if params.head_bias is None else params.head_bias.astype(jnp.float32)
-    return apply_softcap(add_bias(logits, bias), config.logit_softcap)
+    return einsum("...d,vd->...v", hidden, head, jnp.float32)
+
+
+def finish_logits(
+    config: ModelConfig, products: Float[Array, "*rows V"], bias: Float[Array, " V"] | None
+) -> Float[Array, "*rows V"]:
+    """Scale products with the output matrix, add the bias, and cap them."""
+    bias = None if bias is None else bias.astype(jnp.float32)
+    return apply_softcap(add_bias(apply_scale(products, config.logit_scale), bias), config.logit_softcap)
+
+
+def logit_params(params: Decoder) -> Decoder:
+    """Return the parameters that `compute_logits` reads."""
+    embed = params.embed if params.head is None else None
+    return Decoder(embed, (), None, params.head, head_bias=params.head_bias)
 
 
 # Former names, until 0.3: docs/releasing.md

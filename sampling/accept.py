@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from ..model.tree import pytree
 from .noise import gumbel, uniform
-from .params import NAN_TOKEN, NO_LOGPROBS
+from .params import NAN_TOKEN
 from .sample import (
     Sampled,
     edit_logits,
@@ -99,8 +99,8 @@ def accept_by_rejection(
     token, accepted = accept_or_resample(p, drafts, state.knobs.seed[slot], position)
     is_nan = jnp.isnan(p[:, 0])
     token, accepted = jnp.where(is_nan, NAN_TOKEN, token), jnp.where(is_nan, NONE_ACCEPTED, accepted)
-    wanted = live & (state.knobs.logprobs[slot] != NO_LOGPROBS)
-    return score_sampled(logits.astype(jnp.float32), token, wanted, state.n_top), accepted
+    rows = gather_sampling_rows(position, slot, live, state)
+    return score_sampled(logits.astype(jnp.float32), token, rows, find_rows_by_stage(rows)), accepted
 
 
 RULES: dict[str, AcceptanceRule] = {"coupled": accept_coupled, "rejection": accept_by_rejection}

@@ -11,6 +11,8 @@ from .structured import parse_structured_outputs
 
 MAX_LOGPROBS = 20  # alternatives reported beside a token, unless an engine is started with more
 ALL_LOGPROBS = -1  # number of log-probabilities that stands for the whole vocabulary
+# vLLM's names of what is reported: by the model's logits, or by those that tokens are drawn from
+RAW_LOGPROBS, PROCESSED_LOGPROBS = LOGPROBS_MODES = "raw_logprobs", "processed_logprobs"
 MAX_N = 16384  # completions of a prompt, as in vLLM
 MAX_BIAS = 1e9  # absolute value of a logit bias; masks are far larger
 MAX_TEMPERATURE = 1e6
@@ -70,6 +72,12 @@ def are_token_ids(ids: Any) -> bool:
     return all(0 <= token <= MAX_INT32 for token in ids or ())
 
 
+def are_seeds(seed: Any) -> bool:
+    """True if each seed has 64 bits and is not -1, which stands for none."""
+    seeds: tuple[int, ...] = seed if isinstance(seed, tuple) else () if seed is None else (seed,)
+    return all(-(2**63) <= s < 2**64 and s != -1 for s in seeds)
+
+
 # Check of each field by itself, and the values that it allows.
 LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "n": (range_check(1, MAX_N), f"1 to {MAX_N}"),
@@ -83,7 +91,7 @@ LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
         range_check(1 / MAX_REPETITION, MAX_REPETITION),
         f"{1 / MAX_REPETITION:g} to {MAX_REPETITION:g}; 1 is off",
     ),
-    "seed": (lambda seed: seed is None or -(2**63) <= seed < 2**64, "a 64-bit integer"),
+    "seed": (are_seeds, "a 64-bit integer, or a list of one for each of n, not -1"),
     "max_tokens": (make_minimum_check(1, None), "1 or more, or None"),
     "min_tokens": (make_minimum_check(0), "0 to max_tokens"),
     "logprobs": (make_minimum_check(ALL_LOGPROBS, None), "0 or more, -1 for all, or None"),

@@ -40,6 +40,7 @@ MAX_BAD_WORD_LENGTH = 8  # tokens of one banned sequence
 NO_TOKEN = -1  # padding of tables of token ids, and of a step's results
 NAN_TOKEN = -2  # in place of a token: the largest logit is NaN or infinite
 NO_LOGPROBS = -1  # knob of a request that wants no log-probabilities
+TRACE_LOGPROBS = -2  # knob of a trace that wants some: by the raw logits in every mode
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy
 # parameters that have no influence on the choice of tokens
 REPORTING_FIELDS = (
@@ -98,7 +99,11 @@ class SamplingParams:
     top_p: float = knob(1.0, "draw from the fewest tokens whose probabilities sum to p or more; 1 is off")
     top_k: int = knob(0, "draw from the k most likely tokens only; 0 or -1 is off")
     min_p: float = knob(0.0, "minimum probability of a token, as a fraction of the highest one; 0 is off")
-    seed: int | None = knob(None, "64-bit seed, with which a request gives the same tokens again; -1 is none")
+    seed: int | Sequence[int] | None = knob(
+        None,
+        "64-bit seed, with which a request gives the same tokens again, or a list of one for each of n; "
+        "-1 is none",
+    )
     stop: str | Sequence[str] | None = knob(None, "string or strings that end the output")
     stop_token_ids: Sequence[int] | None = knob(
         None, "token ids that end the output, besides the model's own"
@@ -259,10 +264,19 @@ def check_field_rules(p: SamplingParams) -> None:
     require_allowed(
         p.detokenize or not p.stop, "stop", p.stop, "with detokenize=False there is no text to look for it"
     )
+    seeds, allowed = p.seed, f"one seed, or a list of as many as n={p.n}"
+    require_allowed(not isinstance(seeds, Sequence) or len(seeds) == p.n, "seed", seeds, allowed)
     trace, name = p.trace_decode_token_ids, "trace_decode_token_ids"
     require_allowed(trace is None or p.n == 1, name, trace, "only with n=1: all completions would be equal")
     for other_name in ("structured_outputs", "bad_words") if trace is not None else ():
         require_allowed(getattr(p, other_name) is None, name, trace, f"{other_name} has no effect on it")
+
+
+def completion_seeds(seed: int | Sequence[int], n: int) -> list[int]:
+    """Return the 32-bit seed of each of n completions, from a seed for each or from one for all."""
+    if isinstance(seed, Sequence):
+        return list(map(fold_seed, seed))
+    return [fold_seed(seed, i) for i in range(n)]
 
 
 def fold_seed(seed: int, sample: int = 0) -> int:
@@ -318,10 +332,8 @@ class Knobs:
     seed: Any = knob_field(np.uint32, lambda a: a.seed)
     # stop ids are masked at positions below it
     min_position: Any = knob_field(np.int32, lambda a: min(a.prompt_len + a.params.min_tokens, MAX_INT32))
-    # alternatives per token, or NO_LOGPROBS
-    logprobs: Any = knob_field(
-        np.int32, lambda a: NO_LOGPROBS if a.params.logprobs is None else max(a.params.logprobs, 0)
-    )
+    # alternatives per token, NO_LOGPROBS or TRACE_LOGPROBS
+    logprobs: Any = knob_field(np.int32, lambda a: logprobs_code(a.params))
     # True if the slot's row of `bias` is read
     has_bias: Any = knob_field(np.bool_, lambda a: needs_bias(a.params, a.bad_words))
     # True if the slot's rows of `allowed` are read
@@ -348,6 +360,13 @@ def request_knobs(
     """Return the knobs of one request, in numpy. Raises ValueError above the limits of this file."""
     inputs = KnobInputs(params, seed, stop_ids, prompt_len, bad_words, processors)
     return Knobs(**{knob.name: knob.metadata["value"](inputs) for knob in fields(Knobs)})
+
+
+def logprobs_code(params: SamplingParams) -> int:
+    """Return the knob of a request's log-probabilities: alternatives per token, or a negative code."""
+    if params.logprobs is None:
+        return NO_LOGPROBS
+    return max(params.logprobs, 0) if params.trace_decode_token_ids is None else TRACE_LOGPROBS
 
 
 def needs_bias(params: SamplingParams, bad_words: Sequence[Sequence[int]]) -> bool:

@@ -140,9 +140,20 @@ def is_random(rows: SamplingRows) -> Bool[Array, " B"]:
 
 
 def apply_temperature(x: Float[Array, "B V"], rows: SamplingRows) -> Float[Array, "B V"]:
-    """Subtract the largest logit, and divide by the temperature (by 1 in greedy rows). No result is above
-    0."""
-    t = rows.knobs.temperature
+    """Divide by the temperature of each row, as `scale_by_temperature` does."""
+    return scale_by_temperature(x, rows.knobs.temperature)
+
+
+def scale_by_temperature(
+    logits: Float[Array, "B V"], temperature: Float[Array, " B"] | Float[Array, ""] | float
+) -> Float[Array, "B V"]:
+    """Subtract the largest logit of each row, and divide by its temperature, in float32. No result is above
+    0.
+
+    temperature: of each row, or one of all; 0 (greedy) divides by 1
+    """
+    x = logits.astype(jnp.float32)
+    t = jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), x.shape[:1])
     return (x - max_or_nonfinite(x)[:, None]) / jnp.where(t > 0, t, 1.0)[:, None]
 
 

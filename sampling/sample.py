@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..model.tree import pytree
-from .checks import MAX_LOGPROBS
-from .params import NO_LOGPROBS, NO_TOKEN
+from .checks import MAX_LOGPROBS, PROCESSED_LOGPROBS
+from .params import NO_LOGPROBS, NO_TOKEN, TRACE_LOGPROBS
 from .processors import (
     PIPELINE,
     LogitsChange,
@@ -27,7 +27,7 @@ from .processors import (
     stage_names,
 )
 from .search import argmax, argmax_unsharded, gather_vocab, max_or_nonfinite, pairwise_sum, top_logits
-from .state import SamplingState
+from .state import MASKED_DISTANCE, SamplingState
 
 OFFSETS, NARROWINGS = stage_names("offset"), stage_names("narrowing")
 EDITS = (*OFFSETS, *stage_names("edit"))  # apply to greedy rows too
@@ -37,7 +37,7 @@ RowsByStage = dict[str, Bool[Array, " B"]]  # rows that use each stage, by the s
 
 @pytree
 class Scores:
-    """Scores of tokens by the unprocessed logits.
+    """Scores of tokens by some logits.
 
     logprob: log-probability of the token
     rank: 1 is the most likely; equal logits share the larger rank
@@ -84,7 +84,7 @@ def sample(
         rows,
         rows_by_stage,
     )
-    return score_sampled(logits, token, live & (rows.knobs.logprobs != NO_LOGPROBS), state.n_top)
+    return score_sampled(logits, token, rows, rows_by_stage)
 
 
 def gather_sampling_rows(
@@ -199,17 +199,45 @@ def change_if_any(
 
 @jax.named_scope("score_sampled")
 def score_sampled(
-    logits: Float[Array, "B V"], token: Int[Array, " B"], wanted: Bool[Array, " B"], n_top: int
+    logits: Float[Array, "B V"], token: Int[Array, " B"], rows: SamplingRows, rows_by_stage: RowsByStage
 ) -> Sampled:
-    """Return tokens with their scores. Scores are only computed if some row wants them."""
-    some = partial(score_tokens, n_top=n_top)
-    x = jax.lax.cond(jnp.any(wanted), some, lambda x, _: empty_scores(x.shape[0], n_top), logits, token)
+    """Return tokens with their scores by the logits, or by the processed logits if the engine's
+    `logprobs_mode` says so. Scores are only computed if some row wants them."""
+    wanted, n_top = rows.live & (rows.knobs.logprobs != NO_LOGPROBS), rows.state.n_top
+
+    def score(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Scores:
+        if rows.state.logprobs_mode == PROCESSED_LOGPROBS:
+            processed = wanted & (rows.knobs.logprobs != TRACE_LOGPROBS)
+            by_stage = {name: stage & processed for name, stage in rows_by_stage.items()}
+            return score_tokens_unsharded(process_logits(logits, rows, by_stage), token, n_top)
+        return score_tokens(logits, token, n_top)
+
+    x = jax.lax.cond(jnp.any(wanted), score, lambda x, _: empty_scores(x.shape[0], n_top), logits, token)
     return Sampled(token, x.logprob, x.rank, x.top_ids, x.top_logprobs)
+
+
+def process_logits(
+    logits: Float[Array, "B V"], rows: SamplingRows, rows_by_stage: RowsByStage
+) -> Float[Array, "B V"]:
+    """Return the logits that tokens are drawn from, as vLLM's `processed_logprobs` has them: edited, and in
+    rows with a temperature scaled and narrowed; -inf where a token is masked."""
+    x = edit_logits(gather_vocab(logits), rows, rows_by_stage)
+    x = change_rows(rows_by_stage["draw"], partial(narrow_logits, rows_by_stage=rows_by_stage), x, rows)
+    t = rows.knobs.temperature
+    limit = MASKED_DISTANCE / jnp.where(t > 0, t, 1.0)
+    return jnp.where(jnp.max(x, axis=-1, keepdims=True) - x < limit[:, None], x, -jnp.inf)
 
 
 def score_tokens(logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = MAX_LOGPROBS) -> Scores:
     """Return the scores of the given tokens, and the `n_top` most likely tokens."""
-    logits = gather_vocab(logits.astype(jnp.float32))
+    return score_tokens_unsharded(gather_vocab(logits.astype(jnp.float32)), targets, n_top)
+
+
+def score_tokens_unsharded(
+    logits: Float[Array, "B V"], targets: Int[Array, " B"], n_top: int = MAX_LOGPROBS
+) -> Scores:
+    """Return the scores of the given tokens, and the `n_top` most likely ones, of rows that are whole on each
+    device."""
     top = jnp.max(logits, axis=-1, keepdims=True)
     log_total = jnp.log(pairwise_sum(jnp.exp(logits - top)))
     target_logits = jnp.take_along_axis(logits, targets[:, None], axis=1)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from ..model.layers import index_or_drop
 from ..model.tree import pytree, static
-from .checks import MAX_LOGPROBS
+from .checks import MAX_LOGPROBS, RAW_LOGPROBS
 from .custom_processors import LogitsProcessor, has_active_processor
 from .params import MAX_BAD_WORD_LENGTH, NO_TOKEN, Knobs, SamplingParams, request_knobs
 
@@ -20,6 +20,7 @@ from .params import MAX_BAD_WORD_LENGTH, NO_TOKEN, Knobs, SamplingParams, reques
 MASKED = -1e30  # not allowed, a bad word of one token, or outside top_k, top_p, min_p, or a grammar
 BANNED = -1e28  # would end a longer bad word
 EARLY = -1e26  # would end the output before min_tokens
+MASKED_DISTANCE = 1e18  # logits so far below the largest are masked; biases and penalties change less
 
 
 @pytree
@@ -55,6 +56,7 @@ class SamplingState:
     token_history: Any = None  # TokenHistory, or None without logits processors
     n_top: int = static(MAX_LOGPROBS)  # alternatives that are reported beside a token
     processors: tuple[LogitsProcessor, ...] = static(())
+    logprobs_mode: str = static(RAW_LOGPROBS)  # logits whose log-probabilities are reported
 
 
 def num_mask_words(V: int) -> int:
@@ -69,6 +71,7 @@ def empty_sampling_state(
     positions: int = 1,
     processors: tuple[LogitsProcessor, ...] = (),
     S: int = 0,
+    logprobs_mode: str = RAW_LOGPROBS,
 ) -> SamplingState:
     """Return the state in which all slots are greedy and without history. The caller places it on a device.
     `positions` is the most tokens of a row with a grammar that a step samples. `S` is the most tokens of a
@@ -88,6 +91,7 @@ def empty_sampling_state(
         token_history=empty_token_history(slots, S) if S else None,
         n_top=n_top,
         processors=processors,
+        logprobs_mode=logprobs_mode,
     )
 
 

@@ -20,16 +20,18 @@ import pytest
 import sentencepiece as spm
 from cases.compare import log_softmax, same_tensors
 from cases.text.calls import read_message
+from cases.trained import sample_texts
 from tokenizers import Tokenizer as Backend
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.dialects import find_reasoning_marks, find_tool_call_marks
 from duetto.checkpoints.huggingface import load_hf
+from duetto.cpu_kernels.library import load_library
 from duetto.lora.request import LoRARequest
 from duetto.model.attention import causal
 from duetto.model.config import ModelConfig
+from duetto.model.embeddings.per_layer_embeddings import compute_layer_inputs
 from duetto.model.layers import normalise
-from duetto.model.per_layer_embeddings import compute_layer_inputs
 from duetto.model.transformer import (
     Decoder,
     compute_logits,
@@ -88,6 +90,10 @@ SERVED = {
     "experts": [*MIXTURES, "deepseek_v32", "gemma4_26b_a4b", "llama4", "qwen2_moe"],
     "stages": [*ALL, "deepseek_v32", "olmo3", "phi"],
 }
+SIZES = {
+    "max_num_seqs": 4, "max_model_len": 80, "max_prefill_tokens": 40, "page_size": 16,
+    "compilation_cache": None,
+}  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=8, ignore_eos=True)
 
 
@@ -210,8 +216,7 @@ def test_layouts_of_two_devices(layout):
 def assert_served(name, **layout):
     """Pages of 16 tokens, so that a window of 16 leaves pages behind, and a prompt of 50 in two chunks."""
     golden = cases(folder_of(name))
-    options = {"max_num_seqs": 4, "max_prefill_tokens": 40, "page_size": 16, "compilation_cache": None}
-    with LLM(folder_of(name), dtype="float32", max_model_len=80, **options | layout) as llm:
+    with LLM(folder_of(name), dtype="float32", **SIZES | layout) as llm:
         outputs = llm.generate([case["prompt_ids"] for case in golden], GREEDY, use_tqdm=False)
         again = llm.generate([case["prompt_ids"] for case in golden], GREEDY, use_tqdm=False)
         assert llm.engine.tables.occupancy == 0
@@ -224,6 +229,17 @@ def assert_served(name, **layout):
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs]
     # states are found at multiples of 64 tokens, which no prompt has
     assert (sum(o.num_cached_tokens for o in again) > 0) == (name not in RECURRENT)
+
+
+@pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
+@pytest.mark.parametrize("name", [*ALL, *RECENT, *RECURRENT])
+def test_a_trainer_has_the_reported_bits(name, few_shapes):
+    """Windows of 16 tokens leave pages behind; the prompt of 50 is read in two chunks."""
+    with LLM(folder_of(name), dtype="bfloat16", cpu_kernels=True, **SIZES) as llm:
+        texts = sample_texts(llm, (5, 50, 20), count=12)
+        compute = jax.jit(llm.logprobs_fn())
+        lengths = {"lengths": texts.lengths, "prompt_lengths": np.array(texts.starts)}
+        texts.assert_reported(compute(llm.params, texts.tokens, **lengths))
 
 
 @pytest.mark.parametrize("name", ALL)

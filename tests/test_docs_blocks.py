@@ -20,6 +20,7 @@ from suite.marks import full_if
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.huggingface import load_hf
+from duetto.cpu_kernels.library import load_library
 from duetto.model.transformer import decoder_spec
 from duetto.serve.cli.main import main, parse_command_line
 from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
@@ -47,7 +48,13 @@ NOT_RUN = {
     "docs/ray.md": dict.fromkeys(
         ("from duetto.ray.serve import", "config = LLMConfig("), "test_ray_serve.py runs duetto.ray.serve"
     ),
+    "docs/tunix.md": dict.fromkeys(
+        ("from functools import partial", "from tunix.rl import common"), "test_tunix.py runs both"
+    ),
     "docs/serving.md": {"from openai import": "tests/serve/server/http/test_documented_requests.py runs it"},
+    "docs/training.md": {} if load_library().isas else dict.fromkeys(
+        ("import jax", "from duetto.train import", "answer = "), load_library().refusal
+    ),
 }  # fmt: skip
 # Text that is not compared.
 SHOWN = {

@@ -194,7 +194,7 @@ def test_delayed_prompts_have_the_same_bits(model, base, expected, monkeypatch):
     params = [PARAMS[i].clone() for i, _ in asked]
     for one, (_, most) in zip(params, asked, strict=True):
         one.max_tokens = most  # they end one by one
-    gathering, seconds = base.engine.scheduler.prefill_batcher, {"prefill": 1.0, "decode": 1e-9}
+    gathering, seconds = base.engine.scheduler.prefill_delayer, {"prefill": 1.0, "decode": 1e-9}
     monkeypatch.setattr(gathering, "_costs", None)
     monkeypatch.setattr(gathering, "_seconds", lambda shape: shape.area * seconds[shape.phase])
     before = gathering.prompts

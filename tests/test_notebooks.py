@@ -13,7 +13,14 @@ import pytest
 from notebooks.store import code_cells, digest, run
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
-NOTEBOOKS = ["01-quickstart", "02-what-a-step-costs", "03-speculation", "04-pipelines", "05-planning"]
+NOTEBOOKS = [
+    "01-quickstart",
+    "02-what-a-step-costs",
+    "03-speculation",
+    "04-pipelines",
+    "05-planning",
+    "06-exact-on-policy",
+]
 COLAB = "https://colab.research.google.com/github/duetto-ai/duetto/blob/main/notebooks"
 MOST_BYTES = 300_000
 DRIVERS = {None: "", "580.65.06": ",cuda", "550.54.15": ",cuda12", "unknown": ",cuda12"}
@@ -28,7 +35,7 @@ from cases.gpus import served_as
 gpu = served_as("t4")
 gpu.__enter__()
 """
-# The engines of notebooks; 02 has steps alone, and 04 and 05 ask for CPUs.
+# The engines of notebooks; 02 has steps alone, and 04, 05 and 06 ask for CPUs.
 ENGINES = {"01-quickstart": "llm", "02-what-a-step-costs": None, "03-speculation": "plain"}
 SHOW_CHOICES = """
 print({llm}.engine.params.embed.dtype, {{x["reason"] for x in {llm}.report()["kernels"].values()}})

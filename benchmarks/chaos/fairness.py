@@ -8,7 +8,7 @@ from itertools import combinations
 
 from benchmarks.chaos.clients import Asked
 from benchmarks.chaos.machine import Violation
-from duetto.serve.kv.routing.placement import Prompt
+from duetto.serve.kv.routing.placement import RoutedPrompt
 
 
 @dataclass
@@ -29,19 +29,19 @@ class FairnessMonitor:
     """Follows which requests wait and which are sent on. Clients whose requests leave
     the queue otherwise are left out from then on."""
 
-    waiting: dict[int, tuple[Prompt, Asked]] = field(default_factory=dict)
+    waiting: dict[int, tuple[RoutedPrompt, Asked]] = field(default_factory=dict)
     spans: dict[tuple[str, str], Span] = field(default_factory=dict)
     largest: Counter[str] = field(default_factory=Counter)
     charged: set[str] = field(default_factory=set)  # clients that were charged for nothing
     worst: str = ""
     checks: int = 0
 
-    def queued(self, prompt: Prompt, ask: Asked) -> None:
+    def queued(self, prompt: RoutedPrompt, ask: Asked) -> None:
         self.waiting[id(prompt)] = prompt, ask
         self.largest[ask.client] = max(self.largest[ask.client], ask.cost)
         self._renew()
 
-    def assigned(self, prompt: Prompt) -> None:
+    def assigned(self, prompt: RoutedPrompt) -> None:
         if id(prompt) not in self.waiting:
             return  # sent to another replica before
         _, ask = self.waiting.pop(id(prompt))

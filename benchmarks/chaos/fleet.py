@@ -19,7 +19,7 @@ from benchmarks.chaos.simulated.device import VOCAB, Oracle
 from benchmarks.chaos.simulated.network import Network
 from benchmarks.chaos.simulated.world import SimulatedLoop, hashed
 from duetto.serve.engine.core.engine import MAX_FAILURES
-from duetto.serve.kv.routing.placement import Prompt, Replica, choose_replica
+from duetto.serve.kv.routing.placement import Replica, RoutedPrompt, choose_replica
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
@@ -106,13 +106,15 @@ class Fleet:
 
     # ------------------------------------------------------------ the router
 
-    def _naming(self, path: str, body: Mapping[str, Any]) -> Prompt:
+    def _naming(self, path: str, body: Mapping[str, Any]) -> RoutedPrompt:
         """Name a prompt as the router does, and tell the monitor whose it is."""
         prompt = TextPageHasher(self.config.page_size)(path, body)
         self.monitor.queued(prompt, self.by_seed[body["seed"]])
         return prompt
 
-    def _choose(self, replicas: Sequence[Replica], prompt: Prompt, most: int, but: Any) -> Replica | None:
+    def _choose(
+        self, replicas: Sequence[Replica], prompt: RoutedPrompt, most: int, but: Any
+    ) -> Replica | None:
         found = choose_replica(replicas, prompt, most, but)
         if found is not None:
             self.monitor.assigned(prompt)

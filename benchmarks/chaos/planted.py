@@ -79,7 +79,13 @@ def pass_at_once(self: ResumableStream, block: bytes) -> bytes:
 
 
 def unchained(
-    names: list[bytes], tokens: Sequence[int], pages: int, page_size: int, start: bytes, prompt: Any = None
+    names: list[bytes],
+    tokens: Sequence[int],
+    pages: int,
+    page_size: int,
+    start: bytes,
+    prompt: Any = None,
+    spans: Sequence[Any] = (),
 ) -> None:
     """Name pages by their own tokens alone."""
     for i in range(len(names), pages):

@@ -27,6 +27,7 @@ from benchmarks.gpu.peers import bench_peers
 from benchmarks.gpu.programs import bench_decode, bench_kernels, bench_prefill, bench_reference, bench_steps
 from benchmarks.gpu.run import DRY, Row, Run
 from benchmarks.gpu.serving import bench_launches, bench_serving
+from benchmarks.gpu.training import bench_training
 from duetto.model.gpus import gpu_from_device
 from duetto.serve.host.devices import default_device
 
@@ -43,6 +44,7 @@ PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
     "launches": bench_launches,
     "steps": bench_steps,
     "classes": bench_classes,
+    "training": bench_training,
     "peers": bench_peers,
 }
 

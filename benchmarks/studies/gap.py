@@ -28,7 +28,7 @@ from duetto.serve.cli.bench import host_work
 from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 from duetto.serve.llm import disaggregated
 from duetto.serve.options.server import ServerOptions
-from duetto.serve.runtime.steps.output import Output
+from duetto.serve.runtime.steps.output import NO_PROMPT_INPUTS, Output
 from duetto.serve.server.http.main import acquire_resources, run_server
 from duetto.serve.text.tokenizer.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ class Busy(host_work.InstantExecutor):
 
     seconds_each, _free = 0.0, 0.0
 
-    def run(self, shape: Any, arguments: Any, batch: Any) -> Any:
+    def run(self, shape: Any, arguments: Any, batch: Any, prompt_inputs: Any = NO_PROMPT_INPUTS) -> Any:
         cache, slots, output = super().run(shape, arguments, batch)
         self._free = max(time.perf_counter(), self._free) + self.seconds_each
         tokens: Any = Later(output.sampled.token, self._free)

@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from benchmarks.studies.server import started
-from duetto.serve.kv.routing.placement import Prompt, Replica, RoutedRequest, choose_replica
+from duetto.serve.kv.routing.placement import Replica, RoutedPrompt, RoutedRequest, choose_replica
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
 from duetto.serve.server.router.prompts import TextPageHasher
 
@@ -38,12 +38,12 @@ REPEATS = 7
 SERVERS, REQUESTS, IDLE = 50, 400, 10.0  # of whole requests; seconds in which the router has none
 
 
-def fleet(count: int, known: str, prompt: Prompt) -> list[Replica]:
+def fleet(count: int, known: str, prompt: RoutedPrompt) -> list[Replica]:
     """Return replicas with loads, of which some have the prompt."""
     replicas = [Replica(str(i), AssumedPrefixIndex(CACHE // PAGE)) for i in range(count)]
     for i, own in enumerate(replicas):
         own.is_up = own.is_ready = True
-        own.add_request(RoutedRequest(Prompt((), PAGE, Random(i).randrange(20_000))))
+        own.add_request(RoutedRequest(RoutedPrompt((), PAGE, Random(i).randrange(20_000))))
         if known == "all" or (known == "one" and i == count // 2):
             own.prefix_index.on_prompt_sent(prompt.page_hashes)
         if known == "half" and i % 2:
@@ -51,7 +51,7 @@ def fleet(count: int, known: str, prompt: Prompt) -> list[Replica]:
     return replicas
 
 
-def microseconds(replicas: list[Replica], prompt: Prompt) -> float:
+def microseconds(replicas: list[Replica], prompt: RoutedPrompt) -> float:
     """Return the median of what one placement takes of the processor, over repeats of many."""
     many = max(1, 5000 // len(replicas))
 

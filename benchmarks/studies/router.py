@@ -42,7 +42,13 @@ from benchmarks.traces import BLOCK_TOKENS, MOONCAKE, Request, conversations, re
 from duetto.kvcache.page_hash import extend_page_hashes, root_hash
 from duetto.kvcache.tables import PageTables
 from duetto.serve.kv.events import EventTranslator, KVEventBatch
-from duetto.serve.kv.routing.placement import TOKENS_PER_ROW, Prompt, Replica, RoutedRequest, choose_replica
+from duetto.serve.kv.routing.placement import (
+    TOKENS_PER_ROW,
+    Replica,
+    RoutedPrompt,
+    RoutedRequest,
+    choose_replica,
+)
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex, EventPrefixIndex
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
@@ -173,7 +179,7 @@ def simulate(requests: list[Request], prompts: list[Any], replicas: list[Books],
 
 
 def in_turn(
-    replicas: Sequence[Replica], prompt: Prompt, max_in_flight: int, excluded: Collection[Replica]
+    replicas: Sequence[Replica], prompt: RoutedPrompt, max_in_flight: int, excluded: Collection[Replica]
 ) -> Replica | None:
     """The next replica in round-robin order, whatever is cached."""
     open = [
@@ -186,7 +192,7 @@ BY_SENT = "pages, by what was sent"
 ROUTERS: dict[str, tuple[Callable, Callable]] = {
     "in turn": (in_turn, AssumedPrefixIndex),
     "least busy": (
-        lambda own, prompt, *rest: choose_replica(own, Prompt(tokens=prompt.tokens), *rest),
+        lambda own, prompt, *rest: choose_replica(own, RoutedPrompt(tokens=prompt.tokens), *rest),
         AssumedPrefixIndex,
     ),
     BY_SENT: (choose_replica, AssumedPrefixIndex),

@@ -33,10 +33,10 @@ import numpy as np
 from benchmarks.measured_times import MeasuredTimes
 from benchmarks.traces import AZURE, Scale, TraceEntry, read
 from duetto import LLM
+from duetto.kvcache.pages import Batch
 from duetto.model.draft_pair import target_params
 from duetto.serve.engine.core.engine import Engine
 from duetto.serve.engine.core.request import Request, RequestTimes
-from duetto.serve.engine.core.scheduler_output import ScheduledTokens
 from duetto.serve.planner.simulation.engine_simulation import GREEDY_PARAMS, Simulation
 from duetto.serve.planner.simulation.fleet import Fleet
 from duetto.serve.planner.simulation.step_times import HostTimes, StepCall
@@ -117,20 +117,15 @@ def served(
     ended: list[Request] = []
 
     executor: Any = engine.executor
-    own_batch, own_run, cached = executor.batch, executor.run, 0
+    own_run = executor.run
 
-    def batch(shape: Shape, works: dict[int, ScheduledTokens]) -> Any:
-        nonlocal cached
-        cached = sum(work.start for work in works.values())
-        return own_batch(shape, works)
-
-    def run(shape: Shape, arguments: Any, batch: Any) -> Any:
+    def run(shape: Shape, arguments: Any, batch: Batch, *inputs: Any) -> Any:
         at = clock()
-        given = jax.block_until_ready(own_run(shape, arguments, batch))
-        samples.append(Sample(clock() - begin, shape, cached, clock() - at))
+        given = jax.block_until_ready(own_run(shape, arguments, batch, *inputs))
+        samples.append(Sample(clock() - begin, shape, int(batch.start.sum()), clock() - at))
         return given
 
-    executor.run, executor.batch = run, batch
+    executor.run = run
     engine.stats.now = clock
     steps: list[Step] = []
     draw = np.random.default_rng()  # other prompts each time: none is found in the cache
@@ -156,7 +151,7 @@ def served(
         for name in ("ttft", "tpot")
         for p in (50, 99)
     }
-    executor.run, executor.batch = own_run, own_batch
+    executor.run = own_run
     tokens = sum(m.num_generation_tokens for m in metrics)
     return spans | {"tokens_per_second": tokens / seconds}, samples, host_of(steps)
 

@@ -96,7 +96,7 @@ class AdapterReader:
             largest = max(largest, rank)
         counts = {
             p.path: p.spec.shape[0]
-            for group in parameter_groups(self.family, self.config)
+            for group in parameter_groups(self.family.names, self.config)
             for p in group.parameters
         }
         terms |= {
@@ -116,7 +116,7 @@ class AdapterReader:
         known = adaptable_specs(self.config, self.has_mesh, self.adapts_routed)
         groups_by_name = {
             name: (group, e)
-            for group in parameter_groups(self.family, self.config)
+            for group in parameter_groups(self.family.names, self.config)
             for e, name in enumerate(group.names)
         }
         for module, pair in pair_factors(file).items():

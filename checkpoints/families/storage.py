@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +73,18 @@ class Stored:
         )
         assert np.may_share_memory(view, array), f"{self.axes}: axes that are merged do not lie side by side"
         return view
+
+    def from_stored(self, part: Any, shape: ArrayShape) -> Any:
+        """Return our parameter of this shape, or one of its experts, from its part of a stored array of NumPy
+        or jax. Returns the array itself if it lies as ours does."""
+        ours = self.our_axes[self.is_stacked :]
+        sizes = dict(zip(ours, shape, strict=True))
+        letters = "".join(self.axis_groups).replace("1", "")
+        if letters == ours and part.shape == shape:
+            return part
+        return part.reshape([sizes[letter] for letter in letters]).transpose(
+            [letters.index(letter) for letter in ours]
+        )
 
     @property
     def view_axes(self) -> tuple[str, str, str]:

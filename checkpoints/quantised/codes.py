@@ -112,7 +112,7 @@ class QuantisedGroup:
         """
         first, parameters = self.codes[0], self.group.parameters
         return (
-            len({(c.scheme, c.scale_dtype, c.packed_axis) for c in self.codes}) == 1
+            len({(c.scheme, c.scale_dtype, c.packed_axis, c.read_zeros is None) for c in self.codes}) == 1
             and all(contracted_axes(p.path) for p in parameters)
             and all(
                 self.packed_axis(p) is None or p.spec.shape[self.packed_axis(p)] % 2 == 0 for p in parameters

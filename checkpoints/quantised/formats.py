@@ -1,134 +1,33 @@
-"""Formats of weights in eight or four bits. Each is a `TensorSource` of floats that can also be read as
-codes."""
+"""Formats of weights in four or eight bits whose codes are stored across the rows that are read. Each is a
+`TensorSource` of floats that can also be read as codes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from ..tensors import FLOATS, CheckpointError, Tensor, is_finite
+from ..tensors import FLOATS, Tensor
 from .codes import CodesSource, DerivedSource, TensorCodes
+from .parts import (
+    E2M1,
+    E8M0,
+    F32,
+    I8,
+    I32,
+    U8,
+    LastRead,
+    find_part,
+    read_finite_scales,
+    read_whole_tensor,
+    tensor_error,
+    unpack_words,
+)
 
-F32, I32, I8, U8 = (np.dtype(t) for t in (np.float32, np.int32, np.int8, np.uint8))
-FP8, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
-SCALE_DTYPES = FLOATS | {"F8_E8M0": E8M0}
 MXFP4_BLOCK = 32
 GPTQ_BITS = (2, 4, 8)
 ALL_INPUTS = -1  # value of group_size: one scale for all inputs of an output
-E2M1 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # index of the four bits of a word that hold each column
-
-
-class LastRead:
-    """Cache of the last tensor or expert that was read.
-
-    Rows are read piece after piece, and some formats store them across the whole tensor.
-    """
-
-    def __init__(self):
-        self.key: Any = None
-        self.value: Any = None
-
-    def get_or_read(self, key: Any, read: Callable[[], Any]) -> Any:
-        """Return the cached value of a key; another key is read with `read` and replaces it."""
-        if key != self.key:
-            self.key, self.value = key, read()
-        return self.value
-
-
-def tensor_error(tensor: Tensor, expected: str) -> CheckpointError:
-    """Return the error for a tensor of a wrong dtype or shape."""
-    return CheckpointError(
-        f"{tensor.file}: tensor {tensor.name!r} has dtype {tensor.code} and shape {tensor.shape}, "
-        f"expected {expected}"
-    )
-
-
-def find_part(parts: Mapping[str, Tensor], tensor: Tensor, *names: str) -> Tensor:
-    """Return the one part of these names that a weight has. Raises CheckpointError if it has none or
-    several."""
-    matches = [parts[name] for name in names if name in parts]
-    if len(matches) > 1:
-        raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} has {' and '.join(names)} beside it, expected one"
-        )
-    if not matches:
-        raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r} has no {' or '.join(names)} beside it")
-    return matches[0]
-
-
-def read_whole_tensor(tensor: Tensor, dtype: np.dtype | None = None) -> np.ndarray:
-    """Read a whole tensor, as floats or in another dtype."""
-    dtype = SCALE_DTYPES[tensor.code] if dtype is None else dtype
-    return tensor.read_raw(
-        0, int(np.prod(tensor.shape[:-1] if tensor.shape[1:] else tensor.shape)), dtype
-    ).reshape(tensor.shape)
-
-
-def read_finite_scales(tensor: Tensor) -> np.ndarray:
-    """Read all floats of a tensor. Raises CheckpointError if one is not finite."""
-    scales = read_whole_tensor(tensor)
-    if not is_finite(scales.astype(F32)):
-        raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r} holds NaN or infinity, expected finite numbers"
-        )
-    return scales
-
-
-@dataclass(frozen=True)
-class BlockScaled(DerivedSource):
-    """FP8 matrix [o, i] with float scales: one in all, one a row [o, 1], or one a block [ceil(o/m),
-    ceil(i/n)].
-
-    tensor: the matrix.
-    scale: the scales.
-    block: m and n, the rows and columns that share a scale.
-    """
-
-    tensor: Tensor
-    scale: Tensor
-    block: tuple[int, int]
-
-    dtype = F32
-
-    @classmethod
-    def from_parts(
-        cls, block: tuple[int, int] | None, name: str, weight: Tensor, parts: dict[str, Tensor]
-    ) -> "BlockScaled":
-        """Return the matrix with its scales. Raises CheckpointError if they do not fit."""
-        scale = find_part(parts, weight, "_scale_inv", "_scale")
-        if len(weight.shape) != 2:
-            raise tensor_error(weight, "a matrix")
-        rows, columns = weight.shape
-        shapes: dict[tuple[int, ...], tuple[int, int]] = {}
-        if block:
-            shapes[-(-rows // block[0]), -(-columns // block[1])] = block
-        shapes |= dict.fromkeys(((), (1,), (1, 1)), (rows, columns))
-        shapes |= {(rows, 1): (1, columns), (rows,): (1, columns)}
-        if scale.code not in SCALE_DTYPES or scale.shape not in shapes:
-            raise tensor_error(scale, f"floats of shape {' or '.join(map(str, shapes))}")
-        return cls(name, weight, scale, shapes[scale.shape])
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    def read_rows(self, a: int, b: int) -> np.ndarray:
-        values = self.tensor.read_raw(a, b, FP8).astype(F32)
-        scales = self.read_scales().astype(F32)[np.arange(a, b) // self.block[0]]
-        return values * np.repeat(scales, self.block[1], axis=1)[:, : values.shape[1]]
-
-    def read_scales(self) -> np.ndarray:
-        """Read the scales [blocks of rows, blocks of columns], in their stored dtype."""
-        return read_finite_scales(self.scale).reshape(-(-self.shape[0] // self.block[0]), -1)
-
-    def tensor_codes(self) -> TensorCodes:
-        blocks = tuple(np.arange(size) // block for size, block in zip(self.shape, self.block, strict=True))
-        values = CodesSource(self.name, self, self.shape, FP8, lambda a, b: self.tensor.read_raw(a, b, FP8))
-        return TensorCodes("fp8", values, blocks, SCALE_DTYPES[self.scale.code], self.read_scales)
 
 
 @dataclass(frozen=True)
@@ -245,12 +144,7 @@ class Packing:
 
     def unpack(self, words: np.ndarray, axis: int) -> np.ndarray:
         """Return the integers along an axis of words."""
-        order = AWQ_ORDER if self.is_awq else range(self.ints_per_word)
-        mask = np.uint32((1 << self.bits) - 1)
-        fields = [(words.view(np.uint32) >> np.uint32(i * self.bits)) & mask for i in order]
-        shape = list(words.shape)
-        shape[axis] *= self.ints_per_word
-        return np.stack(fields, axis=axis + 1).reshape(shape).astype(np.int32)
+        return unpack_words(words, axis, self.bits, AWQ_ORDER if self.is_awq else range(self.ints_per_word))
 
 
 @dataclass(frozen=True)

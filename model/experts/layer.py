@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..config import Experts
@@ -32,7 +33,9 @@ def norm_and_route(
     """Route tokens as `route_tokens`, after the router's own norm if the layer has one."""
     if c.norms is None or w.norms is None:
         return route_tokens(w, c, x)
-    return route_tokens(w, c, apply_scale(normalise(x, w.norms.router, c.norms), x.shape[-1] ** -0.5))
+    # in float32: XLA would drop the rounding of a 16-bit product in some programs (excess precision)
+    normed = normalise(x, w.norms.router, c.norms).astype(jnp.float32)
+    return route_tokens(w, c, apply_scale(normed, x.shape[-1] ** -0.5))
 
 
 def chosen_expert_ids(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Int[Array, "B T A"]:

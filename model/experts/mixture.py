@@ -9,7 +9,7 @@ tokens nor on their number: all tiles of a step have one size, and a product com
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..config import Experts
 from ..ffn import FFN, activate, feed_forward, ffn_spec
-from ..layers import Norm, PerRowWeight, Weight, add_bias, einsum, index_or_drop, norm_spec, ragged_dot
+from ..layers import (
+    Norm,
+    NormWeight,
+    PerRowWeight,
+    Weight,
+    add_bias,
+    einsum,
+    index_or_drop,
+    norm_spec,
+    prevent_fma,
+    ragged_dot,
+)
 from ..sharding import is_multi_device
 from ..tree import Spec, is_spec, map_instances, pytree, static
 from ..weights.cpu.panels import Packed
@@ -44,11 +55,11 @@ class Norms:
     """Norms of the inputs of the router, the experts and the shared expert, and of the outputs of the latter
     two."""
 
-    router: Norm
-    experts: Norm
-    shared: Norm
-    experts_post: Norm
-    shared_post: Norm
+    router: Norm | NormWeight
+    experts: Norm | NormWeight
+    shared: Norm | NormWeight
+    experts_post: Norm | NormWeight
+    shared_post: Norm | NormWeight
 
 
 def experts_spec(c: Experts, D: int, depth: int) -> MoE:
@@ -103,7 +114,8 @@ def weighted_sum(
     outputs: Float[Array, "tokens A D"], weights: Float[Array, "tokens A"], dtype: Any
 ) -> Float[Array, "tokens D"]:
     """Add up weighted outputs in float32, in the order of the choices."""
-    parts = (outputs[:, i].astype(jnp.float32) * weights[:, i, None] for i in range(weights.shape[1]))
+    A = weights.shape[1]
+    parts = (prevent_fma(outputs[:, i].astype(jnp.float32) * weights[:, i, None]) for i in range(A))
     return sum(parts, start=jnp.float32(0)).astype(dtype)
 
 
@@ -138,6 +150,8 @@ def run_chosen_experts(
 
     A choice beyond the experts is none, and its output is undefined.
     """
+    if isinstance(expert_ffn, ExpertWeights):
+        return expert_ffn.run_chosen(c, x, chosen)
 
     def run_ragged(x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]) -> Float[Array, "tokens A D"]:
         return run_experts_ragged(expert_ffn, c, x, chosen)
@@ -150,6 +164,23 @@ def run_chosen_experts(
         **({"cuda": run_ragged} if has_expert_kernel(expert_ffn, x.dtype) else {}),
         **({"cpu": run_ragged} if has_cpu_expert_kernel(expert_ffn, x.dtype) else {}),
     )
+
+
+@runtime_checkable
+class ExpertWeights(Protocol):
+    """A record that stands in the tree in place of experts: it routes tokens, and runs them."""
+
+    def route(
+        self, w: MoE, c: Experts, x: Float[Array, "tokens D"]
+    ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
+        """Route tokens as `route_tokens`."""
+        ...
+
+    def run_chosen(
+        self, c: Experts, x: Float[Array, "tokens D"], chosen: Int[Array, "tokens A"]
+    ) -> Float[Array, "tokens A D"]:
+        """Run each token through each of its experts, as `run_chosen_experts`."""
+        ...
 
 
 def has_expert_kernel(f: FFN, dtype: Any) -> bool:
@@ -173,20 +204,39 @@ def route_tokens(
     w: MoE, c: Experts, x: Float[Array, "tokens D"]
 ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
     """Return the weights and the numbers of each token's active experts, best first."""
-    logits = einsum("td,de->te", x.astype(jnp.float32), w.router.astype(jnp.float32))
-    logits = add_bias(logits, None if w.router_bias is None else w.router_bias.astype(jnp.float32))
-    scores = jax.nn.softmax(logits, axis=-1) if c.scoring == "softmax" else jax.nn.sigmoid(logits)
+    if isinstance(w.experts, ExpertWeights):
+        return w.experts.route(w, c, x)
+    logits = compute_router_logits(w, x)
+    scores = compute_expert_scores(c, logits)
     # sigmoids near one are rounded to it, and would no longer rank experts
     ranking = logits if c.weighs_inputs else add_bias(scores, w.correction)
     if c.groups > 1:
         ranking = jnp.where(mask_active_groups(c, ranking), ranking, -jnp.inf)
     _, chosen = jax.lax.top_k(ranking, c.active)
+    return weigh_experts(w, c, scores, chosen), chosen.astype(jnp.int32)
+
+
+def compute_router_logits(w: MoE, x: Float[Array, "tokens D"]) -> Float[Array, "tokens E"]:
+    """Compute the router's logits in float32."""
+    logits = einsum("td,de->te", x.astype(jnp.float32), w.router.astype(jnp.float32))
+    return add_bias(logits, None if w.router_bias is None else w.router_bias.astype(jnp.float32))
+
+
+def compute_expert_scores(c: Experts, logits: Float[Array, "tokens E"]) -> Float[Array, "tokens E"]:
+    """Compute the scores of experts from the router's logits."""
+    return jax.nn.softmax(logits, axis=-1) if c.scoring == "softmax" else jax.nn.sigmoid(logits)
+
+
+def weigh_experts(
+    w: MoE, c: Experts, scores: Float[Array, "tokens E"], chosen: Int[Array, "tokens A"]
+) -> Float[Array, "tokens A"]:
+    """Return the weights of chosen experts from the scores of all."""
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if c.normalised:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     if w.scales is not None:
         weights = weights * w.scales.astype(jnp.float32)[chosen]
-    return weights * c.factor, chosen.astype(jnp.int32)
+    return weights * c.factor
 
 
 def mask_active_groups(c: Experts, scores: Float[Array, "tokens E"]) -> Bool[Array, "tokens E"]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -79,7 +80,7 @@ def drop_expert_axes(params: Any) -> Any:
 
 def has_named_sharding(x: Any) -> bool:
     """Return True if an array or a shape has a NamedSharding."""
-    return isinstance(x.sharding, NamedSharding)
+    return not isinstance(x, Tracer) and isinstance(x.sharding, NamedSharding)
 
 
 def sum_sharded_experts(

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from ...cpu_kernels.library import load_library
 from ..attention import Attention, FusedQKV
 from ..experts import drop_expert_axes, with_expert_axes
 from ..gpus import gpu_from_device
+from ..sharding import array_devices, tree_devices
 from ..tree import has_instance, map_instances, pytree, static
 from .compress import place_replacement
 from .cpu.kernel_norm import KernelNorm
@@ -73,16 +75,15 @@ def lay_out_params(params: T, forms: DeviceForms, donate: bool = False) -> T:
 
 def is_on_cpu(params: Any) -> bool:
     """Return True if a device of the arrays is a CPU."""
-    shardings = (x.sharding for x in jax.tree.leaves(params))
-    return any(device.platform == "cpu" for where in shardings if where for device in where.device_set)
+    return any(device.platform == "cpu" for device in tree_devices(params))
 
 
-def convert_to_device_forms(params: T, forms: DeviceForms = DeviceForms()) -> T:
+def convert_to_device_forms(params: T, forms: DeviceForms = DeviceForms(), donate: bool = False) -> T:
     """Convert parameters, or ShapeDtypeStructs, to the forms that their device multiplies.
 
-    Weights that have their form already stay as they are. Raises like `lay_out_params`.
+    Weights that have their form already stay as they are. Takes `donate`, and raises, like `lay_out_params`.
     """
-    params = pad_embedding_rows(with_expert_axes(lay_out_params(params, forms)))
+    params = pad_embedding_rows(with_expert_axes(lay_out_params(params, forms, donate)))
     return with_fixed_tiles(params) if forms.fixed_tiles else params
 
 
@@ -157,9 +158,12 @@ def pad_embedding_rows(params: T) -> T:
 
 def is_column_major(embed: Any) -> bool:
     """Return True for a matrix whose part is laid out by columns on each TPU that has one."""
-    if not isinstance(embed, jax.Array | jax.ShapeDtypeStruct) or embed.sharding is None or embed.ndim != 2:
+    if not isinstance(embed, jax.Array | jax.ShapeDtypeStruct) or embed.ndim != 2:
         return False
-    (V, D), lanes = embed.sharding.shard_shape(embed.shape), device_lanes(embed.sharding.device_set).size
+    if not (devices := array_devices(embed)):
+        return False
+    shape = embed.shape if isinstance(embed, Tracer) else embed.sharding.shard_shape(embed.shape)
+    (V, D), lanes = shape, device_lanes(devices).size
     return lanes > 1 and next_multiple(V, lanes) * next_multiple(D, TPU_SUBLANES) < next_multiple(
         V, TPU_SUBLANES
     ) * next_multiple(D, lanes)
@@ -225,8 +229,7 @@ def fuse_projections(parts: Sequence[Any]) -> FusedQKV:
 
 def is_on_one_gpu(params: Any) -> bool:
     """Return True if one device has all arrays, and is an NVIDIA GPU."""
-    places = {x.sharding for x in jax.tree.leaves(params)}
-    devices = set().union(*(where.device_set for where in places if where is not None))
+    devices = tree_devices(params)
     return len(devices) == 1 and all(gpu_from_device(device) is not None for device in devices)
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from ..gpus import Kernel, import_jax_kernel, may_use_kernel
@@ -175,7 +176,8 @@ def can_fix_tiles(name: str, weight: Any) -> bool:
     """Return True for a projection or output matrix of 16 bits on one device."""
     if name not in CONTRACTED_AXES or not isinstance(weight, jax.Array | jax.ShapeDtypeStruct):
         return False
-    several = weight.sharding is not None and weight.sharding.num_devices > 1
+    sharding = None if isinstance(weight, Tracer) else weight.sharding
+    several = sharding is not None and sharding.num_devices > 1
     is_projection = weight.ndim + CONTRACTED_AXES[name][0] == 0 or name == "head"
     is_narrow = jnp.issubdtype(weight.dtype, jnp.floating) and weight.dtype.itemsize == 2
     return is_projection and is_narrow and not several

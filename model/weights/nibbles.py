@@ -94,6 +94,20 @@ class NibbleFormat(NamedTuple):
     has_zeros: bool
 
 
+def unpack_nibbles(pairs: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
+    """Unpack two 4-bit codes from each byte, neighbours along an axis."""
+    axis %= pairs.ndim
+    codes = jnp.stack([pairs & jnp.uint8(15), pairs >> jnp.uint8(4)], axis + 1)
+    return codes.reshape(*pairs.shape[:axis], -1, *pairs.shape[axis + 1 :])
+
+
+def pack_nibbles(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
+    """Pack codes 0..15, two neighbours along an axis to a byte."""
+    axis %= codes.ndim
+    even, odd = (jax.lax.slice_in_dim(codes, i, None, 2, axis) for i in range(2))
+    return even | (odd << jnp.uint8(4))
+
+
 def widen_int4_nibbles(
     nibbles: UInt8[Array, "inner F"], factors: Float[Array, "inner F"], added: Float[Array, "inner F"]
 ) -> Float[Array, "inner F"]:

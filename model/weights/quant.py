@@ -20,7 +20,7 @@ from ..gpus import may_use_kernel
 from ..layers import einsum, ragged_dot
 from ..sharding import is_manual_shard, is_multi_device, sharded_axes
 from . import expert_tiles, nibbles
-from .schemes import SCHEMES, spread_blocks, unpack_nibbles
+from .schemes import SCHEMES, spread_blocks
 
 
 @partial(
@@ -91,30 +91,6 @@ class Quantised:
         sizes = zip(self.scales.shape, self.values.shape, strict=True)
         return SCHEMES[self.scheme].codes_per_byte == 1 and all(n in (1, size) for n, size in sizes)
 
-    def einsum_by_xla(self, equation: str, x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-        """Compute the product with an array: the codes if scales can multiply the product or x, else the
-        dequantised weight."""
-        left, letters, out = split_equation(equation)
-        scaled_letters = {letter for letter, size in zip(letters, self.scales.shape, strict=True) if size > 1}
-        if scaled_letters <= set(out):
-            is_split = is_multi_device(self.values) and self.has_channel_scales
-            is_split = is_split and not is_manual_shard(self.values)
-            multiply = partial(scaled_product, equation=equation, dtype=dtype)
-            if not is_split:
-                return multiply(x, self.signed_codes(), self.scales)
-
-            def multiply_split(x: Any, codes: Any, scales: Any) -> Float[Array, "..."]:
-                return partitioned_scaled_product(x, codes, scales, equation, dtype)
-
-            # a TPU's partitioner cannot call back into jax
-            return jax.lax.platform_dependent(
-                x, self.signed_codes(), self.scales, tpu=multiply, default=multiply_split
-            )
-        if scaled_letters <= set(left):
-            x = (x.astype(jnp.float32) * align_scales(self.scales, letters, left, x.shape)).astype(x.dtype)
-            return einsum(equation, x, self.signed_codes().astype(x.dtype), dtype)
-        return einsum(equation, x, self.dequantise(x.dtype), dtype)
-
     def ragged_dot(
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], row_experts: Int[Array, " rows"]
     ) -> Float[Array, "rows F"]:
@@ -128,17 +104,6 @@ class Quantised:
             rows, self, sizes, row_experts, cuda=ragged_dot_by_kernel, default=ragged_dot_by_xla
         )
 
-    def ragged_dot_by_xla(
-        self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], row_experts: Int[Array, " rows"]
-    ) -> Float[Array, "rows F"]:
-        """Multiply consecutive rows by one expert's matrix each, as an array: the codes if scales are of
-        outputs."""
-        if self.scales.shape[1] > 1:
-            return ragged_dot(rows, self.dequantise(rows.dtype), sizes, row_experts)
-        product = ragged_dot(rows, self.signed_codes().astype(rows.dtype), sizes, row_experts)
-        scales = spread_blocks(self.scales[row_experts, 0].astype(jnp.float32), product.shape)
-        return (product.astype(jnp.float32) * scales).astype(rows.dtype)
-
     def dequantise(self, dtype: Any) -> Float[Array, "..."]:
         """Dequantise the weight to an array."""
         codes, scales = self.signed_codes().astype(jnp.float32), self.scales.astype(jnp.float32)
@@ -148,13 +113,31 @@ class Quantised:
         """Return the codes less their zeros, in the weight's shape."""
         scheme, codes = SCHEMES[self.scheme], self.values
         if scheme.codes_per_byte > 1:
-            codes = unpack_nibbles(codes, self.packed)
+            codes = nibbles.unpack_nibbles(codes, self.packed)
         return scheme.widen(codes, self.zeros)
 
 
 def einsum_by_xla(x: Float[Array, "..."], w: Quantised, equation: str, dtype: Any) -> Float[Array, "..."]:
-    """Call `Quantised.einsum_by_xla` with x as the first argument."""
-    return w.einsum_by_xla(equation, x, dtype)
+    """Compute the product with an array: the codes if scales can multiply the product or x, else the
+    dequantised weight."""
+    left, letters, out = split_equation(equation)
+    scaled_letters = {letter for letter, size in zip(letters, w.scales.shape, strict=True) if size > 1}
+    if scaled_letters <= set(out):
+        is_split = is_multi_device(w.values) and w.has_channel_scales
+        is_split = is_split and not is_manual_shard(w.values)
+        multiply = partial(scaled_product, equation=equation, dtype=dtype)
+        if not is_split:
+            return multiply(x, w.signed_codes(), w.scales)
+
+        def multiply_split(x: Any, codes: Any, scales: Any) -> Float[Array, "..."]:
+            return partitioned_scaled_product(x, codes, scales, equation, dtype)
+
+        # a TPU's partitioner cannot call back into jax
+        return jax.lax.platform_dependent(x, w.signed_codes(), w.scales, tpu=multiply, default=multiply_split)
+    if scaled_letters <= set(left):
+        x = (x.astype(jnp.float32) * align_scales(w.scales, letters, left, x.shape)).astype(x.dtype)
+        return einsum(equation, x, w.signed_codes().astype(x.dtype), dtype)
+    return einsum(equation, x, w.dequantise(x.dtype), dtype)
 
 
 def scaled_product(
@@ -177,8 +160,13 @@ def einsum_by_kernel(x: Float[Array, "..."], w: Quantised, inputs: int, dtype: A
 def ragged_dot_by_xla(
     rows: Float[Array, "rows D"], w: Quantised, sizes: Int[Array, " E"], row_experts: Int[Array, " rows"]
 ) -> Float[Array, "rows F"]:
-    """Call `Quantised.ragged_dot_by_xla` with the rows as the first argument."""
-    return w.ragged_dot_by_xla(rows, sizes, row_experts)
+    """Multiply consecutive rows by one expert's matrix each, as an array: the codes if scales are of
+    outputs."""
+    if w.scales.shape[1] > 1:
+        return ragged_dot(rows, w.dequantise(rows.dtype), sizes, row_experts)
+    product = ragged_dot(rows, w.signed_codes().astype(rows.dtype), sizes, row_experts)
+    scales = spread_blocks(w.scales[row_experts, 0].astype(jnp.float32), product.shape)
+    return (product.astype(jnp.float32) * scales).astype(rows.dtype)
 
 
 def ragged_dot_by_kernel(

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num, UInt8
 
-from .nibbles import FP4_NIBBLES, INT4_NIBBLES, ZERO_CODE, NibbleFormat
+from .nibbles import FP4_NIBBLES, INT4_NIBBLES, ZERO_CODE, NibbleFormat, pack_nibbles
 
 # numbers along the packed axis that share a four-bit scale: the largest that divides
 GROUP_SIZES = (32, 16, 8, 4, 2)
@@ -127,20 +126,6 @@ def spread_blocks(blocks: Num[Array, "..."], shape: tuple[int, ...]) -> Num[Arra
     return jnp.broadcast_to(single, [size for pair in pairs for size in pair]).reshape(shape)
 
 
-def unpack_nibbles(pairs: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
-    """Unpack two 4-bit codes from each byte, neighbours along an axis."""
-    axis %= pairs.ndim
-    codes = jnp.stack([pairs & jnp.uint8(15), pairs >> jnp.uint8(4)], axis + 1)
-    return codes.reshape(*pairs.shape[:axis], -1, *pairs.shape[axis + 1 :])
-
-
-def pack_nibbles(codes: UInt8[Array, "..."], axis: int) -> UInt8[Array, "..."]:
-    """Pack codes 0..15, two neighbours along an axis to a byte."""
-    axis %= codes.ndim
-    even, odd = (jax.lax.slice_in_dim(codes, i, None, 2, axis) for i in range(2))
-    return even | (odd << jnp.uint8(4))
-
-
 def decode_e2m1(codes: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Decode 4-bit floats: a sign, two bits of exponent, one of mantissa. They are 0, 0.5, 1, 1.5, 2, 3, 4,
     6."""
@@ -182,9 +167,3 @@ SCHEMES = {
 }
 # Schemes in which weights can be quantised; the others only come in checkpoints.
 ENCODED_SCHEMES = tuple(name for name, scheme in SCHEMES.items() if scheme.encode is not None)
-
-
-def tied_head_scheme(form: str | None) -> str | None:
-    """Return the scheme in which CPU kernels read a tied embedding as output matrix, for weights in one of
-    `compress.WEIGHT_FORMS`. None: its dtype, also for weights that are stored quantised."""
-    return "int8" if form in SCHEMES and SCHEMES[form].has_cpu_kernel else None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..layers import einsum, ragged_dot
-from ..sharding import fit_sharding
+from ..sharding import array_devices, fit_sharding
 from ..tree import map_by_path, pytree, static
 from .compress import CONTRACTED_AXES, place_replacement
 
@@ -96,5 +96,5 @@ def is_matrix_on_cpu(weight: Any, axes: int) -> bool:
     """Return True for an array, or ShapeDtypeStruct, of `axes` axes on one device that is a CPU."""
     if not isinstance(weight, jax.Array | jax.ShapeDtypeStruct) or weight.ndim != axes:
         return False
-    devices = weight.sharding.device_set if weight.sharding is not None else ()
+    devices = array_devices(weight)
     return len(devices) == 1 and all(device.platform == "cpu" for device in devices)

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,14 +21,16 @@ from ..host.devices import (
     default_device,
     exists_in_dev,
     memory_limit,
+    num_cores,
+    processor_name,
 )
+from ..host.identity import device_facts, package_versions
 from ..host.signals import restore_interrupt_handler
 from ..planner.engine_plan import EnginePlan, abstract_arguments, plan_engine
 from ..planner.roofline.presets import PRESETS
 from ..planner.roofline.targets import Peaks, Target, local_target
 from ..runtime.compiled import executable_cache
 from ..runtime.compiled.jaxcache import enable_compilation_cache
-from ..runtime.provenance import processor_name
 from .common import add_engine_flags, add_model_flags, parse_engine_options
 
 PACKAGES = ("duetto", "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu", "absl-py")
@@ -89,21 +90,18 @@ def describe_machine(target: Target) -> dict[str, Any]:
     device = target.devices[0]
     known_gpu = gpu_from_device(device)
     return {
-        "device": device.device_kind,
+        **device_facts(device),
         "platform": device.platform,
         "devices": len(jax.local_devices()),
         "capability": known_gpu.capability_text if known_gpu else None,
         "shared_memory": known_gpu.shared_memory if known_gpu else None,
         "memory": memory_limit(device),
         "processor": processor_name(),
-        "cores": executable_cache.num_cores(),
+        "cores": num_cores(),
         "driver": nvidia_driver(),
-        "runtime": " ".join(device.client.platform_version.split()),
-        "versions": {
-            name: installed for name in PACKAGES if (installed := package_version(name)) is not None
-        },
+        "versions": package_versions(PACKAGES),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "xla_options": known_gpu.compiler_options if known_gpu else {},
+        "xla_options": known_gpu.compiler_options() if known_gpu else {},
         "programs_kept_in": None if (place := executable_cache.program_folder()) is None else str(place),
     }
 
@@ -113,13 +111,6 @@ def nvidia_driver() -> str | None:
     try:
         return DRIVER_FILE.read_text().splitlines()[0].partition(":")[2].strip()
     except (OSError, IndexError):
-        return None
-
-
-def package_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
         return None
 
 
@@ -141,11 +132,7 @@ def find_advice(plan: EnginePlan, checks: KernelChecks, measured: Peaks | None) 
         yield Advice(True, f"{name} did not pass its check: report it with the line above")
     if is_host and exists_in_dev(NVIDIA_FILES):
         plugins = "jax-cuda13-plugin", "jax-cuda12-plugin"
-        what = (
-            "the driver is too old for it"
-            if any(map(package_version, plugins))
-            else "jax has no plugin for it"
-        )
+        what = "the driver is too old for it" if package_versions(plugins) else "jax has no plugin for it"
         yield Advice(
             True, f"an NVIDIA GPU is here and jax does not use it: {what}; try pip install 'jax[cuda12]'"
         )

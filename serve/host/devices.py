@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
+from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,6 +77,18 @@ def processor_flags() -> str:
     """Return the line of the host's instruction sets; the processor's name if the system reports none."""
     flags = (line for line in read_cpuinfo() if line.startswith(("flags", "Features")))
     return next(flags, platform.processor())
+
+
+@cache
+def processor_name() -> str:
+    """Return the processor's name, and a hash of its instruction sets."""
+    names = (line.partition(":")[2].strip() for line in read_cpuinfo() if line.startswith("model name"))
+    return f"{next(names, 'unknown')} ({sha256(processor_flags().encode()).hexdigest()[:8]})"
+
+
+def num_cores() -> int | None:
+    """Return the number of cores that the process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def read_cpuinfo() -> list[str]:

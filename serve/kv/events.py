@@ -158,7 +158,11 @@ class EventTranslator:
     def translate_stored(
         self, parent_hash: bytes | None, page_hash: bytes, tokens: Sequence[int], salt: bytes = b""
     ) -> BlockStored | None:
-        """Return the event of a stored page; None if another shard has the page already."""
+        """Return the event of a stored page; None if another shard has the page already.
+
+        A page has a key besides its tokens if no prompt of tokens alone finds it: decode wrote it, or an
+        encoder's embeddings are in it.
+        """
         self._shard_copies[page_hash] += 1
         if self._shard_copies[page_hash] > 1:
             return None

@@ -2,19 +2,21 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
 
 from ...checkpoints.adapters.adapter import Adapter
 from ...lora.request import LoRARequest, check_lora_request
+from ...model.embeddings.prompt import EmbeddingSpan, Prompt
 from ...model.pooling import Pooler, Pooling, PoolingParams
 from ...neutral_values import PROMPT_FIELDS
 from ...refusals import quote
 from ...sampling.custom_processors import LogitsProcessor
-from ...sampling.params import SamplingParams, fold_seed, request_knobs, tokenize_bad_words
+from ...sampling.params import SamplingParams, completion_seeds, request_knobs, tokenize_bad_words
 from ...sampling.state import check_allowed_tokens
+from ..engine.core.embedding_pool import SpanLimits
 from ..engine.core.output_processor import OutputProcessor
 from ..engine.core.request import Request, TokenRecord
 from ..engine.lora.registry import AdapterRegistry
@@ -59,6 +61,7 @@ class InputProcessor:
     default_pooling: pooling that the model's authors recommend for embeddings
     processors: logits processors of the step
     has_head: whether the model can generate
+    span_limits: limits on the spans of embeddings in a prompt
     """
 
     vocab_size: int
@@ -72,6 +75,7 @@ class InputProcessor:
     default_pooling: str | None = None
     processors: tuple[LogitsProcessor, ...] = ()
     has_head: bool = True
+    span_limits: SpanLimits = field(default_factory=SpanLimits)
 
     def __post_init__(self):
         self._arrivals, self._output_processor = itertools.count(), OutputProcessor(self.tokenizer)
@@ -110,7 +114,7 @@ class InputProcessor:
 
     def make_subscription(
         self,
-        prompt: PromptInput,
+        prompt: PromptInput | Prompt,
         params: SamplingParams | PoolingParams,
         priority: int = 0,
         num_output_ids: int = 0,
@@ -121,7 +125,7 @@ class InputProcessor:
     ) -> Subscription:
         """Make the requests for one prompt, to generate or to embed.
 
-        prompt: text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and a `cache_salt`
+        prompt: text, token ids, a mapping with `prompt` or `prompt_token_ids` and a `cache_salt`, a `Prompt`
         params: copied, so that later changes have no effect
         priority: smaller goes first
         num_output_ids: number of last prompt ids that are output, which max_input_length does not limit
@@ -134,19 +138,20 @@ class InputProcessor:
         params, pooling = self._check_and_copy_params(params)
         if type(priority) is not int:
             raise TypeError(f"priority is an integer, not {quote(priority)}")
+        prompt, spans = (prompt.tokens, prompt.spans) if isinstance(prompt, Prompt) else (prompt, ())
         (text, tokens), salt = self.tokenize(prompt), hash_salt(read_prompt_salt(prompt))
-        self.check_prompt(tokens, params, num_output_ids)
+        self.check_prompt(tokens, params, num_output_ids, spans)
         end = self.max_length(tokens, params)
         words, ids = self.bad_word_ids(params), self.stop_ids(params)
         self._check_sampling(params, words, ids)
-        adapter, seed = self._get_or_load_adapter(lora_request), self._request_seed(params)
+        adapter = self._get_or_load_adapter(lora_request)
         stop_strings = StopStrings(params.stop_strings)
         requests = [
             Request(
                 id="",
                 prompt=tokens,
                 params=params,
-                seed=fold_seed(seed, i),
+                seed=seed,
                 end=end,
                 stop_ids=ids,
                 eos_ids=() if params.ignore_eos else self._unreported_eos_ids(),
@@ -161,8 +166,9 @@ class InputProcessor:
                 constraint=self.make_constraint(params, len(tokens)),
                 adapter=adapter,
                 cache_salt=salt,
+                spans=spans,
             )
-            for i in range(params.n)
+            for seed in completion_seeds(self._request_seed(params), params.n)
         ]
         self._append_resumed_tokens(requests, resumed_outputs)
         return Subscription(requests, text, lora_request, self._output_processor)
@@ -274,7 +280,13 @@ class InputProcessor:
             raise ValueError(f"{self.no_tokenizer_reason}: give the prompt as token ids")
         return self.tokenizer.encode(text, max_tokens=self.longest_prompt)
 
-    def check_prompt(self, tokens: list[int], params: SamplingParams, num_output_ids: int = 0) -> None:
+    def check_prompt(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        num_output_ids: int = 0,
+        spans: tuple[EmbeddingSpan, ...] = (),
+    ) -> None:
         if not tokens:
             raise ValueError("the prompt is empty: at least one token is needed")
         self._check_ids(tokens)
@@ -283,6 +295,9 @@ class InputProcessor:
             raise ValueError(f"the prompt has {len(tokens)} tokens, at most {longest} are allowed")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r} needs a tokenizer: {self.no_tokenizer_reason}")
+        if spans and params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs is not allowed: tokens with an encoder's embeddings have none")
+        self.span_limits.check(spans, len(tokens))
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
         wrong = next((t for t in tokens if not 0 <= t < self.vocab_size), None)
@@ -324,9 +339,9 @@ class InputProcessor:
         )
         check_allowed_tokens(params, self.vocab_size, stops, words)
 
-    def _request_seed(self, params: SamplingParams) -> int:
-        """Return the request's seed. A request without one gets a hash of the engine's seed and of a counter
-        of such requests."""
+    def _request_seed(self, params: SamplingParams) -> int | Sequence[int]:
+        """Return the request's seed, or a seed for each completion. A request without one gets a hash of the
+        engine's seed and of a counter of such requests."""
         if params.seed is not None:
             return params.seed
         drawn = np.random.SeedSequence(
@@ -362,7 +377,7 @@ def is_one_prompt(prompts: Any) -> bool:
     """Return whether `prompts` is a single prompt: text, a mapping, or a flat list of token ids."""
     if not isinstance(prompts, (Sequence, np.ndarray)) or isinstance(prompts, (str, bytes)):
         return True
-    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, Mapping, np.ndarray))
+    return len(prompts) > 0 and not isinstance(prompts[0], (Sequence, Mapping, np.ndarray, Prompt))
 
 
 def list_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[Any]:

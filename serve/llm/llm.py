@@ -1,10 +1,11 @@
 """The Python API: `LLM` loads a model and generates. Names and results are as in vLLM's offline class."""
 
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from jax.sharding import Mesh
 
 from ...kvcache.stages import tree_devices
@@ -32,9 +33,9 @@ from .metrics import Metric, engine_metrics
 from .progress_bar import Tqdm, show_progress
 from .session import PauseMode
 from .subscription import Subscription
-from .tasks import beam, chat_reply, embedding, likelihood
+from .tasks import beam, chat_reply, embedding, likelihood, training
 from .tasks.beam import BeamSearchOutput
-from .tasks.likelihood import LogLikelihood, ScoringPass
+from .tasks.likelihood import LogLikelihood, ScoringChoice
 from .vllm import check_vllm_arguments, make_compat_property, make_refused_method
 
 
@@ -55,8 +56,8 @@ class LLM:
     it by SystemExit. Raises ValueError (CheckpointError for a folder that cannot be loaded) or TypeError for
     an unknown option. All methods may be called from any thread, but raise RuntimeError in a forked process.
 
-    `session` holds the requests of all callers, `input_processor` checks and tokenizes prompts, and `folder`
-    is the model's folder.
+    `session` holds the requests of all callers, `input_processor` checks and tokenizes prompts, `folder` is
+    the model's folder, and `served_dtype` the dtype of the computation.
     """
 
     @fail_group_on_error
@@ -93,9 +94,9 @@ class LLM:
     ) -> "LLM":
         """Make an LLM of parameters that are on a device, or sharded over several by NamedShardings.
 
-        They are not copied, unless `quantization` or `tensor_parallel_size` require it; a CPU's 16-bit
-        projections are copied into its layout, and all weights with `cpu_kernels=True`. The cache is sharded
-        as the heads of the keys are. Raises ValueError for a parameter with NaN or infinity.
+        Arrays that are served as they are must not be donated by a train step. Copies are made for
+        `quantization` and `tensor_parallel_size`, of a CPU's 16-bit projections, and with `cpu_kernels=True`
+        of all projections. Raises ValueError for a parameter with NaN or infinity.
         """
         llm = cls.__new__(cls)
         args = config, params, tokenizer, eos_token_ids, compilation_cache, options
@@ -112,6 +113,7 @@ class LLM:
         self.defaults = with_end_tokens(model.defaults, model.tokenizer)
         self.folder, self._find_source = model.folder, model.find_source
         self.session, self._closing = disaggregated.start_session(model.config, model.params, model.options)
+        self.served_dtype = np.dtype(self.engine.params.embed.dtype)
         self.session.audit_log = open_audit_log(self.engine, model.options, model.tokenizer, model.folder)
         self.input_processor = model.make_processor(self.engine.sizes, self.defaults)
 
@@ -210,10 +212,10 @@ class LLM:
         self,
         prompts: PromptInputs,
         continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None = None,
-        by: ScoringPass = "prefill",
+        by: ScoringChoice = "prefill",
     ) -> list[LogLikelihood]:
         """Return log-probabilities of each continuation's tokens, or of each prompt's tokens after its first
-        (teacher forcing), computed by prefill or by decode steps; see `tasks.likelihood`."""
+        (teacher forcing), by prefill or decode steps or whichever is exact; see `tasks.likelihood`."""
         return likelihood.log_likelihood(self.session, self.input_processor, prompts, continuations, by)
 
     def embed(
@@ -319,8 +321,7 @@ class LLM:
         reasoning_effort: str | None = None,
         **others: Any,
     ) -> list[str]:
-        """Queue conversations as `chat` takes them, for `wait_for_completion`; return their ids. `others` are
-        arguments of `enqueue`."""
+        """Queue conversations as `chat` takes them; return their ids. `others` are arguments of `enqueue`."""
         prompts, params = self.input_processor.render_conversations(
             messages, self._with_default_params(sampling_params), chat_template_content_format,
             chat_template_kwargs, reasoning_effort, add_generation_prompt=add_generation_prompt,
@@ -339,9 +340,13 @@ class LLM:
         """The served weights, on the device. Weights that are multiplied in another form are copied."""
         return restore_params(self.engine.params)
 
-    def update_params(self, params: Decoder, mode: PauseMode | None = None) -> None:
-        """Serve other weights of the same shapes, without a compilation; see `weights.update_params`."""
-        weights.update_params(self.session, self.options, params, mode)
+    def logprobs_fn(self) -> Callable[..., Any]:
+        """Return `f(params, tokens, ...)`, with this engine's bits; see `training.make_logprobs_fn`."""
+        return training.make_logprobs_fn(self.session, self.input_processor)
+
+    def update_params(self, params: Decoder, mode: PauseMode | None = None, copy: bool = False) -> None:
+        """Serve other weights of the same shapes, without compiling a step; see `weights.update_params`."""
+        weights.update_params(self.session, self.options, params, mode, copy)
 
     def load_params(self, path: str | Path | None = None, mode: PauseMode | None = None) -> int:
         """Serve the weights of a folder of the same model; None is the model's own folder. Returns the number
@@ -350,8 +355,7 @@ class LLM:
         return weights.load_params(self.session, self.options, self.config, model_source, mode)
 
     def save_params(self, path: str | Path) -> None:
-        """Write the served weights, stored and sharded as here, as an Orbax folder; see
-        `weights.save_params`."""
+        """Write the served weights as an Orbax folder, sharded as here; see `weights.save_params`."""
         weights.save_params(self.config, self.params, self.folder, path)
 
     def save_cache(self, path: str | Path) -> int:
@@ -414,8 +418,7 @@ class LLM:
         return self.session.engine
 
     def report(self, explained: bool = False) -> dict[str, Any]:
-        """Return statistics since the start: latencies in seconds, tokens per second, padding, cache,
-        compilations.
+        """Return statistics since the start; times are in seconds.
 
         `explained` adds a table, as text, of the programs that ran: operations, bytes, the lower bound of
         their time on this device, and measured medians.
@@ -432,8 +435,7 @@ class LLM:
         return len(tree_devices(self.engine.params))
 
     def start_profile(self, profile_prefix: str | None = None) -> Path:
-        """Record a profile of host and device (jax.profiler) until `stop_profile`; return its folder, see
-        `start_profiling`. Raises RuntimeError while another profile is recorded."""
+        """Record a profile (jax.profiler) until `stop_profile`; return its folder, see `start_profiling`."""
         return profiling.start_profiling(self.options.profiler_config, profile_prefix)
 
     def stop_profile(self) -> None:

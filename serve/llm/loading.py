@@ -16,6 +16,7 @@ from ...checkpoints.huggingface import read_config, read_family_config
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
 from ...sampling.params import SamplingParams
+from ..engine.core.embedding_pool import SpanLimits
 from ..engine.lora.registry import make_adapter_registry
 from ..engine.startup.cpu_kernels import decide_cpu_kernels
 from ..engine.startup.model_folder import load_folder
@@ -66,6 +67,7 @@ class LoadedModel:
             defaults.pooling,
             sizes.processors,
             self.config.has_head,
+            SpanLimits.from_config(self.config, sizes.embedding_rows),
         )
 
 

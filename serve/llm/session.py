@@ -128,11 +128,10 @@ class Session:
     # ------------------------------------------------------------ steps
 
     def step_engine(self) -> None:
-        """Step the engine, if it has work."""
-        with self.hold_engine():
-            if self.engine.has_work:
-                self.engine.step()
-                self._note_ends()
+        """Step the engine, if it has work. The caller holds it."""
+        if self.engine.has_work:
+            self.engine.step()
+            self._note_ends()
 
     def _note_ends(self) -> None:
         """Log the requests that have ended, and tell the watchers."""
@@ -250,7 +249,8 @@ class Session:
     def _take_from_queue(self, subscriptions: Iterable[Subscription]) -> list[Subscription]:
         """Remove ended subscriptions from the queue. Returns them in the order in which they were made."""
         taken = sorted(subscriptions, key=lambda subscription: subscription.requests[0].arrival)
-        self.drop(taken)
+        for subscription in taken:
+            self._drop(subscription)
         return taken
 
     # ------------------------------------------------------------ ends

@@ -15,6 +15,7 @@ from ...model.weights.compress import convert_weight_form
 from ..engine.startup.model_folder import load_folder, write_orbax
 from ..engine.startup.model_source import ModelSource
 from ..engine.startup.start import check_param_placement, require_finite
+from ..engine.weights.weight_update import match_served_params
 from ..host.process import trim_heap
 from ..options.engine import EngineOptions
 from .audit.answer_realm import AnswerRealm
@@ -22,26 +23,36 @@ from .input_processor import InputProcessor
 from .session import PauseMode, Session, check_pause_mode
 
 
-def update_params(session: Session, options: EngineOptions, params: Decoder, mode: PauseMode | None) -> None:
-    """Serve other weights of the same shapes from now on, without a compilation.
+def update_params(
+    session: Session, options: EngineOptions, params: Decoder, mode: PauseMode | None, copy: bool = False
+) -> None:
+    """Serve other weights of the same shapes from now on. No step is compiled again.
+
+    Floating-point numbers of another dtype (masters in float32, served in bfloat16) are rounded to the
+    nearest as `astype` does, and arrays of another sharding or layout are laid out again, on their devices.
+    If one parameter needs that, all are copied, else none is: the engine then reads the caller's arrays, and
+    a train step must not donate them. With `copy` they are always copied, and the caller may donate or delete
+    its arrays once this returns. The old weights are released when the new ones are ready.
 
     `mode` says what happens to unfinished requests. "abort" aborts them. "wait" runs them to their end
     before; requests that arrive meanwhile are kept. "keep" keeps their tokens, computes their cache again,
     and continues them with the new weights. `CompletionOutput.weights` has the version that made each token.
 
     Without a mode, unfinished requests raise RuntimeError, unless the engine sleeps or is paused. Raises
-    ValueError for another mode, if a shape, dtype or sharding differs, and for a parameter with NaN or
-    infinity; TypeError for parameters that are not on a device. The old weights are then served on.
+    ValueError for another mode, if a name, a shape, the devices or a dtype that is no float differ, and for a
+    parameter with NaN or infinity (as rounded) or whose array was deleted; TypeError for parameters that are
+    not on a device. The old weights are then served on.
     """
     if mode is not None:
         check_pause_mode(mode)
     if mode == "wait":
         session.abort_or_drain(mode)
     with session.hold_engine():
-        engine, params = session.engine, check_param_placement(params)
+        engine = session.engine
+        params, donate = match_served_params(engine.params, check_param_placement(params), copy)
         require_finite(params)
-        new_params = convert_weight_form(params, options.quantization, params.embed.dtype)
-        engine.update_params(new_params, keep=mode is not None or engine.is_sleeping)
+        new_params = convert_weight_form(params, options.quantization, params.embed.dtype, donate)
+        engine.update_params(new_params, mode is not None or engine.is_sleeping, donate)
         if mode == "abort":  # once it is known that the others fit
             session.abort_or_drain(mode)
         if session.audit_log is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...option_fields import knob
 from ...refusals import ensure
-from ...sampling.checks import ALL_LOGPROBS, MAX_LOGPROBS
+from ...sampling.checks import ALL_LOGPROBS, LOGPROBS_MODES, MAX_LOGPROBS, RAW_LOGPROBS
 from . import checks
 from .checks import round_up
 from .speculation import SpeculativeConfig
@@ -23,6 +23,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
 STORED_QUANTIZATIONS = {
     "awq": "awq", "awq_marlin": "awq", "gptq": "gptq", "gptq_marlin": "gptq", "fbgemm_fp8": "fbgemm_fp8",
     "compressed-tensors": "compressed-tensors", "mxfp4": "mxfp4",
+    "modelopt": "modelopt", "modelopt_fp4": "modelopt",
 }  # fmt: skip
 
 # vLLM's names for ways to read the same weights: the files of a folder say how they are stored
@@ -31,6 +32,7 @@ CHOICES = {
     "load_format": ("auto", "safetensors", "dummy", *SAME_WEIGHTS),
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8", "fp8_e4m3", "fp8_e5m2", "fp8"),
+    "logprobs_mode": LOGPROBS_MODES,
 }
 
 
@@ -192,6 +194,11 @@ class EngineOptions:
     )
     max_logprobs: int = knob(
         20, "maximum log-probabilities of a token, -1: all; a higher limit costs memory and time a step"
+    )
+    logprobs_mode: str = knob(
+        RAW_LOGPROBS,
+        "log-probabilities of generated tokens: raw_logprobs by the model's logits, or processed_logprobs by "
+        "what tokens are drawn from, after biases, penalties, masks, temperature, min_p, top_k and top_p",
     )
     max_grammar_seconds: int = knob(2, "CPU seconds for compiling a grammar; one that needs more is refused")
     max_grammar_mib: int = knob(128, "MiB for compiling a grammar, and for all cached grammars")

@@ -70,8 +70,8 @@ def read_given_fields(
 def argparse_arguments(hint: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` for a field of this type.
 
-    A list repeats its flag, a tuple has commas, a mapping or a record is JSON. Any is JSON or text. `none` is
-    read if None is allowed.
+    A list repeats its flag, a tuple has commas, a mapping or a record is JSON. Any is JSON or text. A number
+    or a list of numbers is a number. `none` is read if None is allowed.
     """
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
     origins = {get_origin(kind) or kind for kind in ([hint] if get_origin(hint) in CONTAINERS else kinds)}
@@ -84,7 +84,7 @@ def argparse_arguments(hint: Any) -> dict[str, Any]:
         return {"type": wrap(parse_json_object), "metavar": "JSON"}
     if tuple in origins:
         return {"type": wrap(parse_positives), "metavar": "INT,INT,..."}
-    if Sequence in origins:
+    if Sequence in origins and int not in origins:
         item = int if Sequence[int] in kinds else str
         return {"action": "append", "type": item, "metavar": f"{item.__name__.upper()} (repeatable)"}
     kind = next((kind for kind in (float, str) if kind in origins), int)

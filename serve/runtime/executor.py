@@ -1,16 +1,17 @@
 """Protocol `Executor`: how an engine's calls reach the devices."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from ...model.draft_pair import EngineParams, PairConfig
-from .compiled.batches import BatchRow
+from ...model.embeddings.prompt import EmbeddingSpan
 from .compiled.futures import PendingSample
-from .compiled.lowering import StepArguments
+from .compiled.lowering import PromptKey, StepArguments
 from .compiled.shapes import Shape, Sizes
+from .steps.output import NO_PROMPT_INPUTS, PromptInputs
 from .steps.step import SlotContents
 
 
@@ -36,6 +37,10 @@ class StepPrograms(Protocol):
 
     def step_parts(self, shape: Shape, /) -> list[Any]:
         """Return the compiled programs of a step."""
+        ...
+
+    def load_or_compile(self, key: PromptKey, /) -> Any:
+        """Return a program that scores or pools prompts, after reading or compiling it when first needed."""
         ...
 
     def matmul_tuning_hash(self, shapes: Iterable[Shape], /) -> str | None:
@@ -71,17 +76,26 @@ class Executor(Protocol):
         """Write the masks of the tokens that grammars allow; returns the slots."""
         ...
 
-    def batch(self, shape: Shape, rows: Mapping[int, BatchRow], /) -> Any:
-        """Return the batch of these rows, by row number, for `run`."""
-        ...
-
-    def run(self, shape: Shape, arguments: StepArguments, batch: Any, /) -> tuple[Any, Any, Any]:
-        """Dispatch one step; returns cache, slots and Output."""
+    def run(
+        self,
+        shape: Shape,
+        arguments: StepArguments,
+        batch: Any,
+        prompt_inputs: PromptInputs = NO_PROMPT_INPUTS,
+        /,
+    ) -> tuple[Any, Any, Any]:
+        """Dispatch one step, and the programs that score and pool its prompts; returns cache, slots and
+        Output."""
         ...
 
     def run_forward(self, shape: Shape, arguments: StepArguments, batch: Any, /) -> tuple[Any, PendingSample]:
         """Dispatch the forward pass of a step; returns the cache and the pending draw. Call it
         only if `can_defer_sampling`."""
+        ...
+
+    def encode(self, arguments: StepArguments, span: EmbeddingSpan, rows: Any, /) -> Any:
+        """Dispatch the encoding of a span into rows of the pool of embeddings; returns the pool. Call it only
+        if the model has an encoder."""
         ...
 
     def fresh_arguments(self, params: EngineParams, failure: BaseException | None = None, /) -> StepArguments:
@@ -106,6 +120,9 @@ class NullPrograms:
     def step_parts(self, shape: Shape) -> list[Any]:
         return []
 
+    def load_or_compile(self, key: PromptKey) -> None:
+        return None
+
     def matmul_tuning_hash(self, shapes: Iterable[Shape]) -> None:
         return None
 
@@ -129,6 +146,9 @@ class NullExecutor:
     load_masks = load_history
 
     def run_forward(self, shape: Shape, arguments: StepArguments, batch: Any) -> tuple[Any, PendingSample]:
+        raise NotImplementedError
+
+    def encode(self, arguments: StepArguments, span: EmbeddingSpan, rows: Any) -> Any:
         raise NotImplementedError
 
     def fresh_arguments(self, params: Any, failure: BaseException | None = None) -> StepArguments:

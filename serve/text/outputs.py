@@ -4,10 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Int32
+
 
 @dataclass(frozen=True)
 class Logprob:
-    """A token's natural-log probability under the raw logits, and its rank (1 is the most likely)."""
+    """A token's natural-log probability under the logits of the engine's `logprobs_mode`, and its rank (1 is
+    the most likely)."""
 
     logprob: float
     rank: int
@@ -80,6 +84,8 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    # log-probabilities of the tokens, float32 [tokens], as the device computed them; None without `logprobs`
+    logprob_array: Any = field(default=None, compare=False, kw_only=True)
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None
     passes: list[Pass] | None = None  # with speculation, in the order of their tokens
@@ -92,6 +98,11 @@ class CompletionOutput:
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def token_array(self) -> Int32[np.ndarray, " tokens"]:
+        """Token ids, int32 [tokens]."""
+        return np.array(self.token_ids, np.int32)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

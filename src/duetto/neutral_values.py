@@ -22,7 +22,6 @@ NEUTRAL: dict[str, NeutralTable] = {
         "model_impl": ("auto", "vllm"),
         "config_format": ("auto", "hf", "mistral"),  # a folder's files say what they are
         "tokenizer_mode": ("auto", "hf", "slow", "mistral"),
-        "logprobs_mode": ("raw_logprobs",),
         "model_weights": ("",),
         "cpu_offload_gb": (0, 0.0),
         "worker_extension_cls": ("",),

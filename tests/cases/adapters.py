@@ -30,7 +30,7 @@ def write(
     """The folder of a random adapter, whose terms are as large as the weights; `fields` are in its
     configuration."""
     rng, tensors = np.random.default_rng(seed), {}
-    for group in parameter_groups(FAMILIES["llama"], config):
+    for group in parameter_groups(FAMILIES["llama"].names, config):
         module = group.names[0].removesuffix(".weight")
         if module.endswith(modules):
             out, inner = group.shape
@@ -73,7 +73,7 @@ def merged(params: Decoder, adapter: Adapter) -> Decoder:
 def written_as(folder: Path, config: ModelConfig, terms: dict[str, Any], rank: int) -> Path:
     """The folder of an adapter with these terms, by paths, whose scale is 1."""
     tensors = {}
-    for group in parameter_groups(FAMILIES["llama"], config):
+    for group in parameter_groups(FAMILIES["llama"].names, config):
         (parameter,), module = group.parameters, group.names[0].removesuffix(".weight")
         if parameter.path in terms:
             a, b = (np.array(x, np.float32) for x in terms[parameter.path])

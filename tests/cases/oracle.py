@@ -24,6 +24,7 @@ from duetto.sampling.custom_processors import LogitsProcessor, trace_processors
 from duetto.sampling.params import fold_seed, request_knobs
 from duetto.sampling.sample import sample
 from duetto.sampling.state import dense_bias, empty_sampling_state, needs_history, record_tokens
+from duetto.serve.host import identity
 from duetto.serve.host.blob_store import BlobStore
 from duetto.serve.runtime.compiled import executable_cache
 
@@ -71,7 +72,8 @@ traced = cache(trace_processors)  # a trace and a probe take two programs for ea
 
 def here() -> str:
     """What decides the oracle's tokens besides; not how many devices a processor shows."""
-    found = repr(executable_cache.describe_environment(jax.devices()[0])[1:])
+    facts = identity.gather_facts("program", jax.devices()[0])
+    found = repr({name: fact for name, fact in facts.items() if name != "traced source"})
     return re.sub(r"--xla_force_host_platform_device_count=\d+ ?", "", found)
 
 
@@ -79,7 +81,7 @@ def here() -> str:
 def sources() -> str:
     """A hash of the code that the oracle's tokens follow from."""
     folders = [ROOT / name for name in ("model", "sampling", "kvcache")]
-    return executable_cache.hash_sources([*folders, Path(__file__).parent])
+    return identity.hash_sources([*folders, Path(__file__).parent])
 
 
 HASHES: dict[int, tuple[Decoder, str]] = {}

@@ -122,6 +122,67 @@ def gptq(group: int, bits: int = 4, symmetric: bool = True, ordered: bool = Fals
     return pack
 
 
+def in_order_of_bits(integers: np.ndarray, bits: int) -> np.ndarray:
+    """Words of each row's integers, the last one filled with zeros."""
+    cut = -integers.shape[1] % (32 // bits)
+    return words(np.pad(integers, ((0, 0), (0, cut))), bits, list(range(32 // bits)))
+
+
+def compressed_words(group: int, bits: int = 4, symmetric: bool = True, ordered: bool = False) -> Packer:
+    """As llm-compressor's W4A16 and W8A16: zeros are packed along the outputs; `ordered` as for `gptq`."""
+
+    def pack(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
+        of = np.arange(w.shape[1]) // (w.shape[1] if group == -1 else group)
+        if ordered:
+            of = np.random.default_rng(len(name)).permutation(of)
+        q, zeros, scales, exact = grouped(w, bits, of, symmetric)
+        parts = {
+            "_packed": in_order_of_bits(q.T, bits), "_scale": scales.T, "_shape": np.array(w.shape, np.int64)
+        }  # fmt: skip
+        parts |= {} if symmetric else {"_zero_point": in_order_of_bits(zeros, bits).T}
+        parts |= {"_g_idx": of.astype(np.int32)} if ordered else {}
+        return {name + key: np.ascontiguousarray(value) for key, value in parts.items()}, exact
+
+    return pack
+
+
+def compressed_bytes(group: int, symmetric: bool = True) -> Packer:
+    """As llm-compressor's W8A8: integers in bytes of their own."""
+
+    def pack(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
+        of = np.arange(w.shape[1]) // (w.shape[1] if group == -1 else group)
+        q, zeros, scales, exact = grouped(w, 8, of, symmetric)
+        parts = {"": (q.T - 128).astype(np.int8), "_scale": scales.T}
+        parts |= {} if symmetric else {"_zero_point": (zeros.T - 128).astype(np.int8)}
+        return {name + key: np.ascontiguousarray(value) for key, value in parts.items()}, exact
+
+    return pack
+
+
+def nvfp4(suffix: str) -> Packer:
+    """Pairs of four-bit floats, an FP8 scale for each 16, and a global scale.
+
+    llm-compressor's `_packed` divides by it, and ModelOpt multiplies.
+    """
+
+    def pack(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
+        blocks = w.reshape(len(w), -1, 16)
+        factor = np.abs(w).max() / np.float32(6 * 448)
+        divisor = np.float32(1) / factor
+        scales = fp8(np.abs(blocks).max(-1) / 6 / factor)
+        wide = scales.astype(np.float32)
+        wide = wide / divisor if suffix else wide * factor
+        scaled = (blocks / wide[..., None]).reshape(w.shape)
+        index = np.abs(np.abs(scaled)[..., None] - E2M1).argmin(-1)
+        nibble = (index + 8 * (scaled < 0)).astype(np.uint8)
+        exact = np.sign(scaled) * E2M1[index] * np.repeat(wide, 16, axis=1)
+        parts = {suffix: nibble[:, 0::2] + 16 * nibble[:, 1::2], "_scale": scales}
+        parts |= {"_global_scale": divisor[None]} if suffix else {"_scale_2": np.array(factor)}
+        return {name + key: value for key, value in parts.items()}, exact.astype(np.float32)
+
+    return pack
+
+
 def module_wise(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
     """As GPTQModel's `dynamic`: bits and groups of some modules, and others that stay floats."""
     if "o_proj" in name:
@@ -130,7 +191,10 @@ def module_wise(name: str, w: np.ndarray) -> tuple[Parts, np.ndarray]:
     return gptq(group, bits, symmetric=False, ordered=True)(name, w)
 
 
-CODES = {"float8_e4m3fn": "F8_E4M3", "int32": "I32", "uint8": "U8", "float32": "F32", "float16": "F16"}
+CODES = {
+    "float8_e4m3fn": "F8_E4M3", "int8": "I8", "int32": "I32", "int64": "I64", "uint8": "U8", "float32": "F32",
+    "float16": "F16",
+}  # fmt: skip
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Parts) -> Path:
@@ -237,6 +301,61 @@ LLAMA_CASES |= {
 }  # fmt: skip
 
 
+def compressed(format_name: str, **weights: Any) -> dict[str, Any]:
+    """A `quantization_config` of compressed-tensors with one group."""
+    return {
+        "quant_method": "compressed-tensors", "format": format_name,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, **weights}}},
+    }  # fmt: skip
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": {"name": "modelopt"}}
+LLAMA_CASES |= {
+    "modelopt": (MODELOPT, nvfp4("")),
+    "modelopt fp8": (MODELOPT | {"quant_algo": "FP8"}, fp8_scaled("_scale", False)),
+    "modelopt mixed": (
+        MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"x": {"quant_algo": "FP8"}}},
+        lambda name, w: (nvfp4("") if "mlp" in name else fp8_scaled("_scale", True))(name, w),
+    ),
+    "bytes": (compressed("int-quantized", strategy="channel"), compressed_bytes(-1)),
+    "bytes with zeros": (
+        compressed("naive-quantized", strategy="channel", symmetric=False), compressed_bytes(-1, False)
+    ),
+    "bytes in groups": (
+        compressed("int-quantized", strategy="group", group_size=16, symmetric=False),
+        compressed_bytes(16, False),
+    ),
+    "words": (compressed("pack-quantized", num_bits=4, group_size=16), compressed_words(16)),
+    "words with zeros": (
+        compressed("pack-quantized", num_bits=4, group_size=16, symmetric=False),
+        compressed_words(16, symmetric=False),
+    ),
+    "words ordered": (
+        compressed("pack-quantized", num_bits=4, group_size=16, symmetric=False, actorder="group"),
+        compressed_words(16, symmetric=False, ordered=True),
+    ),
+    "mixed": (
+        {
+            "quant_method": "compressed-tensors", "format": "mixed-precision",
+            "config_groups": {
+                "a": {"format": "pack-quantized", "weights": {"num_bits": 4, "group_size": 16}},
+                "b": {"format": "float-quantized", "weights": {"num_bits": 8, "type": "float"}},
+                "c": {"format": "int-quantized", "weights": {"num_bits": 8, "symmetric": False}},
+            },
+        },
+        lambda name, w: (
+            fp8_scaled("_scale", True) if "mlp" in name
+            else compressed_bytes(-1, False) if "o_proj" in name else compressed_words(16)
+        )(name, w),
+    ),
+    "fp4": (compressed("nvfp4-pack-quantized", num_bits=4, group_size=16), nvfp4("_packed")),
+    "words of 8 bits": (
+        compressed("pack-quantized", strategy="channel", group_size=-1, symmetric=False),
+        compressed_words(-1, 8, symmetric=False),
+    ),
+}  # fmt: skip
+
+
 def experts(name: str) -> bool:
     return name.endswith(("gate_up_proj", "down_proj"))
 
@@ -247,7 +366,7 @@ def random_folder(case: str, sizes: Mapping[str, int]) -> tuple[dict[str, Any], 
     family, rng = FAMILIES[config["model_type"]], np.random.default_rng(1)
     shapes = {
         name: group.shape
-        for group in parameter_groups(family, family.parse_config(config))
+        for group in parameter_groups(family.names, family.parse_config(config))
         for name in group.names
     }
     return config, {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}

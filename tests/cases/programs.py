@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import config
 
+from duetto.serve.host import identity
 from duetto.serve.runtime.compiled import executable_cache
 
 ADDRESS = re.compile(r" at 0x\w+")  # in the names of functions among static arguments
@@ -21,7 +22,7 @@ def sources(file: Path) -> str:
     """The hash of a test's file, of the cases, and of what decides checks and options of compilers."""
     tests = Path(__file__).parents[1]
     checks = tests / "annotations.py", tests / "suite" / "quick.py"
-    return executable_cache.hash_sources([file, tests / "cases", *checks])
+    return identity.hash_sources([file, tests / "cases", *checks])
 
 
 class StoredJit:
@@ -53,7 +54,7 @@ class StoredJit:
             return self._jitted.lower(**given).compile()
         device = jax.devices()[0]
         key = executable_cache.combine_keys(
-            [self._sources], self._name, told, executable_cache.describe_environment(device)
+            [self._sources], self._name, told, identity.gather_facts("program", device)
         )
         found = executable_cache.load_program(key, device)
         return found or executable_cache.compile_and_store(key, self._jitted.lower(**given))

@@ -72,7 +72,7 @@ def test_stored_weights_have_the_axes_of_torch_linear_layers(folder):
 
 def test_every_stored_name_is_used_and_every_parameter_has_one():
     everything = config_with(attention_bias=True, mlp_bias=True)
-    found = parameter_groups(FAMILIES["llama"], everything)
+    found = parameter_groups(FAMILIES["llama"].names, everything)
     assert [p.path for group in found for p in group.parameters] == list(
         leaves_by_path(decoder_spec(everything))
     )

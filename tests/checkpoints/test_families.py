@@ -124,7 +124,7 @@ def test_every_family_has_a_case_and_every_name_is_used():
     for name in CASES:
         raw = hub_config(name)
         family = FAMILIES[raw["model_type"]]
-        found = parameter_groups(family, family.parse_config(raw))
+        found = parameter_groups(family.names, family.parse_config(raw))
         used[raw["model_type"]] |= {p.stored for group in found for p in group.parameters}
         spec = leaves_by_path(decoder_spec(family.parse_config(raw)))
         assert sorted(p.path for group in found for p in group.parameters) == sorted(spec)

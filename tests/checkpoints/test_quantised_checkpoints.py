@@ -1,5 +1,6 @@
 """Checkpoints stored in eight and four bits: read as floats and kept as codes, they hold the same numbers."""
 
+import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -17,12 +18,16 @@ from cases.packers import (
     Packer,
     Parts,
     awq,
+    compressed,
+    compressed_bytes,
+    compressed_words,
     experts,
     fp8_blocks,
     fp8_scaled,
     gptq,
     llama_folder,
     mxfp4,
+    nvfp4,
     projection,
     quantise,
     random_folder,
@@ -77,7 +82,7 @@ def projected(name: str) -> bool:
     return projection(name) and name.endswith(".weight")
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq ordered", "fp8 blocks"])
+@pytest.mark.parametrize("case", ["awq", "gptq ordered", "fp8 blocks", "words with zeros", "bytes in groups"])
 def test_pieces_of_any_size_are_the_same(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("duetto.checkpoints.tensors.PIECE_BYTES", 700)
     method, pack = LLAMA_CASES[case]
@@ -88,6 +93,7 @@ EVEN = {
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16,
 }  # fmt: skip
+CUT = {"hidden_size": 60, "intermediate_size": 52}  # no words of 8 are full
 PHI = {"hidden_size": 80, "intermediate_size": 96}
 
 
@@ -103,6 +109,28 @@ TINY_CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], Packer, Callabl
     "awq": ("llama", EVEN, AWQ | {"group_size": 32}, awq(32), projection),
     "gptq": ("llama", EVEN, GPTQ | {"group_size": 32}, gptq(32, symmetric=False), projection),
     "phi3": ("phi3 plain", PHI, AWQ | {"group_size": 16}, awq(16), projection),
+    "words": (
+        "llama",
+        CUT,
+        compressed("pack-quantized", num_bits=4, symmetric=False),
+        compressed_words(-1, 4, False),
+        projection,
+    ),
+    "bytes": ("phi3 plain", PHI, compressed("int-quantized"), compressed_bytes(-1), projection),
+    "experts": (
+        "mixtral",
+        {},
+        compressed("pack-quantized", num_bits=4, group_size=2),
+        compressed_words(2),
+        lambda name: ".experts." in name,
+    ),
+    "fp4": (
+        "phi3 plain",
+        PHI,
+        compressed("nvfp4-pack-quantized", num_bits=4, group_size=16),
+        nvfp4("_packed"),
+        projection,
+    ),
     "mixtral": ("mixtral", {}, FP8, fp8_scaled("_scale", False), lambda name: ".experts." in name),
 }
 
@@ -116,6 +144,24 @@ def test_tiny_models_are_read_to_the_bit(
     monkeypatch.setattr("duetto.checkpoints.tensors.PIECE_BYTES", piece)
     family, sizes, method, pack, chosen = TINY_CASES[case]
     equal_models(*quantise(random_folder(family, sizes), tmp_path / "made", method, pack, chosen))
+
+
+def test_modelopt_may_write_a_file_of_its_own(tmp_path: Path):
+    made, exact = quantise(llama_folder(), tmp_path / "made", *LLAMA_CASES["modelopt"], projection)
+    config = json.loads((made / "config.json").read_text())
+    stated = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": []}
+    del config["quantization_config"]
+    (made / "config.json").write_text(json.dumps(config))
+    (made / "hf_quant_config.json").write_text(json.dumps({"quantization": stated}))
+    equal_models(made, exact)
+    (made / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(CheckpointError, match="quantization_config: quant_algo is 'W4A8_AWQ', which is not"):
+        load_hf(made)
+    (made / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match="hf_quant_config.json: quantization is None, expected an object"
+    ):
+        load_hf(made)
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 999])
@@ -186,6 +232,25 @@ def with_field(**fields: Any) -> Change:
     return lambda config, tensors: config["quantization_config"].update(fields)
 
 
+def with_weights(**fields: Any) -> Change:
+    def change(config: dict[str, Any], tensors: Parts) -> None:
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        weights = {**group["weights"], **fields}
+        config["quantization_config"]["config_groups"] = {"group_0": {**group, "weights": weights}}
+
+    return change
+
+
+def without_zeros_beside_floats(config: dict[str, Any], tensors: Parts) -> None:
+    with_fp8_group(config)
+    without("weight_zero_point")(config, tensors)
+
+
+def with_fp8_group(config: dict[str, Any]) -> None:
+    method = config["quantization_config"]
+    method["config_groups"] = {**method["config_groups"], "b": {"weights": {"type": "float", "num_bits": 8}}}
+
+
 REFUSED: dict[str, tuple[str, Change, str]] = {
     "no scale": ("fp8 blocks", without("weight_scale_inv"), "has no _scale_inv or _scale beside it"),
     "scale shape": (
@@ -247,7 +312,107 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         "fp8 blocks", with_field(weight_block_size=[128]), r"weight_block_size is \[128\], expected two",
     ),
     "method": ("awq", with_field(quant_method="aqlm"), "quant_method is 'aqlm', which is not supported"),
-    "packed": ("compressed", with_field(format="pack-quantized"), "format is 'pack-quantized'"),
+    "packed": (
+        "compressed", with_field(format="marlin-24"), "format is 'marlin-24', which is not supported"
+    ),
+    "packed bits": (
+        "words", with_weights(num_bits=3), "num_bits is 3, which is not supported: expected 4 or 8",
+    ),
+    "words of other bits": (
+        "words", with_weights(num_bits=8),
+        r"dtype I32 and shape \(80, 12\), expected words of \(80, 96\) integers in 8",
+    ),
+    "no size of a group": ("words", with_weights(group_size=0), "group_size is 0, expected a positive"),
+    "another size of a group": (
+        "words", with_weights(group_size=32),
+        r"_scale' has dtype F16 and shape \(80, 6\), expected floats of",
+    ),
+    "no zeros of words": ("words with zeros", without("weight_zero_point"), "has no _zero_point beside it"),
+    "no zeros beside floats": (
+        "words with zeros",
+        without_zeros_beside_floats,
+        "has no _zero_point beside it",
+    ),
+    "zeros of words": (
+        "words with zeros", replace_part("weight_zero_point", lambda z: z[1:]),
+        r"shape \(9, 6\), expected I32 of shape \(10, 6\)",
+    ),
+    "no shape": ("words", without("weight_shape"), "weight_packed' has no _shape beside it"),
+    "a shape of one number": ("words", replace_part("weight_shape", lambda n: n[:1]), "expected two"),
+    "a negative shape": ("words", replace_part("weight_shape", lambda n: -n), "holds -80 and -96, no shape"),
+    "a large shape": (
+        "words", replace_part("weight_shape", lambda n: n * 2**40), "expected words of .* integers in 4 bits",
+    ),
+    "groups of words": (
+        "words ordered", replace_part("weight_g_idx", lambda g: g + 1), "expected numbers of groups, 0 to 5",
+    ),
+    "infinite scales of words": (
+        "words", replace_part("weight_scale", lambda s: np.full_like(s, np.nan)), "holds NaN or infinity",
+    ),
+    "integers as scales": (
+        "words", replace_part("weight_scale", lambda s: s.view(np.uint8)[:, ::2]), "expected numbers in BF16",
+    ),
+    "algorithm": ("modelopt", with_field(quant_algo="NVFP4_AWQ"), "quant_algo is 'NVFP4_AWQ', which is not"),
+    "algorithm of a layer": (
+        "modelopt", with_field(quantized_layers={"a": {"quant_algo": "W8A16"}}), "quant_algo is 'W8A16'",
+    ),
+    "layers": ("modelopt", with_field(quantized_layers=["a"]), "expected an object of objects"),
+    "a field of a layer": (
+        "modelopt", with_field(quantized_layers={"a": {"quant_algo": "FP8", "rotation": 1}}),
+        "quantized_layers.a.rotation is 1, but the field is not known",
+    ),
+    "a global scale beside FP8": (
+        "words",
+        lambda config, tensors: tensors.update({Q + "weight_global_scale": np.ones(1, np.float32)}),
+        "no global scale beside such codes",
+    ),
+    "no second scale": ("modelopt", without("weight_scale_2"), "has no _global_scale or _scale_2 beside it"),
+    "no global scale": ("fp4", without("weight_global_scale"), "has no _global_scale or _scale_2 beside it"),
+    "a global scale of zero": (
+        "fp4", replace_part("weight_global_scale", np.zeros_like), "holds 0.0, expected a positive number",
+    ),
+    "a global scale that is NaN": (
+        "fp4", replace_part("weight_global_scale", lambda s: s * np.float32(np.nan)), "holds NaN or infinity",
+    ),
+    "several global scales": (
+        "fp4", replace_part("weight_global_scale", lambda s: np.repeat(s, 2)), "expected one float",
+    ),
+    "scales that overflow": (
+        "fp4", replace_part("weight_global_scale", lambda s: s * np.float32(1e-43)), "holds NaN or infinity",
+    ),
+    "words as pairs": (
+        "fp4", replace_part("weight_packed", lambda w: w.view(np.int32)), "has no _shape beside it",
+    ),
+    "zeros of bytes": (
+        "bytes with zeros", replace_part("weight_zero_point", lambda z: z.astype(np.int32)),
+        r"expected I8 of shape \(80, 1\)",
+    ),
+    "zeros of floats": (
+        "compressed",
+        lambda config, tensors: tensors.update({Q + "weight_zero_point": np.zeros((80, 1), np.int8)}),
+        "expected no zeros beside floats",
+    ),
+    "bits as a list": ("bytes", with_weights(num_bits=[8]), r"num_bits is \[8\], expected a"),
+    "symmetry": ("bytes", with_weights(symmetric=1), "symmetric is 1, expected true or false"),
+    "type": ("bytes", with_weights(type="complex"), "type is 'complex', which is not supported"),
+    "rotations": (
+        "compressed", with_field(transform_config={"config_groups": {"R1": {}}}),
+        r"transform_config is {'config_groups': {'R1': {}}}, but the field is not known",
+    ),
+    "sparse": (
+        "compressed", with_field(sparsity_config={"format": "sparse-24-bitmask"}),
+        "sparsity_config is {'format': 'sparse-24-bitmask'}, which is not supported",
+    ),
+    "a field of a group": (
+        "compressed", with_field(config_groups={"a": {"rotation": 1}}),
+        "config_groups.a.rotation is 1, but the field is not known",
+    ),
+    "a field of a group's weights": (
+        "compressed", with_field(config_groups={"a": {"weights": {"codebook": [1]}}}),
+        r"config_groups.a.weights.codebook is \[1\], but the field is not known",
+    ),
+    "another pack": ("gptq", with_field(pack_dtype="int64"), "pack_dtype is 'int64', which is not supported"),
+    "unknown to gptq": ("gptq", with_field(rotation="hadamard"), "rotation is 'hadamard', but the"),
 }  # fmt: skip
 
 

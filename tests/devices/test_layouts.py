@@ -30,6 +30,7 @@ from duetto.model.tree import is_spec, tree_bytes
 from duetto.model.weights import device_forms as prepared_forms
 from duetto.model.weights.compress import compress, projection_plan
 from duetto.model.weights.device_forms import PaddedEmbedding, convert_to_device_forms
+from duetto.sampling.checks import LOGPROBS_MODES
 from duetto.sampling.params import request_knobs
 from duetto.sampling.sample import sample
 from duetto.sampling.search import argmax
@@ -224,10 +225,11 @@ def test_the_likeliest_token_is_found_in_parts(V: int):
     np.testing.assert_array_equal(np.asarray(jax.block_until_ready(found)), x.argmax(-1))
 
 
-def test_draws_from_logits_in_parts_are_those_of_one_device():
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_draws_from_logits_in_parts_are_those_of_one_device(mode: str):
     """All logits go between the devices once for the draw and once for the scores, never for an argmax."""
     B, V = 4, 300
-    state = empty_sampling_state(B, V)
+    state = empty_sampling_state(B, V, logprobs_mode=mode)
     for slot, (temperature, top_p) in enumerate(((0.0, 1.0), (1.0, 0.9), (0.7, 0.5), (1.3, 1.0))):
         params = SamplingParams(temperature=temperature, top_p=top_p, top_k=40, logprobs=2)
         row = request_knobs(params, seed=slot, stop_ids=(), prompt_len=3)

@@ -31,6 +31,7 @@ from duetto.model.weights.quant import Quantised
 from duetto.serve.cli.bench import Bench
 from duetto.serve.cli.bench import BenchModel as Measured
 from duetto.serve.cli.convert import convert_model
+from duetto.serve.engine.weights.weight_update import match_served_params
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.runtime.compiled.lowering import make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape
@@ -199,6 +200,32 @@ def test_new_parameters_are_served_in_place(tiny, mesh, alone):
         llm.update_params(params)
         assert first != generated(llm) == expected
         assert pointers(llm.params) == before and llm.report()["compilations"] == compiled
+
+
+@pytest.mark.usefixtures("greedy_only")
+@pytest.mark.parametrize("step", [1, -1], ids=["same order", "other order"])
+def test_a_trainers_shards_are_laid_out_on_the_devices(tiny, mesh, alone, monkeypatch, step):
+    """Masters in another dtype, split along the model's width as a trainer splits them."""
+    trainers = Mesh(np.array(jax.devices())[::step], ("fsdp",))
+    split = make_shardings(decoder_spec(tiny.config), trainers, {"model": "fsdp"})
+    rounded = replace(
+        tiny,
+        name="rounded",
+        params=jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), tiny.params),
+    )
+    masters = jax.device_put(jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny.params), split)
+    expected = alone(rounded)
+
+    with LLM.from_params(tiny.config, spread(other(tiny), mesh), **SMALL) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                type(masters.embed), "_value", property(lambda _: pytest.fail("copied to the host"))
+            )
+            assert match_served_params(llm.engine.params, masters, copy=False)[1]
+        llm.update_params(masters)
+        assert generated(llm) == expected
+        jax.tree.map(lambda x: x.delete(), masters)
+        assert generated(llm) == expected
 
 
 @pytest.mark.usefixtures("greedy_only")

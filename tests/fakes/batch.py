@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from duetto.sampling.params import completion_seeds
 from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.run import run_batch
 from duetto.serve.llm.input_processor import InputProcessor
@@ -75,7 +76,8 @@ class FakeEngine:
         )
 
     def completion(self, index, prompt, params):
-        digest = hashlib.sha256(f"{prompt} {(params.seed or 0) + index}".encode()).hexdigest()
+        seed = completion_seeds(params.seed or 0, params.n)[index]
+        digest = hashlib.sha256(f"{prompt} {seed}".encode()).hexdigest()
         ids = [ord(c) % 94 for c in digest][: params.max_tokens or 20]
         text = self.tokenizer.decode(ids, True) if self.tokenizer and params.detokenize else ""
         logprobs = None if params.logprobs is None else [self.scores(i, params.logprobs) for i in ids]

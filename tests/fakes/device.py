@@ -2,7 +2,7 @@
 history."""
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,11 +12,10 @@ import numpy as np
 
 from duetto.kvcache.pages import Batch
 from duetto.sampling.sample import Sampled, Scores
-from duetto.serve.runtime.compiled.batches import BatchRow, empty_batch
 from duetto.serve.runtime.compiled.lowering import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.executor import NullExecutor
-from duetto.serve.runtime.steps.output import Output
+from duetto.serve.runtime.steps.output import NO_PROMPT_INPUTS, Output, PromptInputs
 from duetto.serve.runtime.steps.step import SlotContents
 
 VOCAB = 13
@@ -102,15 +101,6 @@ class FakeExecutor(NullExecutor):
         self.pages = Pages()
         return StepArguments(params, Donated(self.pages), Donated({}))
 
-    def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
-        """The host's own batch, with -1 for pages that no row has."""
-        batch = empty_batch(self.sizes, shape, self.sizes.max_num_seqs)
-        for table in batch.page_tables:
-            table[:] = -1
-        for number, row in rows.items():
-            row.write(batch, number, self.sizes.max_num_seqs)
-        return batch
-
     def rows(self, shape: Shape) -> int:
         """Rows of all shards."""
         return self.sizes.shards * shape.rows
@@ -132,7 +122,9 @@ class FakeExecutor(NullExecutor):
         table[int(slot)].history = tokens[:total_len].tolist()
         return Donated(table)
 
-    def run(self, shape: Shape, arguments: Any, batch: Batch) -> tuple[Donated, Donated, Output]:
+    def run(
+        self, shape: Shape, arguments: Any, batch: Batch, prompt_inputs: PromptInputs = NO_PROMPT_INPUTS
+    ) -> tuple[Donated, Donated, Output]:
         pages, slots = arguments.cache.take(), arguments.slots.take()
         self._note(shape, batch)
         fail, self.fail = self.fail, None
@@ -148,7 +140,7 @@ class FakeExecutor(NullExecutor):
         for column in range(width):
             for row, position, drawn in step(shape, pages, slots, batch, column):
                 token[row, column], logprob[row, column] = drawn, fake_score(position, drawn)
-        prompt = self._prompt_scores(batch, pages, slots) if shape.phase == "prefill" else None
+        prompt = self._prompt_scores(batch, pages, prompt_inputs["prompt"]) if prompt_inputs else None
         output = Output(Sampled(*self._later(pages, token, logprob)), prompt)
         return Donated(pages), Donated(slots), output
 
@@ -238,14 +230,11 @@ class FakeExecutor(NullExecutor):
         slot.last, slot.live = token, token not in slot.seat.knobs.stop_ids and end + 1 < slot.seat.end
         return token
 
-    def _prompt_scores(self, batch: Batch, pages: Pages, slots: dict[int, Slot]) -> Scores:
-        B, T = batch.tokens.shape
-        scores = np.full((B, T), np.nan)
-        for b in range(B):
-            following = [*batch.tokens[b, 1 : batch.count[b]], batch.next_prompt_token[b]]
-            for i, token in enumerate(following[: batch.count[b]]):
-                if token >= 0 and batch.start[b] + i + 1 >= slots[self.slot(batch, b)].seat.first_scored:
-                    scores[b, i] = fake_score(batch.start[b] + i + 1, token)
+    def _prompt_scores(self, batch: Batch, pages: Pages, following: np.ndarray) -> Scores:
+        scores = np.full(following.shape, np.nan)
+        for b, i in np.argwhere(following >= 0):
+            assert i < batch.count[b]
+            scores[b, i] = fake_score(batch.start[b] + i + 1, following[b, i])
         return Scores(*self._later(pages, scores))
 
     def _later(self, pages: Pages, *arrays: np.ndarray) -> list[Any]:

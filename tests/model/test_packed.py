@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.trained import MODELS
 from cases.weights import MIXED, PRODUCTS, drawn, random
 from jax.sharding import SingleDeviceSharding
 from suite.marks import full
@@ -17,6 +18,7 @@ from duetto.cpu_kernels.library import ffi_target_name, load_library
 from duetto.model.config import Experts
 from duetto.model.experts import MoE, run_moe
 from duetto.model.experts.mixture import has_cpu_expert_kernel
+from duetto.model.ffn import score_output
 from duetto.model.layers import einsum
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import leaves_by_path, shapes_from_specs
@@ -73,6 +75,27 @@ def test_projections_experts_and_the_head_are_packed_and_nothing_else():
         shapes_from_specs(decoder_spec(MIXED), jnp.bfloat16),  # it is not known where
     ):
         assert pack_params(unchanged, ISA) is unchanged
+
+
+def test_gates_and_inputs_of_layers_are_packed_and_come_back():
+    for name, expected in {
+        "gated": {"layers.0.attention.gate", "layers.0.ffn.output_gate", "layers.1.ffn.shared.output_gate"},
+        "inputs": {"inputs.project", "layers.0.input.gate", "layers.0.input.down"},
+    }.items():
+        params = drawn(decoder_spec(MODELS[name]), jnp.float32)
+        served = pack_params(params, ISA)
+        assert {f"{path}.array" for path in expected} <= leaves_by_path(served).keys()
+        jax.tree.map(np.testing.assert_array_equal, restore_params(served), params)
+        assert jax.tree.structure(restore_params(served)) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("dtype", [full(jnp.bfloat16), jnp.float32])
+def test_an_output_gate_has_the_score_of_its_array(dtype: Any):
+    x, gate = random(3, 5, 64).astype(dtype), random(64, seed=1).astype(dtype)
+    packed = pack_weight("output_gate", gate, ffi_target_name("product", ISA))
+    found, expected = (jax.jit(score_output)(w, x) for w in (packed, gate))
+    assert found.shape == expected.shape == (3, 5, 1) and found.dtype == expected.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])

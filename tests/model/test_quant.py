@@ -37,6 +37,7 @@ from duetto.model.weights.compress import (
     encode_weight,
     projection_plan,
 )
+from duetto.model.weights.nibbles import unpack_nibbles
 from duetto.model.weights.quant import Quantised, quantise_weight
 from duetto.model.weights.schemes import (
     ENCODED_SCHEMES,
@@ -44,7 +45,6 @@ from duetto.model.weights.schemes import (
     WeightScheme,
     decode_e2m1,
     encode_by_channel,
-    unpack_nibbles,
     widen_bytes,
 )
 

@@ -1,5 +1,6 @@
 """A row's draw is its own: neighbours, other features and a slot's earlier requests change no bit of it."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -9,6 +10,7 @@ from cases.sampling import CASES, LOGITS, Request, admit_jit, commit_jit, enter,
 from suite.marks import full
 
 from duetto.sampling import sample as sampler
+from duetto.sampling.checks import LOGPROBS_MODES, PROCESSED_LOGPROBS
 from duetto.sampling.params import SamplingParams, request_knobs
 from duetto.sampling.sample import Sampled, sample
 from duetto.sampling.state import empty_sampling_state, load_history, load_knobs, record_tokens
@@ -45,12 +47,15 @@ def bits(s: Sampled, row: int, wanted: bool) -> list[bytes]:
 
 
 @pytest.mark.parametrize("V", [full(12), 515])
-def test_sampled_bits_do_not_depend_on_other_rows(V):
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_sampled_bits_do_not_depend_on_other_rows(V, mode):
     """Each kind of request alone, beside all the others, beside dead rows, at another width: the same
     bits."""
     requests = list(features().values())
+    if mode == PROCESSED_LOGPROBS:  # each kind is scored by logits of its own
+        requests += [replace(r, params=replace(r.params, logprobs=20)) for r in CASES.values()]
     n = len(requests)
-    state, rng = empty_sampling_state(n, V), np.random.default_rng(2)
+    state, rng = empty_sampling_state(n, V, logprobs_mode=mode), np.random.default_rng(2)
     for slot, request in enumerate(requests):
         state = enter(state, slot, request, seed=slot)
     logits = rng.normal(0, 2, (n, V)).astype(np.float32)

@@ -12,6 +12,7 @@ from duetto.sampling.params import (
     MAX_STOP_IDS,
     RequestOutputKind,
     SamplingParams,
+    completion_seeds,
     fold_seed,
     request_knobs,
     tokenize_bad_words,
@@ -77,6 +78,11 @@ def test_every_field_explains_itself():
         ({"repetition_penalty": 0}, "1 is off"),
         ({"repetition_penalty": float("inf")}, "1 is off"),
         ({"seed": 2**64}, "64-bit"),
+        ({"seed": [1, 2**64], "n": 2}, "64-bit"),
+        ({"seed": [1, -1], "n": 2}, "not -1"),
+        ({"seed": [1, 2]}, "as many as n=1"),
+        ({"seed": [], "n": 2}, "as many as n=2"),
+        ({"seed": [1, 2, 3], "n": 4}, "as many as n=4"),
         ({"stop": ""}, "not empty"),
         ({"stop": ["a", ""]}, "not empty"),
         ({"stop": "a", "detokenize": False}, "detokenize=False"),
@@ -176,6 +182,9 @@ def test_seeds_of_32_bits_are_themselves_and_completions_differ():
     assert fold_seed(7) == 7 and fold_seed(2**32 - 1) == 2**32 - 1
     assert fold_seed(7, 2) == 9
     assert SamplingParams(seed=-1).seed is None
+    assert completion_seeds(7, 3) == [7, 8, 9]
+    assert completion_seeds([5, 2**33, 5], 3) == [5, fold_seed(2**33), 5]
+    assert SamplingParams(n=2, seed=np.arange(2)).seed == SamplingParams(n=2, seed=[0, 1]).seed == (0, 1)
     wide = {fold_seed(seed) for seed in (-2, -3, 2**63, 2**33, 2**33 + 1, 2**64 - 1)}
     assert len(wide) == 6 and all(0 <= seed < 2**32 for seed in wide)
 

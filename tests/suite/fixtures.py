@@ -153,7 +153,7 @@ def own_programs(programs_shared: None) -> Iterator[None]:
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines start cold, whatever earlier starts have kept, serve before all of their programs are there,
     and compile all of them under any load."""
-    monkeypatch.setattr(start, "may_compile_late", quick.MAY_COMPILE_LATE)
+    monkeypatch.setattr(start, "may_serve_early", quick.MAY_SERVE_EARLY)
     monkeypatch.setattr(executable_cache, "load_program", lambda *_: None)
     monkeypatch.setattr(ProgramTable, "_lower", quick.lower_steps_once(ProgramTable._lower))
     monkeypatch.setattr(executable_cache, "compile_and_store", lambda _, lowered, *__: lowered.compile())
@@ -188,7 +188,7 @@ def few_shapes() -> Iterator[None]:
 
 @pytest.fixture
 def greedy_only() -> Iterator[None]:
-    """Engines of the test serve greedy requests without scores. A GPU's program compiles in a fifth of the
+    """Engines of the test serve greedy requests. A GPU's program compiles in a fifth of the
     time without its draws."""
     with greedy_programs():
         yield

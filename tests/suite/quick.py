@@ -66,6 +66,7 @@ config.update("jaxtyping_disable", True)
 
 from duetto.model import tree
 from duetto.serve.engine.startup import start
+from duetto.serve.host.identity import gather_facts
 from duetto.serve.kv.offload import realm
 from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
@@ -156,9 +157,9 @@ tree.is_all_finite, realm.array_digest, classes.hash_param_rows = all_finite, di
 
 # ------------------------------------------------------------ engines
 
-MAY_COMPILE_LATE = start.may_compile_late
+MAY_SERVE_EARLY = start.may_serve_early
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
-start.may_compile_late = lambda *_: False
+start.may_serve_early = lambda *_: False
 llm.trim_heap = lambda: None  # memory that the next engine takes again
 
 executable_cache.can_create_folder(
@@ -208,7 +209,7 @@ def share_programs(lowering: ProgramLowering, shapes, first=None, *more) -> Prog
     (device, *_) = leaves[0].sharding.device_set
     key = (
         arguments,
-        repr(executable_cache.describe_environment(device)),
+        repr(gather_facts("program", device)),
         executable_cache.program_folder(),
         lowering_module.is_decode_split,
         more,
@@ -272,7 +273,7 @@ def lower_small_once(lower: Callable[[LocalLowering], Any], name: str) -> Callab
         leaves, structure = jax.tree.flatten(getattr(like, name))
         arrays = [(x.shape, x.dtype, executable_cache.describe_sharding(x.sharding)) for x in leaves]
         facts = lower.__name__, structure, arrays, sizes.shards, sizes.max_model_len
-        key = repr((*facts, executable_cache.describe_environment(jax.devices()[0])))
+        key = repr((*facts, gather_facts("program", jax.devices()[0])))
         return remember_lowered(key, lambda: LoweredOnce(lower(lowering)))
 
     return lower_or_take

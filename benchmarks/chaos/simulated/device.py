@@ -1,7 +1,7 @@
 """A device that computes hashes: a key is a hash of the weights, its token and all keys before it, and a
 token one of the keys that it follows. So a wrong page causes wrong tokens, and each answer has an oracle."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
 from types import SimpleNamespace
@@ -14,12 +14,11 @@ import numpy as np
 from duetto.kvcache.pages import Batch
 from duetto.sampling.params import NO_TOKEN
 from duetto.sampling.sample import Sampled
-from duetto.serve.runtime.compiled.batches import BatchRow, make_batch
 from duetto.serve.runtime.compiled.lowering import StepArguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.compiled.transfers import padded_count
 from duetto.serve.runtime.executor import NullExecutor
-from duetto.serve.runtime.steps.output import Output
+from duetto.serve.runtime.steps.output import NO_PROMPT_INPUTS, Output, PromptInputs
 from duetto.serve.runtime.steps.step import SlotContents
 
 VOCAB = 61
@@ -131,9 +130,6 @@ class ChaosExecutor(NullExecutor):
         pools = [np.full((pages, self.sizes.page_size), rubbish) for pages in self.sizes.pages]
         return StepArguments(params, Keys(pools), None)
 
-    def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
-        return make_batch(self.sizes, shape, rows)
-
     def assign_slot(self, slots: Any, slot: np.int32, contents: SlotContents) -> Any:
         self.slots[int(slot)] = Slot(contents)
 
@@ -144,7 +140,9 @@ class ChaosExecutor(NullExecutor):
         for seat, position, rows in zip(seats.tolist(), first.tolist(), masks, strict=True):
             self.masks[seat] = position, [int.from_bytes(w.astype("<u4").tobytes(), "little") for w in rows]
 
-    def run(self, shape: Shape, arguments: Any, batch: Batch) -> tuple[Keys, None, Result]:
+    def run(
+        self, shape: Shape, arguments: Any, batch: Batch, prompt_inputs: PromptInputs = NO_PROMPT_INPUTS
+    ) -> tuple[Keys, None, Result]:
         keys, (fail, self.fail) = arguments.cache, (self.fail, None)
         self.ran += 1
         if fail == "dispatch":

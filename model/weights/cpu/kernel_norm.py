@@ -20,6 +20,7 @@ from ...tree import map_instances, pytree, static
 
 T = TypeVar("T")
 KERNEL_NORM_DTYPES = jnp.bfloat16, jnp.float32
+HEAD_NORMS = "q_norm", "k_norm", "v_norm"  # fields of `Attention`
 
 
 @pytree
@@ -56,18 +57,18 @@ class KernelNorm:
 
 
 def with_kernel_norms(params: T, target: str) -> T:
-    """Return parameters with the norms of the residual stream, of queries and of keys as `KernelNorm`.
+    """Return parameters with the norms of the residual stream and of attention's heads as `KernelNorm`.
 
-    XLA still computes the norms of latents, and those of the outputs of recurrent layers.
+    Heads get one without a gain too, which is used if the layer norms them. XLA still computes the norms of
+    latents, and those of the outputs of recurrent layers.
     """
 
     def wrap_bare_gain(gain: Any) -> Any:
-        is_done = gain is None or isinstance(gain, KernelNorm)
-        return gain if is_done else KernelNorm(gain, None, target, is_bare=True)
+        return gain if isinstance(gain, KernelNorm) else KernelNorm(gain, None, target, is_bare=True)
 
     def wrap_norms(x: Any) -> Any:
         if isinstance(x, Norm):
-            return x if x.gain is None else KernelNorm(x.gain, x.bias, target)
-        return replace(x, q_norm=wrap_bare_gain(x.q_norm), k_norm=wrap_bare_gain(x.k_norm))
+            return KernelNorm(x.gain, x.bias, target)
+        return replace(x, **{name: wrap_bare_gain(getattr(x, name)) for name in HEAD_NORMS})
 
     return map_instances(params, (Norm, Attention), wrap_norms)

@@ -23,11 +23,19 @@ from .panels import PANEL_DTYPES, Packed, apply_or_eval_shape, pack_codes, pack_
 
 T = TypeVar("T")
 EXPERT_NAMES = ("gate", "up", "down")  # fields of experts
+# Numbers of axes of the weights that kernels multiply. "gate" is a feed-forward layer's, or attention's.
+AXIS_COUNTS = {
+    **{name: (-CONTRACTED_AXES[name][0],) for name in TRANSPOSED_NAMES},
+    "gate": (2, 3),
+    "head": (2,),
+    "output_gate": (1,),
+    "project": (3,),
+}
 QUANTISED_ROWS_AT_ONCE = 8192  # rows of an embedding that are quantised at once: their floats take memory
 
 
 def pack_params(params: T, isa: str, donate: bool = False, tied_head: str | None = None) -> T:
-    """Pack a CPU's projections, experts and output matrix as `Packed`, for an instruction set.
+    """Pack a CPU's projections, gates, experts and output matrix as `Packed`, for an instruction set.
 
     Takes parameters or ShapeDtypeStructs. If the embedding is the output matrix too, a copy is packed, in the
     scheme `tied_head` or in its dtype. Unchanged are: latents' projections, other records, weights of other
@@ -59,7 +67,7 @@ def pack_weight(name: str, weight: Any, target: str, is_expert: bool = False) ->
         return pack_head(weight, target)
     if isinstance(weight, Quantised):
         return pack_codes(weight, len(CONTRACTED_AXES[name]), target)
-    ready = weight if isinstance(weight, Transposed) else transpose_weight(weight, len(CONTRACTED_AXES[name]))
+    ready = weight if isinstance(weight, Transposed) else transpose_weight(weight, 2 if name == "o" else 1)
     return pack_matrix(ready.array, ready.inputs, ready.outputs, target)
 
 
@@ -89,16 +97,16 @@ def quantise_embedding(embed: Float[Array, "V D"], scheme: str) -> Quantised:
 
 
 def can_pack(name: str, weight: Any, is_expert: bool = False) -> bool:
-    """Return True for a projection, experts' matrices or an output matrix of a dtype and device that have
-    kernels."""
+    """Return True for a projection, a gate, experts' matrices or an output matrix of a dtype and device that
+    have kernels."""
     if isinstance(weight, Transposed):
         return weight.array.dtype in PANEL_DTYPES
     if is_expert and name not in EXPERT_NAMES:
         return False
     if isinstance(weight, Quantised):
         return name in TRANSPOSED_NAMES and can_pack_codes(weight, len(CONTRACTED_AXES[name]), is_expert)
-    axes = 2 if name == "head" else is_expert - CONTRACTED_AXES[name][0] if name in TRANSPOSED_NAMES else 0
-    return is_matrix_on_cpu(weight, axes) and weight.dtype in PANEL_DTYPES
+    counts = (3,) if is_expert else AXIS_COUNTS.get(name, ())
+    return any(is_matrix_on_cpu(weight, count) for count in counts) and weight.dtype in PANEL_DTYPES
 
 
 def can_pack_codes(quantised: Quantised, inputs: int, is_expert: bool) -> bool:

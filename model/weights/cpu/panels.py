@@ -14,14 +14,16 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Num
 
 from ....cpu_kernels import library
 from ...layers import einsum, ragged_dot
 from ...sharding import fit_sharding
 from ...tree import pytree, static
+from ..nibbles import pack_nibbles, unpack_nibbles
 from ..quant import Quantised
-from ..schemes import SCHEMES, pack_nibbles, spread_blocks, unpack_nibbles
+from ..schemes import SCHEMES, spread_blocks
 from . import bf12
 
 T = TypeVar("T")
@@ -209,9 +211,10 @@ def apply_or_eval_shape(f: Any, weight: Any) -> Any:
 
 
 def maybe_encode_bf12(panels: Any, target: str) -> Any:
-    """Encode panels in 12 bits, if the kernels read these."""
-    is_read = library.supports_bf12(target) and bf12.can_encode_bf12(panels)
-    return bf12.encode_bf12(panels) if is_read else panels
+    """Encode panels in 12 bits, if the kernels read these. Traced panels keep 16, with equal products."""
+    if isinstance(panels, Tracer) or not library.supports_bf12(target):
+        return panels
+    return bf12.encode_bf12(panels) if bf12.can_encode_bf12(panels) else panels
 
 
 def pack_matrix(

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,11 @@ from ...llm.input_processor import InputProcessor
 from ...llm.session import Session
 from ...llm.subscription import Subscription
 from ...options.engine import EngineOptions
-from ...runtime.compiled.batches import BatchRow, make_batch
 from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes, can_share_prefill, min_row_tokens, shape_table
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.executor import NullExecutor
-from ...runtime.steps.output import Output
+from ...runtime.steps.output import NO_PROMPT_INPUTS, Output, PromptInputs
 from ...text.tokenizer.tokenizer import Tokenizer
 
 # Tokens of each request: it fills one row of a prefill, and frees its slot soon.
@@ -42,14 +41,17 @@ class InstantExecutor(NullExecutor):
         self._tokens = draw.integers(3, config.vocab_size, (TEXT_TOKENS, sizes.max_num_seqs), dtype=np.int32)
         self._step = 0
 
-    def batch(self, shape: Shape, rows: Mapping[int, BatchRow]) -> Batch:
-        return make_batch(self.sizes, shape, rows)
-
-    def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Output]:
+    def run(
+        self,
+        shape: Shape,
+        arguments: StepArguments,
+        batch: Batch,
+        prompt_inputs: PromptInputs = NO_PROMPT_INPUTS,
+    ) -> tuple[Any, Any, Output]:
         self._step = (self._step + 1) % TEXT_TOKENS
         rows = self._tokens[self._step, : shape.rows, None]
         tokens = rows if shape.phase == "prefill" else np.repeat(rows, shape.tokens, axis=1)
-        return arguments.cache, arguments.slots, Output(Sampled(tokens, None, None, None, None), None)
+        return arguments.cache, arguments.slots, Output(Sampled(tokens, None, None, None, None))
 
 
 def make_instant_engine(config: ModelConfig, params: Any, options: EngineOptions, num_slots: int) -> Engine:

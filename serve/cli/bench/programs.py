@@ -45,7 +45,7 @@ from ...planner.roofline.program_times import fill_slots, full_batch
 from ...planner.roofline.targets import Peaks, local_target
 from ...runtime.compiled.jaxcache import enable_compilation_cache
 from ...runtime.compiled.local_executor import LocalExecutor
-from ...runtime.compiled.lowering import LocalLowering, StepArguments
+from ...runtime.compiled.lowering import LocalLowering
 from ...runtime.compiled.program_table import ProgramTable
 from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.steps.phases import TargetOnly
@@ -156,7 +156,7 @@ class Bench:
 
     def step(self) -> Any:
         cache, slots, output = self.executor.run(self.shape, self.state, self.batch)
-        self.state = StepArguments(self.state.params, cache, slots)
+        self.state = replace(self.state, cache=cache, slots=slots)
         return output
 
 

@@ -7,14 +7,13 @@ from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup
 from ..metrics.stats import EngineStats
+from .batch import split_into_calls
 from .scheduler import Scheduler
 from .scheduler_output import SchedulerOutput
-from .step_calls import split_into_calls
 
 COMPARE_EVERY_STEPS = 4  # one step of this number is compared
 MIN_COMPARED_STEPS = 8  # steps to compare before a program is chosen
 IDLE_SECONDS = 1.0  # seconds without a step after which an engine counts as idle; its process may end before
-MIN_SHARE = 0.02  # share of the remaining time that every program is assumed to save: traffic changes
 
 
 class CompilePlanner:
@@ -41,14 +40,12 @@ class CompilePlanner:
 
     def on_step(
         self,
-        warmup: Warmup | None,
+        warmup: Warmup,
         classes: ShapeClasses,
         scheduler_output: SchedulerOutput,
         scheduler: Scheduler,
     ) -> None:
         """Record a step, and set the shape that the warm-up compiles next (`Warmup.wanted`)."""
-        if warmup is None:
-            return
         warmup.is_idle, self._last_step_time = False, self._stats.now()
         missing = warmup.missing
         if missing and not warmup.has_pending:
@@ -98,16 +95,13 @@ class CompilePlanner:
 
         The shape saves the largest share s of the steps' time. Compiling slows the steps by about
         `compile_seconds` seconds, and the gain begins at its end. So it pays if
-        s * (seconds_left - compile_seconds) > compile_seconds.
+        s * (seconds_left - compile_seconds) >= compile_seconds.
         """
         best = max(missing, key=self.saved_share, default=None)
         if best is None or self._compared_steps < MIN_COMPARED_STEPS or self.saved_share(best) < 0:
             return None
-        return (
-            best
-            if max(self.saved_share(best), MIN_SHARE) * (seconds_left - compile_seconds) > compile_seconds
-            else None
-        )
+        is_worthwhile = self.saved_share(best) * (seconds_left - compile_seconds) >= compile_seconds
+        return best if is_worthwhile else None
 
 
 def estimate_work_seconds(scheduler: Scheduler, stats: EngineStats, expected_requests: int | None) -> float:

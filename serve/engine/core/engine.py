@@ -22,7 +22,7 @@ from ...kv.offload.mover import PageMover
 from ...kv.offload.page_finder import KVOffloader, PageFinder
 from ...options.checks import round_up
 from ...runtime.compiled.futures import wait_result
-from ...runtime.compiled.lowering import StepArguments
+from ...runtime.compiled.lowering import PromptKey, StepArguments
 from ...runtime.compiled.shapes import Shape, min_row_tokens
 from ...runtime.equal_bits.classes import ShapeClasses
 from ...runtime.equal_bits.warmup import Warmup
@@ -31,8 +31,10 @@ from ..lora.writer import AdapterWriter
 from ..metrics.stats import Compilations, EngineStats
 from ..weights.sleep import SleepState
 from ..weights.weight_update import adapt_new_params, make_root_hash
+from .batch import MakeBatch, make_batch, make_prompt_inputs, split_into_calls
 from .compile_planner import CompilePlanner
-from .prefill_batching import PrefillBatcher
+from .embedding_pool import EmbeddingPool, SpanLimits
+from .prefill_delayer import PrefillDelayer
 from .request import Request
 from .results import DispatchedCall, InFlightSteps, await_and_append_results, record_verify_passes
 from .scheduler import Scheduler
@@ -45,7 +47,6 @@ from .slot_setup import (
     setup_slot,
 )
 from .speculation import Speculation
-from .step_calls import split_into_calls
 
 MAX_FAILURES = 3  # steps that may fail without a new token between them before the error is the caller's
 
@@ -67,6 +68,7 @@ class Engine:
     warmup: compiles more programs while the engine serves; `speculation` begins when it is done.
     clock: returns the time in seconds, for all times in reports.
     kernels: checks of the device's kernels (`kernel_checks.KernelCheck`), by kernel and sizes.
+    make_batch: makes the input of a call from its rows; a simulation's executor takes the rows.
     cpu_kernels_reason: reason why steps on a CPU use no kernels of duetto's own; "" if they do.
     """
 
@@ -82,9 +84,11 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         kernels: Mapping[str, Any] | None = None,
         cpu_kernels_reason: str = "",
+        make_batch: MakeBatch = make_batch,
     ):
         self.kernels, self._cpu_kernels_reason = kernels or {}, cpu_kernels_reason
-        self.executor, self._arguments, self._scheduler_config = executor, arguments, scheduler_config
+        self.executor, self.make_batch = executor, make_batch
+        self._arguments, self._scheduler_config = arguments, scheduler_config
         self.programs = programs = executor.programs
         self.config, self.sizes = programs.config, programs.sizes
         self._bias_cache = LogitBiasCache(self.config.target.vocab_size)
@@ -93,7 +97,7 @@ class Engine:
         self.host_parts = self.stats.host_parts
         engine = weakref.proxy(self)  # no cycle keeps the cache on its device
         self.tables = make_page_tables(self.config.windows, self.sizes, scheduler_config)
-        self.prefill_batcher = PrefillBatcher(lambda: engine.classes, self.stats.cached_median_seconds, clock)
+        self.prefill_delayer = PrefillDelayer(lambda: engine.classes, self.stats.cached_median_seconds, clock)
         self.scheduler = Scheduler(
             scheduler_config,
             self.tables,
@@ -102,9 +106,10 @@ class Engine:
             else None,
             recompute_outputs=classes.same_bits,
             longrope_boundary=self.config.longrope_boundary,
-            prefill_batcher=self.prefill_batcher,
+            prefill_delayer=self.prefill_delayer,
+            lora_slots=self._adapter_writer.lora_slots,
+            embedding_pool=EmbeddingPool(self.sizes.embedding_rows, self.config.prefill_alignment),
         )
-        self.scheduler.lora_slots = self._adapter_writer.lora_slots
         self.in_flight_steps = InFlightSteps(self.scheduler.group_of)
         self.num_failures = self.weights_version = 0  # of steps; version of the weights, which counts updates
         self._ended_requests: list[Request] = []  # that `take_ended` returns
@@ -153,8 +158,12 @@ class Engine:
         return bool(self.in_flight_steps) or self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        """Put a request into the queue, which has no limit."""
+        """Put a request into the queue, which has no limit. Raises ValueError for spans of embeddings that
+        cannot be computed."""
         assert 0 < len(request.prompt) < request.end <= self.sizes.max_model_len
+        if request.spans:
+            limits = SpanLimits.from_config(self.config.target, self.sizes.embedding_rows)
+            limits.check(request.spans, len(request.prompt))
         request.record_weights_version(self.weights_version)
         hashes, salt = self.scheduler.prefix_hashes(request), request.cache_salt
         request.page_fetch = self.page_finder.start_remote_prefill(
@@ -201,7 +210,7 @@ class Engine:
         warm-up, which should be nothing."""
         counts: dict[str, Any] = {
             "waiting_reasons": self.scheduler.waiting_reasons.report(),
-            "gathering": self.prefill_batcher.report(),
+            "gathering": self.prefill_delayer.report(),
             "dtype": str(self.params.embed.dtype),
             "cpu_kernels": kernel_isa(self.params),
             "cpu_kernels_target": kernel_ffi_target(self.params),
@@ -230,24 +239,25 @@ class Engine:
             self.config.layers, choose_cache_format(self.sizes.kv_cache_dtype, dtype), dtype
         )
 
-    def update_params(self, params: Decoder, keep: bool = False) -> None:
-        """Serve other weights of the same shapes from now on, without a compilation. Cached prefixes are
-        forgotten.
+    def update_params(self, params: Decoder, keep: bool = False, donate: bool = False) -> None:
+        """Serve other weights of the same shapes, without a compilation, and forget cached prefixes.
 
         keep: unfinished requests continue, and their tokens are computed again.
+        donate: a weight that is served in another form is deleted once this form is ready.
 
         Raises RuntimeError for unfinished requests without `keep`, ValueError if a shape, dtype or placement
         differs.
         """
         if self.scheduler.has_work and not keep:
             raise RuntimeError("update_params: requests are unfinished; run or abort them, or keep them")
-        params = adapt_new_params(target_params(self._arguments.params), params)
+        params = adapt_new_params(target_params(self._arguments.params), params, donate)
         use_huge_pages(params)
         if self.scheduler.has_work:
             self.preempt_and_reset_cache()
         if self.warmup is not None:
-            self.warmup.on_weights_replaced(self.tables)
+            self.warmup.on_weights_replaced()
         self.tables.reset_prefix_cache()
+        self.scheduler.embedding_pool.clear()
         self._arguments = replace(self._arguments, params=with_target(self._arguments.params, params))
         self.sleep_state.on_params_replaced(params)
         self.page_finder.on_weights_replaced(self.all_params)
@@ -259,14 +269,13 @@ class Engine:
         """Put every running request back into the queue and forget the cache: pages are computed again."""
         self.in_flight_steps.clear()
         self.stats.forget_in_flight()
-        if self.warmup is not None:
-            self.warmup.interrupt(self.tables)
         for request in list(self.scheduler.running.values()):
             if request.is_finished:
                 self.on_tokens_computed(ScheduledTokens(request, len(request.tokens) - 1, 1))
             else:
                 self.scheduler.preempt(request)
         self.tables.reset_prefix_cache()
+        self.scheduler.embedding_pool.clear()
         self.scheduler.cancel_page_fetches()
         self.page_finder.discard_evicted()
 
@@ -296,7 +305,7 @@ class Engine:
         self.page_finder.on_wake(self.all_params)
 
     def advance_warmup_if_idle(self) -> bool:
-        """Advance the warm-up by one run if there is nothing to serve; returns True if it ran."""
+        """Advance the warm-up by one comparison if there is nothing to serve; returns True if it did."""
         if self.warmup is None or self.scheduler.has_work:
             return False
         has_params = not (self.is_sleeping or self.sleep_state.discarded)
@@ -304,24 +313,29 @@ class Engine:
             self.warmup.is_idle = self.compile_planner.is_engine_idle and has_params
             return False
         try:
-            self._commit_steps_in_flight()
+            self._advance_warmup()
         except jax.errors.JaxRuntimeError as error:  # of a step whose requests have all ended
             self._rebuild_device_state(error)
-        self._advance_warmup()
         return True
 
-    def _advance_warmup(self) -> None:
+    def _advance_warmup(self) -> list[Request]:
+        """Advance the warm-up by one comparison, if there is one to make. It needs free pages, for which the
+        last requests may be preempted, and no step in flight. Returns the requests that got tokens from
+        these."""
         if (warmup := self.warmup) is None or not warmup.has_work:
-            return
-        if (cache := warmup.advance(self._arguments, self.tables, self.scheduler.max_new_pages)) is None:
+            return []
+        updated = self._commit_steps_in_flight()
+        self.scheduler.preempt_until_free(warmup.needed_pages)
+        if (cache := warmup.advance(self._arguments, self.tables)) is None:
             self._rebuild_device_state()
         else:
             self._arguments = replace(self._arguments, cache=cache)
-        self.page_finder.discard_evicted()  # the warm-up has overwritten the pages lent to it
+        self.page_finder.discard_evicted()  # the comparison has overwritten these pages
         if warmup.classes != self.classes:
             self._set_shape_classes(warmup.classes)
         if warmup.is_done:
             self.warmup, self.speculation = None, warmup.speculation
+        return updated
 
     def _set_shape_classes(self, classes: ShapeClasses) -> None:
         """Serve with the shapes of `classes` from now on, and fit the scheduler's limits to them."""
@@ -343,15 +357,14 @@ class Engine:
 
     def _step_unguarded(self) -> list[Request]:
         """Take a step like `step`, for a caller that handles errors of the device."""
-        self._advance_warmup()
+        updated, propose_drafts = self._advance_warmup(), None
         self.scheduler.select_next_group()
-        updated, propose_drafts = [], None
         if self.speculation is not None:
             propose_drafts = self.speculation.proposer_if_speculative(
                 self.scheduler.num_decoding, is_idle=not self.in_flight_steps
             )
         if propose_drafts or self.in_flight_steps.must_await_results(self.can_defer_sampling):
-            updated = self._commit_steps_in_flight(self.scheduler.group)
+            updated += self._commit_steps_in_flight(self.scheduler.group)
         with self.host_parts.schedule:
             scheduler_output = self.scheduler.schedule(not self.in_flight_steps, propose_drafts)
         if scheduler_output is None:
@@ -367,10 +380,11 @@ class Engine:
             self.scheduler.max_in_flight if scheduler_output else len(self.in_flight_steps) - 1
         )
         updated += [request for step in due_steps for request in self._commit_step(step)]
-        with self.host_parts.dispatch:
-            self._arguments = dispatch_deferred_sampling(
-                self.executor, self._arguments, self.in_flight_steps.unsampled_calls
-            )
+        if self.can_defer_sampling:
+            with self.host_parts.dispatch:
+                self._arguments = dispatch_deferred_sampling(
+                    self.executor, self._arguments, self.in_flight_steps.unsampled_calls
+                )
         return updated
 
     def _commit_steps_in_flight(self, group: int | None = None) -> list[Request]:
@@ -390,27 +404,28 @@ class Engine:
             for call in split_into_calls(self.classes, scheduler_output, self.sizes)
         ]
         with self.host_parts.schedule:
-            self.compile_planner.on_step(self.warmup, self.classes, scheduler_output, self.scheduler)
+            if self.warmup is not None:
+                self.compile_planner.on_step(self.warmup, self.classes, scheduler_output, self.scheduler)
             self.scheduler.on_dispatch(scheduler_output)
             self.stats.record_occupancy(self.tables)
         return calls
 
     def _put_arguments(self, scheduler_output: SchedulerOutput) -> None:
         """Put on the device what a step needs besides its batches: fetched pages, adapters, masks of
-        grammars, and the slots of admitted requests."""
+        grammars, embeddings, and the slots of admitted requests."""
         cache = self.page_finder.move_pages(
             self._arguments.cache, [request.page_fetch for request in scheduler_output.admitted]
         )
         slots = load_grammar_masks(self.executor, self._arguments.slots, scheduler_output.scheduled_rows)
-        self._arguments = StepArguments(
-            self._adapter_writer.write_due_adapters(self._arguments.params), cache, slots
-        )
+        params = self._adapter_writer.write_due_adapters(self._arguments.params)
+        self._arguments = replace(self._arguments, params=params, cache=cache, slots=slots)
+        for span, rows in scheduler_output.encodes:
+            embeddings = self.executor.encode(self._arguments, span, rows)
+            self._arguments = replace(self._arguments, embeddings=embeddings)
         for request in scheduler_output.admitted:
             request.page_fetch = None
-            self._arguments = replace(
-                self._arguments,
-                slots=setup_slot(self.executor, self._arguments.slots, request, self._bias_cache),
-            )
+            slots = setup_slot(self.executor, self._arguments.slots, request, self._bias_cache)
+            self._arguments = replace(self._arguments, slots=slots)
             self.stats.on_admit(request)
 
     def _dispatch_call(self, shape: Shape, scheduled_rows: dict[int, ScheduledTokens]) -> DispatchedCall:
@@ -418,14 +433,17 @@ class Engine:
         count = sum(row.count for row in scheduled_rows.values())
         cached = sum(row.start for row in scheduled_rows.values())
         with self.host_parts.batch:
-            batch = self.executor.batch(shape, scheduled_rows)
+            batch = self.make_batch(self.sizes, shape, scheduled_rows)
+            inputs = make_prompt_inputs(shape, scheduled_rows, self.sizes.shards)
+        for result in inputs:  # the call's time is without a compilation
+            self.programs.load_or_compile(PromptKey(result, shape.rows, shape.tokens))
         self.stats.on_dispatch(shape, count, cached, self.sizes.shards)
         with self.host_parts.dispatch:
             if any(row.is_awaiting_mask for row in scheduled_rows.values()):
                 cache, output = self.executor.run_forward(shape, self._arguments, batch)
                 self._arguments = replace(self._arguments, cache=cache)
             else:
-                cache, slots, output = self.executor.run(shape, self._arguments, batch)
+                cache, slots, output = self.executor.run(shape, self._arguments, batch, inputs)
                 self._arguments = replace(self._arguments, cache=cache, slots=slots)
         return DispatchedCall(shape, scheduled_rows, output)
 

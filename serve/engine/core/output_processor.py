@@ -30,6 +30,7 @@ class OutputProcessor:
             token_ids=request.output_tokens,
             cumulative_logprob=sum(request.scores.logprob) if has_logprobs else None,
             logprobs=self._logprobs(request.output_tokens, request.scores, top) if has_logprobs else None,
+            logprob_array=np.array(request.scores.logprob, np.float32) if has_logprobs else None,
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             passes=list(request.passes) or None,
@@ -42,12 +43,13 @@ class OutputProcessor:
     ) -> CompletionOutput:
         """Make the output of a request's new `text` and `tokens`, the first of which is its output token
         `start`."""
-        top = request.params.logprobs
+        top, new_scores = request.params.logprobs, request.scores.logprob[start : start + len(tokens)]
         return CompletionOutput(
             index=index,
             text=text,
             token_ids=tokens,
             logprobs=None if top is None else self._logprobs(tokens, request.scores, top, start),
+            logprob_array=None if top is None else np.array(new_scores, np.float32),
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )

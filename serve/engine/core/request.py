@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ....checkpoints.adapters.adapter import Adapter
+from ....model.embeddings.prompt import EmbeddingSpan
 from ....model.pooling import Pooler
 from ....model.transformer import Observed
 from ....model.weights.lora import NO_ADAPTER
@@ -105,6 +106,7 @@ class Request:
     constraint: Constraint | TraceConstraint | None = None  # limits on the next token
     adapter: Adapter | None = None
     cache_salt: bytes = b""  # digest; requests share pages only with an equal one
+    spans: tuple[EmbeddingSpan, ...] = ()  # of the prompt, in order: their token ids are placeholders
 
     tokens: list[int] = field(default_factory=list)
     num_resumed_tokens: int = 0  # generated tokens that another engine sampled

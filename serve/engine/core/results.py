@@ -14,8 +14,7 @@ from ...runtime.steps.output import Output
 from ...text.outputs import Pass
 from ..metrics.stats import EngineStats
 from .request import Request
-from .scheduler_output import ScheduledTokens
-from .speculation import RowResult
+from .scheduler_output import RowResult, ScheduledTokens
 
 
 class DispatchedCall(NamedTuple):
@@ -77,13 +76,10 @@ class InFlightSteps:
     def clear(self) -> None:
         self._steps.clear()
 
-    def pop_oldest(self) -> list[DispatchedCall]:
-        return self._steps.popleft()
-
     def pop_excess(self, max_steps: int) -> Iterator[list[DispatchedCall]]:
         """Remove and yield the oldest steps until at most `max_steps` are left."""
         while len(self._steps) > max(max_steps, 0):
-            yield self.pop_oldest()
+            yield self._steps.popleft()
 
     def pop_until_group(self, group: int | None) -> Iterator[list[DispatchedCall]]:
         """Remove and yield steps until none is left with a row of a group, or of a request without a slot.
@@ -91,7 +87,7 @@ class InFlightSteps:
         None removes all steps.
         """
         while self._steps and (group is None or self._has_group(group)):
-            yield self.pop_oldest()
+            yield self._steps.popleft()
 
     def _has_group(self, group: int) -> bool:
         return any(self._group_of(scheduled.request) in (None, group) for scheduled in self.rows)
@@ -151,13 +147,11 @@ def append_row_results(
 
 
 def append_prompt_scores(request: Request, output: Output, row: int, scheduled: ScheduledTokens) -> None:
-    """Append the prompt scores of a row to its request. Column i scores the prompt token start + i + 1."""
-    if not request.needs_prompt_scores or output.prompt is None:
-        return
-    first, end = request.first_unscored, min(scheduled.end + 1, len(request.prompt))
-    if first < end:
-        assert first > scheduled.start, f"position {first} of request {request.id} has no score"
-        columns = slice(first - scheduled.start - 1, end - scheduled.start - 1)
+    """Append the prompt scores of a row to its request."""
+    if (positions := scheduled.scored_positions) and output.prompt is not None:
+        first = request.first_unscored
+        assert first == positions.start, f"position {first} of request {request.id} has no score"
+        columns = scheduled.score_columns(positions)
         request.prompt_scores.extend(*row_scores(output.prompt, row, columns))
 
 

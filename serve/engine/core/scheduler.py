@@ -15,10 +15,11 @@ from ....kvcache.tables import IN_TIER, PageTables, SequenceTables
 from ...kv.offload.page_finder import PageFinder, PoolPageFinder
 from ...options.checks import round_up
 from ..lora.lora_slots import LoRASlots
-from .admission import AdmissionReason, WaitingReasons
-from .prefill_batching import PrefillBatcher, counts_within_budget
+from .embedding_pool import EmbeddingPool
+from .prefill_delayer import PrefillDelayer, counts_within_budget
 from .request import Request
 from .scheduler_output import ProposeDrafts, ScheduledTokens, SchedulerConfig, SchedulerOutput
+from .waiting_reasons import AdmissionReason, WaitingReasons
 
 
 class Scheduler:
@@ -44,27 +45,29 @@ class Scheduler:
         root_hash: bytes | None,
         recompute_outputs: bool,
         longrope_boundary: int | None = None,
-        prefill_batcher: PrefillBatcher | None = None,
+        prefill_delayer: PrefillDelayer | None = None,
+        lora_slots: LoRASlots | None = None,
+        embedding_pool: EmbeddingPool | None = None,
     ):
         self.config, self.tables, self.page_size, self.root_hash = config, tables, tables.page_size, root_hash
         self.recompute_outputs = recompute_outputs
         self.longrope_boundary = longrope_boundary
-        self.prefill_batcher = prefill_batcher
+        self.prefill_delayer = prefill_delayer
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         self.running: dict[int, Request] = {}  # by slot
         self.prefilling: dict[int, Request] = {}  # running requests with prompt tokens left to dispatch
         self.free_slots = list(range(config.max_num_seqs))
         self.page_finder: PageFinder = PoolPageFinder(tables)
-        self.lora_slots = LoRASlots(0)
+        self.lora_slots = LoRASlots(0) if lora_slots is None else lora_slots
+        self.embedding_pool = EmbeddingPool(0) if embedding_pool is None else embedding_pool
         self.waiting_reasons = WaitingReasons()
-        self._waiting_reason: AdmissionReason | None = None  # why the head of the queue waits in this step
         self.group = 0  # group of slots that decodes in this step
         self.preemptions = self.num_aborted = 0  # the latter are still in the queue
 
     def add(self, request: Request) -> None:
         heapq.heappush(self.waiting, (request.queue_key, request))
-        if self.prefill_batcher is not None:
-            self.prefill_batcher.on_queued(request, len(self.waiting))
+        if self.prefill_delayer is not None:
+            self.prefill_delayer.on_queued(request, len(self.waiting))
 
     @property
     def has_work(self) -> bool:
@@ -112,20 +115,26 @@ class Scheduler:
             page.
         propose_drafts: proposes draft tokens. The results of the group's steps must be read before.
         """
-        max_admitted = self.admission_limit()
-        rows = self._schedule_decode(1 if max_admitted else self.decode_steps, is_drained)
+        rows = self._schedule_decode(1, is_drained)
         if rows is None:
             return None
-        admitted = self.admit(max_admitted)
+        admitted, waiting_reason = self.admit()
+        if waiting_reason is not None:
+            self.waiting_reasons.record(self.waiting[0][1], waiting_reason)
+        if not admitted and (steps := self.decode_steps) > 1:
+            rows = self._schedule_decode(steps, is_drained)
+            if rows is None:
+                return None
         chunks = list(self.schedule_prefill())
+        encodes = self.embedding_pool.take_unencoded()
         if propose_drafts is not None:
             rows = [
                 self._with_draft_tokens(scheduled, draft_tokens)
                 for scheduled, draft_tokens in zip(rows, propose_drafts(rows), strict=True)
             ]
         if any(scheduled.draft_tokens for scheduled in rows):
-            return SchedulerOutput(admitted, chunks, verify=rows)
-        return SchedulerOutput(admitted, chunks, rows)
+            return SchedulerOutput(admitted, chunks, verify=rows, encodes=encodes)
+        return SchedulerOutput(admitted, chunks, rows, encodes=encodes)
 
     def on_dispatch(self, scheduler_output: SchedulerOutput) -> None:
         """Record that a step is dispatched, and let the pages that its prompts fill be found by their hashes.
@@ -138,8 +147,8 @@ class Scheduler:
             if scheduled.request.slot is not None and not self._prompt_tokens_left(scheduled.request):
                 self.prefilling.pop(scheduled.request.slot, None)
             self.cache_pages(scheduled.request, scheduled.start, scheduled.request.num_computed_tokens)
-        if self.prefill_batcher is not None:
-            self.prefill_batcher.on_dispatch(len(scheduler_output.admitted), len(self.running))
+        if self.prefill_delayer is not None:
+            self.prefill_delayer.on_dispatch(len(scheduler_output.admitted), len(self.running))
 
     def cache_pages(self, request: Request, start: int, tokens: int) -> None:
         """Let the pages that a request's tokens [start, tokens) fill be found by their hashes. Its first
@@ -155,7 +164,8 @@ class Scheduler:
         assert self.root_hash is not None
         root = self.root_hash + request.page_hash_salt + (b"long" if self._is_past_boundary(request) else b"")
         prompt = None if self.recompute_outputs else len(request.prompt)
-        extend_page_hashes(request.page_hashes, request.tokens, pages, self.page_size, root, prompt)
+        hashes, spans = request.page_hashes, request.spans
+        extend_page_hashes(hashes, request.tokens, pages, self.page_size, root, prompt, spans)
         return request.page_hashes[:pages]
 
     def _is_past_boundary(self, request: Request) -> bool:
@@ -212,6 +222,12 @@ class Scheduler:
         self.preemptions += 1
         self.add(request)
 
+    def preempt_until_free(self, pages: int) -> None:
+        """Preempt the last requests in the queue's order until `pages` pages of every group are free. The
+        results of all steps in flight must be read."""
+        while not self.tables.has_free_pages(pages):
+            self.preempt(max(self.running.values(), key=lambda r: r.queue_key))
+
     def _prefill_end(self, request: Request) -> int:
         """Return the number of tokens that prefill computes: the prompt's, and all generated ones but the
         last if prefill gives the bits of decode."""
@@ -241,55 +257,46 @@ class Scheduler:
         tokens = (self._prefill_end(r) - len(self._find_prefix(r)[0]) * self.page_size for r in requests)
         return counts_within_budget(tokens, budget, row)
 
-    def admission_limit(self) -> int:
-        """Return how many requests may be admitted in this step, 0 if the head of the queue has to wait.
+    def admit(self) -> tuple[list[Request], AdmissionReason | None]:
+        """Admit requests from the head of the queue: each gets its cached prefix, new pages and a slot.
 
-        Prefills are held back to be batched only while no prompt is prefilled and more requests wait than
-        slots are free. A prompt could join a prefill that is not finished.
+        Returns them, and the reason why the next one waits, if one is left.
         """
-        self._waiting_reason = None
-        if not self.waiting:
-            return 0
-        prefix_or_reason = self._resolve_admission(self.waiting[0][1])
-        if isinstance(prefix_or_reason, AdmissionReason):
-            self._waiting_reason = prefix_or_reason
-            return 0
-        limit = free = len(self.free_slots)
-        if self.prefill_batcher is not None and not self.prefilling and len(self.waiting) > free:
-            limit = self.prefill_batcher.admission_limit(
-                free, len(self.running), self.decode_steps, self._queued_prefill_counts()
-            )
-        self._waiting_reason = AdmissionReason.PREFILL_BATCHING if limit < free else AdmissionReason.NO_SLOT
-        return limit
-
-    def admit(self, max_requests: int) -> list[Request]:
-        """Admit at most `max_requests` requests from the head of the queue, up to the first that does not
-        fit.
-
-        Each gets its cached prefix, new pages and a slot.
-        """
-        admitted = []
-        while self.waiting and len(admitted) < max_requests:
+        admitted, limit = list[Request](), len(self.free_slots)
+        while self.waiting:
             request = self.waiting[0][1]
             prefix_or_reason = self._resolve_admission(request)
             if isinstance(prefix_or_reason, AdmissionReason):
-                self._waiting_reason = prefix_or_reason
-                break
+                return admitted, prefix_or_reason
+            if not admitted:
+                limit = self._batched_admission_limit()
+            if len(admitted) == limit:
+                return admitted, AdmissionReason.PREFILL_BATCHING
             heapq.heappop(self.waiting)
             self._drop_finished()
             self._assign_slot_and_pages(request, prefix_or_reason)
             admitted.append(request)
-        if self.waiting and self._waiting_reason is not None:
-            self.waiting_reasons.record(self.waiting[0][1], self._waiting_reason)
-        return admitted
+        return admitted, None
+
+    def _batched_admission_limit(self) -> int:
+        """Return how many requests may be admitted in this step, 0 if they are held back to share a prefill.
+
+        They are held back only while no prompt is prefilled and more requests wait than slots are free. A
+        prompt could join a prefill that is not finished.
+        """
+        free = len(self.free_slots)
+        if self.prefill_delayer is None or self.prefilling or len(self.waiting) <= free:
+            return free
+        return self.prefill_delayer.admission_limit(
+            free, len(self.running), self.decode_steps, self._queued_prefill_counts()
+        )
 
     def _resolve_admission(self, request: Request) -> SequenceTables | AdmissionReason:
         """Return the cached pages of the request at the head of the queue, or the reason why it waits.
 
         The pages are those of the best shard with room for the others. The request needs a slot, a LoRA slot
         for its adapter, and pages for its known tokens. One spare page for each running request must remain.
-        While pages are lent, all its tokens need pages, and the pages that running requests may take must
-        remain. It waits for a page of its prompt that a running request computes, and for pages from a tier.
+        It waits for a page of its prompt that a running request computes, and for pages from a tier.
         """
         if not self.free_slots:
             return AdmissionReason.NO_SLOT
@@ -306,13 +313,8 @@ class Scheduler:
         for prefix in shards:
             if self._is_prefix_in_flight(hashes, prefix):
                 return AdmissionReason.PREFIX_PENDING
-            tokens, spare = len(request.tokens), loads[shard_number(prefix)]
-            if self.tables.has_warmup_claim:
-                tokens, spare = request.end, self.max_new_pages
-            if self.tables.fits(prefix, tokens, request.end, spare):
+            if self.tables.fits(prefix, len(request.tokens), request.end, loads[shard_number(prefix)]):
                 return prefix
-        if self.tables.has_warmup_claim:
-            return AdmissionReason.PAGES_LENT
         return AdmissionReason.NO_PAGES if len(shards) == len(loads) else AdmissionReason.SHARD_FULL
 
     def _assign_slot_and_pages(self, request: Request, prefix: SequenceTables) -> None:
@@ -330,11 +332,6 @@ class Scheduler:
         self.running[request.slot] = request
         if self._prompt_tokens_left(request):  # all pages of a preempted request may be cached
             self.prefilling[request.slot] = request
-
-    @property
-    def max_new_pages(self) -> int:
-        """Pages that running requests may yet take."""
-        return sum(self.tables.max_new_pages(r.pages, r.end) for r in self.running.values())
 
     def _is_prefix_in_flight(self, hashes: Sequence[bytes], prefix: SequenceTables) -> bool:
         """Return True if a running request of the same shard will compute the first page that was not
@@ -366,13 +363,17 @@ class Scheduler:
 
     def schedule_prefill(self) -> Iterable[ScheduledTokens]:
         """Yield chunks of prompts in order of rank, within each shard's budget of tokens. A row that is not
-        full counts as full."""
+        full counts as full. A chunk ends before a span of embeddings that does not fit their pool now."""
+        self.embedding_pool.begin_step()
         budget = [self.config.max_prefill_tokens] * self.config.shards
         for request in sorted(self.prefilling.values(), key=lambda r: r.queue_key):
             shard = shard_number(request.pages)
-            new = min(self._prompt_tokens_left(request), budget[shard])
+            start, new, rows = request.num_computed_tokens, self._prompt_tokens_left(request), None
+            new = min(new, budget[shard])
+            if request.spans and new > 0:
+                new, rows = self.embedding_pool.reserve_chunk(request.spans, start, new)
             if new > 0:
-                scheduled = ScheduledTokens(request, request.num_computed_tokens, new)
+                scheduled = ScheduledTokens(request, start, new, embedding_rows=rows)
                 self.tables.advance_windows(
                     request.pages,
                     scheduled.start,

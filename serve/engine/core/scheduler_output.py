@@ -1,4 +1,4 @@
-"""Records of a step: its scheduled tokens, and the limits of the scheduler."""
+"""Records of a step: its scheduled tokens, their results, and the limits of the scheduler."""
 
 import heapq
 from collections import Counter
@@ -6,9 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ....kvcache.pages import POOLED, Batch
+import numpy as np
+from jaxtyping import Int
+
+from ....model.embeddings.prompt import EmbeddingSpan
 from ...options.engine import max_step_tokens
-from ...runtime.compiled.batches import fill_row
 from .request import Request
 
 
@@ -18,34 +20,39 @@ class ScheduledTokens:
 
     draft_tokens: the last of these tokens, which are drafts. ON_DEVICE stands for a token that the device
         proposes.
+    embedding_rows: row of the pool of embeddings of each token, as `InputEmbeddings.rows`; None if the prompt
+        has no spans of embeddings.
     """
 
     request: Request
     start: int
     count: int
     draft_tokens: tuple[int, ...] = ()
+    embedding_rows: Int[np.ndarray, " count"] | None = None
 
     @property
     def end(self) -> int:
         return self.start + self.count
 
-    def write(self, batch: Batch, row: int, shard_slots: int) -> None:
-        """Write the row into a batch: the tokens that the host knows, then draft tokens.
+    @property
+    def scored_positions(self) -> range:
+        """Positions of the prompt that the row scores: after each of its tokens, if that has no score yet."""
+        request = self.request
+        if not request.needs_prompt_scores:
+            return range(0)
+        return range(max(request.first_unscored, self.start + 1), min(self.end + 1, len(request.prompt)))
 
-        The device has, or samples, the rest of `count`. For a prefill `batch.after[row]` is the prompt token
-        after the chunk, to score it, or POOLED. `shard_slots` is the number of slots of a shard.
-        """
-        request, prompt = self.request, self.request.prompt
-        assert request.slot is not None
-        known = request.tokens[self.start : self.end]
-        fill_row(
-            batch, row, [*known, *self.draft_tokens], self.start, request.pages, request.slot % shard_slots
-        )
-        batch.count[row] = self.count
-        if batch.next_prompt_token is not None and request.pooler is not None:
-            batch.next_prompt_token[row] = POOLED
-        elif batch.next_prompt_token is not None and self.end < len(prompt):
-            batch.next_prompt_token[row] = prompt[self.end]
+    def score_columns(self, positions: range) -> slice:
+        """Return the columns of the row's tokens before `positions`, which hold the scores."""
+        return slice(positions.start - self.start - 1, positions.stop - self.start - 1)
+
+    def cut(self, max_tokens: int) -> Iterator["ScheduledTokens"]:
+        """Cut a chunk into rows of at most `max_tokens` tokens."""
+        rows = self.embedding_rows
+        for first in range(0, self.count, max_tokens):
+            count = min(max_tokens, self.count - first)
+            row_embeddings = None if rows is None else rows[first : first + count]
+            yield ScheduledTokens(self.request, self.start + first, count, embedding_rows=row_embeddings)
 
     @property
     def is_constrained(self) -> bool:
@@ -60,6 +67,20 @@ class ScheduledTokens:
         return self.request.constraint is not None and self.start >= len(self.request.tokens)
 
 
+class RowResult(NamedTuple):
+    """Results of one row of a step."""
+
+    scheduled: ScheduledTokens  # tokens that it computed
+    num_sampled: int  # number of tokens that it sampled
+    tokens: list[int]  # sampled tokens that its request took: fewer if it ended among them
+    is_prompt: bool  # it computed a prompt
+
+    @property
+    def has_changed_request(self) -> bool:
+        """True if the row changed its request; False for a chunk within a prompt, which samples nothing."""
+        return bool(self.tokens) or not self.is_prompt or self.scheduled.request.is_finished
+
+
 # Returns draft tokens for each decode row.
 ProposeDrafts = Callable[[list[ScheduledTokens]], Sequence[Sequence[int]]]
 
@@ -72,6 +93,8 @@ class SchedulerOutput:
     prefill: list[ScheduledTokens] = field(default_factory=list)  # chunks of prompts
     decode: list[ScheduledTokens] = field(default_factory=list)  # rows of decode
     verify: list[ScheduledTokens] = field(default_factory=list)
+    # spans to encode before the step, each with its rows of the pool of embeddings
+    encodes: list[tuple[EmbeddingSpan, Int[np.ndarray, " count"]]] = field(default_factory=list)
 
     @property
     def scheduled_rows(self) -> list[ScheduledTokens]:

@@ -16,7 +16,6 @@ from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Sizes
 from ...runtime.compiled.small_programs import MASK_SLOTS_PER_CALL
 from ...runtime.executor import Executor, StepPrograms
-from ...runtime.steps.scoring import NEVER_SCORED
 from ...runtime.steps.step import SlotContents
 from .request import Request
 from .scheduler_output import ScheduledTokens, SchedulerConfig
@@ -55,8 +54,7 @@ def setup_slot(executor: Executor, slots: Any, request: Request, bias_cache: Log
     known = np.int32(len(request.tokens))
     end = np.int32(request.slot_end)
     lora_slot = np.int32(request.lora_slot)
-    first_unscored = np.int32(request.first_unscored if request.needs_prompt_scores else NEVER_SCORED)
-    contents = SlotContents(known, end, first_unscored, knobs, lora_slot)
+    contents = SlotContents(known, end, knobs, lora_slot)
     slots = executor.assign_slot(slots, slot, contents)
     if not needs_history(request.params, sizes.processors):
         return slots

@@ -11,25 +11,11 @@ from ..speculation.acceptance import UNKNOWN, Offer, classify_streak
 from ..speculation.controller import Controller
 from ..speculation.drafter import DEVICE_DRAFTER, Drafter
 from .request import Request
-from .scheduler_output import ProposeDrafts, ScheduledTokens
+from .scheduler_output import ProposeDrafts, RowResult, ScheduledTokens
 
 STEPS_BETWEEN_SHADOWS = 16  # plain steps between two drafts that are compared, not verified
 SHADOW_REQUESTS = 2  # requests of such a draft
 MAX_SHADOW_OFFERS = 8  # latest offers of such drafts, which stand for all requests
-
-
-class RowResult(NamedTuple):
-    """Results of one row of a step."""
-
-    scheduled: ScheduledTokens  # tokens that it computed
-    num_sampled: int  # number of tokens that it sampled
-    tokens: list[int]  # sampled tokens that its request took: fewer if it ended among them
-    is_prompt: bool  # it computed a prompt
-
-    @property
-    def has_changed_request(self) -> bool:
-        """True if the row changed its request; False for a chunk within a prompt, which samples nothing."""
-        return bool(self.tokens) or not self.is_prompt or self.scheduled.request.is_finished
 
 
 class StepArrival(NamedTuple):

@@ -19,7 +19,7 @@ from ...host.streams import warn_once
 from ...runtime.compiled.program_table import WARMUP_THREAD_PREFIX
 from ...runtime.compiled.shapes import PHASES, Shape
 from ..core.request import Request
-from ..core.speculation import RowResult
+from ..core.scheduler_output import RowResult
 from .distributions import Distributions
 from .host_parts import HostParts
 

@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 from .acceptance import Acceptance, Offer
 
-TIME_WEIGHT = 0.05  # weight of the newest time of a shape
+TIME_WEIGHT = 0.02  # weight of the newest time of a shape
 PLAIN_WEIGHT = 0.1  # weight of the newest time of plain steps, which are measured seldom
-USUAL_WEIGHT, PACE_WEIGHT = 0.02, 0.3  # weights of the newest usual time of a shape, and of the pace
+PACE_WEIGHT = 0.3  # weight of the newest pace
 MAX_TIMES_EXPECTED = 2.0  # a time counts as at most this multiple of the expected time
 MAX_LOSS_SHARE = 0.003  # share of the time that speculative steps may lose while they do not pay
-MAX_LOSING_STRETCHES = 2  # losing stretches in succession that halve that share, each once more
 MAX_DEBT = 0.5  # debt, in times of a plain step, at which steps become plain
 MIN_WAIT_LOSS = 0.1  # minimum loss of a speculative step without draft tokens, in times of a plain step
 FIRST_MAX_DEBT = 4.0  # debt at which steps become plain for the first time
@@ -118,7 +117,6 @@ class Ledger:
     limit: debt at which steps become plain, in times of a plain step.
     plain_steps_left: plain steps to measure in any case.
     speculative_steps: speculative steps since a plain one.
-    failures: stretches of speculative steps that lost, since the last one that won.
     is_speculative: True while steps may be speculative.
     """
 
@@ -126,7 +124,6 @@ class Ledger:
     limit: float = FIRST_MAX_DEBT
     plain_steps_left: float = FIRST_PLAIN_STEPS
     speculative_steps: int = 0
-    failures: int = 0
     is_speculative: bool = True
 
     def record_speculative(self, lost_seconds: float, plain_seconds: float, rows: int) -> None:
@@ -143,15 +140,12 @@ class Ledger:
         if self.debt > self.limit * plain_seconds:
             is_first = self.limit == FIRST_MAX_DEBT  # the first debt is never paid back in full
             self.debt, self.is_speculative = MAX_DEBT * plain_seconds if is_first else self.debt, False
-            self.failures = min(self.failures + 1, MAX_LOSING_STRETCHES)
             self.plain_steps_left = MEASURED_PLAIN_STEPS
-        elif self.debt < 0:
-            self.failures = 0
 
     def record_plain(self, plain_seconds: float) -> None:
         """Record a plain step of `plain_seconds` seconds, which pays off a part of the debt."""
         if self.debt > 0:
-            self.debt -= MAX_LOSS_SHARE / 2**self.failures * plain_seconds
+            self.debt -= MAX_LOSS_SHARE * plain_seconds
         self.plain_steps_left, self.speculative_steps = max(self.plain_steps_left - UNMEASURED_WEIGHT, 0.0), 0
         if self.debt <= 0 and not self.is_speculative:
             self.is_speculative, self.limit = True, MAX_DEBT
@@ -202,7 +196,7 @@ class Controller:
         self.acceptance = Acceptance.make_empty(self.depths[-1])
         self.speculative_times = StepTimeTable(self.call_seconds)
         self.plain_times = StepTimeTable(self.call_seconds, PLAIN_WEIGHT)
-        self.usual_times, self.pace = StepTimeTable(self.call_seconds, USUAL_WEIGHT), 1.0
+        self.pace = 1.0
 
     # ------------------------------------------------------------ choice of the next step
 
@@ -239,7 +233,7 @@ class Controller:
         ]
         best_choices = [max(self._list_choices(step), key=self._tokens_per_second) for step in steps]
         plain_seconds = self.plain_times.seconds_for((self._padded_decode_tokens(rows), 0))
-        seconds = sum(self.usual_times.seconds_for(choice.key) for choice in best_choices)
+        seconds = sum(self.speculative_times.seconds_for(choice.key) for choice in best_choices)
         if (
             any(choice.rows for choice in best_choices)
             and seconds / plain_seconds < sum(c.tokens for c in best_choices) / rows
@@ -317,9 +311,8 @@ class Controller:
         """
         rows, key, seconds = len(draft_counts), self._step_key(draft_counts), max(seconds, MIN_SECONDS)
         if not has_prompts:
-            self.usual_times.learn(key, seconds)
-            self._learn_pace(seconds / self.usual_times.seconds_for(key))
             self.speculative_times.learn(key, seconds)
+            self._learn_pace(seconds / self.speculative_times.seconds_for(key))
         plain_seconds = self._plain_seconds(rows)
         expected = self.speculative_times.seconds_for(key)
         lost_seconds = min(seconds, MAX_TIMES_EXPECTED * expected) - tokens / rows * plain_seconds

@@ -125,7 +125,7 @@ class DraftSpeculation:
         )
         path = replace(batch, tokens=jnp.take_along_axis(tokens, visited, axis=1), count=steps)
         draft_cache = self.proposer.write_cache(params, draft_cache, slots, self._with_draft_tables(path))
-        return join_caches([target_cache, draft_cache]), slots, Output(sampled, None)
+        return join_caches([target_cache, draft_cache]), slots, Output(sampled)
 
     def _run_nodes(
         self,
@@ -143,7 +143,8 @@ class DraftSpeculation:
         def repeat_per_node(x: Shaped[Array, "B *rest"]) -> Shaped[Array, "rows *rest"]:
             return jnp.repeat(x, n, axis=0)
 
-        rows = Batch(
+        rows = replace(
+            batch,
             tokens=tokens.reshape(B * n, 1),
             start=(batch.start[:, None] + depths).reshape(-1),
             count=(depths < batch.count[:, None]).astype(jnp.int32).reshape(-1),

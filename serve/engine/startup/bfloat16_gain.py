@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from ....model.config import ModelConfig
 from ....model.layers import einsum
 from ....model.weights.transposed import transpose_weight
+from ...host.identity import gather_facts, hash_facts
 from ...runtime.compiled import executable_cache
 from ...runtime.compiled.shapes import MIN_DECODE_ROWS
 
@@ -57,9 +58,7 @@ def bfloat16_gain(device: Any, config: ModelConfig) -> float:
 @cache
 def load_or_measure_gain(device: Any, layers: TrialLayers) -> float:
     """Return the gain stored on disk, or measure and store it. A process uses one value, stored or not."""
-    key = executable_cache.combine_keys(
-        [], "bfloat16 gain", executable_cache.describe_environment(device), tuple(layers), ROW_COUNTS
-    )
+    key = hash_facts("bfloat16 gain", gather_facts("program", device), tuple(layers), ROW_COUNTS)
     if (stored := executable_cache.read_record(key, float)) is not None:
         return stored
     gain = measure_gain(device, layers)

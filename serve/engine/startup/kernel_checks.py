@@ -19,6 +19,8 @@ import numpy as np
 from ....model.config import ModelConfig
 from ....model.transformer import Decoder
 from ...host import progress
+from ...host.devices import num_cores
+from ...host.identity import gather_facts, hash_facts
 from ...host.streams import error_headline, warn_once
 from ...runtime.compiled import executable_cache
 from ...runtime.compiled.shapes import Sizes
@@ -79,8 +81,7 @@ def check_kernels(config: ModelConfig, params: Decoder, sizes: Sizes, is_anew: b
     if not cases:
         return {}
     device = next(iter(params.embed.sharding.addressable_devices))
-    facts = executable_cache.describe_environment(device), [case.name for case in cases]
-    key = executable_cache.combine_keys([], "kernels", *facts)
+    key = hash_facts("kernels", gather_facts("program", device), [case.name for case in cases])
     checks = {} if is_anew else executable_cache.read_record(key, dict[str, KernelCheck]) or {}
     if missing := [case for case in cases if case.name not in checks]:
         with progress.show_stage("checking kernels", len(missing), progress.PATIENCE_SECONDS) as done:
@@ -124,7 +125,7 @@ def run_kernel_checks(cases: list[KernelCase], device: Any) -> Iterator[tuple[Ke
                 return
             future.set_result(compile_kernel_case(case, device))
 
-    for _ in range(min(executable_cache.num_cores() or 1, len(cases))):
+    for _ in range(min(num_cores() or 1, len(cases))):
         Thread(target=compile_next_cases, name="kernel check", daemon=True).start()
     for case in cases:
         check = futures.pop(0).result()()  # popped: a future holds arrays of the device

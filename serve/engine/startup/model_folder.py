@@ -21,7 +21,7 @@ from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import init_params, shapes_from_specs
 from ....model.weights.compress import convert_weight_form
 from ....model.weights.device_forms import DeviceForms, lay_out_params
-from ....model.weights.schemes import tied_head_scheme
+from ....model.weights.schemes import SCHEMES
 from ....sampling.params import MAX_STOP_IDS, SamplingParams
 from ...host import progress
 from ...host.devices import default_device, memory_limit
@@ -81,9 +81,11 @@ def convert_to_engine_layout(params: Decoder, options: EngineOptions) -> Decoder
 
 def choose_device_forms(options: EngineOptions) -> DeviceForms:
     """Return the forms of weights that an engine with these options uses."""
+    scheme = SCHEMES.get(options.quantization or "")
+    tied_head = "int8" if scheme and scheme.has_cpu_kernel else None  # else in its dtype
     return DeviceForms(
         bool(options.cpu_kernels),
-        tied_head_scheme(options.quantization),
+        tied_head,
         options.can_fuse_qkv,
         options.batch_invariant_matmul,
     )

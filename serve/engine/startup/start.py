@@ -35,8 +35,9 @@ from ...kv.offload.tier_setup import OnRealm, check_offload_options, start_mover
 from ...options.checks import round_up
 from ...options.engine import EngineOptions
 from ...runtime.compiled import executable_cache, jaxcache
+from ...runtime.compiled.encoder_input import encoder_keys
 from ...runtime.compiled.local_executor import LocalExecutor
-from ...runtime.compiled.lowering import LocalLowering, StepArguments
+from ...runtime.compiled.lowering import LocalLowering, StepArguments, prompt_keys
 from ...runtime.compiled.program_table import ProgramTable
 from ...runtime.compiled.shapes import (
     CanonicalShapes,
@@ -58,7 +59,7 @@ from ...runtime.executor import Executor
 from ...runtime.multihost.executor import compile_in_group, make_group_executor
 from ...runtime.multihost.rendezvous import any_across_ranks, current_group
 from ...runtime.pipeline.executor import PipelineExecutor
-from ...runtime.pipeline.pipeline_lowering import PipelineLowering
+from ...runtime.pipeline.lowering import PipelineLowering
 from ...runtime.steps.phases import Phases
 from ..core.engine import Engine
 from ..core.scheduler_output import SchedulerConfig
@@ -101,16 +102,7 @@ def start_engine(
 def build_warm_engine(config: ModelConfig, params: Decoder, options: EngineOptions) -> Engine:
     """Return an engine without tiers that can serve: all programs are ready, or a warm-up compiles the
     rest."""
-    params = check_param_placement(params)
-    device = next(iter(params.embed.sharding.addressable_devices))
-    options = options.with_device_load(memory_limit(device))
-    options.refuse_checkpoint_quantization("these are parameters")
-    check_kv_cache_dtype(options, device)
-    build_kernels_if_requested(options, device.platform)
-    params = prepare_engine_params(config, params, options)
-    options, cpu_kernels_reason = adapt_options_to_kernels(options, device, config, params)
-    if device.platform == "cpu":
-        keep_freed_memory()
+    device, params, options, cpu_kernels_reason = adapt_to_device(config, params, options)
     num_groups = num_device_groups(params)
     options.check_stages(num_groups)
     params = add_lora_if_enabled(params, config, options)
@@ -118,6 +110,8 @@ def build_warm_engine(config: ModelConfig, params: Decoder, options: EngineOptio
     pair, all_params = PairConfig(config, speculator.config), speculator.pair_with(params)
     use_huge_pages(all_params)
     check_recurrent_states(pair, options.speculation, num_groups)
+    if config.encoder is not None:
+        check_encoder_options(options, num_groups, drafts_on_device=speculator.params is not None)
     sizes = choose_sizes(pair, options, all_params, memory_limit(device))
     processors = trace_processors(options.logits_processors, config.vocab_size, sizes.max_model_len)
     sizes = replace(sizes, hidden=config.hidden_size if speculator.is_head else 0, processors=processors)
@@ -127,11 +121,11 @@ def build_warm_engine(config: ModelConfig, params: Decoder, options: EngineOptio
     reached = pair.drop_unreached_limits(sizes.max_model_len)
     phases = speculator.make_phases(reached, options.speculation, observe)
     early_shapes = first_shapes(shapes, canonical) if may_serve_early(options, all_params) else shapes
+    others = encoder_keys(config.encoder) + (prompt_keys(shapes) if must_compile_first(options) else [])
     kernels = check_kernels(config, params, sizes)
     require_no_hang(kernels)
-    programs = compile_programs(
-        phases, all_params, sizes, shapes, early_shapes, gather_refused_kernels(kernels), options.reproducible
-    )
+    keys, first_keys, refused = [*shapes, *others], [*early_shapes, *others], gather_refused_kernels(kernels)
+    programs = compile_programs(phases, all_params, sizes, keys, first_keys, refused, options.reproducible)
     local = LocalExecutor(programs)
     arguments = local.fresh_arguments(all_params)
     goal = WarmupGoal(canonical, options.reproducible, timed_depths(options))
@@ -158,6 +152,24 @@ def build_warm_engine(config: ModelConfig, params: Decoder, options: EngineOptio
     return make_engine(executor, classes, arguments, speculation=speculation)
 
 
+def adapt_to_device(
+    config: ModelConfig, params: Decoder, options: EngineOptions
+) -> tuple[Any, Decoder, EngineOptions, str]:
+    """Return the first device, the parameters and options adapted to it, and the reason of
+    `adapt_options_to_kernels`. Raises ValueError for options that the device does not allow."""
+    params = check_param_placement(params)
+    device = next(iter(params.embed.sharding.addressable_devices))
+    options = options.with_device_load(memory_limit(device))
+    options.refuse_checkpoint_quantization("these are parameters")
+    check_kv_cache_dtype(options, device)
+    build_kernels_if_requested(options, device.platform)
+    params = prepare_engine_params(config, params, options)
+    options, cpu_kernels_reason = adapt_options_to_kernels(options, device, config, params)
+    if device.platform == "cpu":
+        keep_freed_memory()
+    return device, params, options, cpu_kernels_reason
+
+
 def prepare_engine_params(config: ModelConfig, params: Decoder, options: EngineOptions) -> Decoder:
     """Return the parameters on the options' devices, in the forms that steps multiply by."""
     params = shard_params(config, params, make_layout(options))
@@ -165,6 +177,20 @@ def prepare_engine_params(config: ModelConfig, params: Decoder, options: EngineO
     check_expert_shardings(params)
     # `load_folder` has fused what it read. Parameters that a caller gives keep their projections apart.
     return convert_to_device_forms(params, replace(choose_device_forms(options), fuse_qkv=False))
+
+
+def check_encoder_options(options: EngineOptions, num_groups: int, drafts_on_device: bool) -> None:
+    """Raise ValueError for an option that an engine whose model has an encoder cannot have."""
+    refused = {
+        "pipeline_parallel_size or experimental_ffn_devices": num_groups > 1,
+        "data_parallel_size": options.data_parallel_size > 1,
+        "nnodes": options.nnodes > 1,
+        "a speculative_config with a model or heads": drafts_on_device,
+        "kv_role": options.kv_role is not None,
+        "audit_log": options.audit_log is not None,
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(f"{' and '.join(names)} is not allowed: the model has an encoder")
 
 
 def choose_observed_values(config: ModelConfig, options: EngineOptions) -> ObserveOptions | None:
@@ -251,18 +277,18 @@ def may_serve_early(options: EngineOptions, params: EngineParams) -> bool:
 
     It needs one device, and no adapters: their slots are used to compare programs.
     """
-    return not options.enable_lora and len(tree_devices(params)) == 1 and may_compile_late(options)
+    return not options.enable_lora and len(tree_devices(params)) == 1 and not must_compile_first(options)
 
 
-def may_compile_late(options: EngineOptions) -> bool:
-    """Return True if programs may be compiled while an engine serves.
+def must_compile_first(options: EngineOptions) -> bool:
+    """Return True if an engine serves only after all of its programs are compiled.
 
     Threads must see jax's settings as they are here. Settings of a `with` block hold for its thread alone.
     """
     if not options.background_compilation:
-        return False
+        return True
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: jax.config.values).result() == jax.config.values
+        return pool.submit(lambda: jax.config.values).result() != jax.config.values
 
 
 def timed_depths(options: EngineOptions) -> tuple[int, ...]:
@@ -338,7 +364,7 @@ def check_param_placement(params: Decoder) -> Decoder:
 
 
 def require_arrays(params: Decoder) -> None:
-    """Raise TypeError for a parameter that is no array."""
+    """Raise TypeError for a parameter that is no array, and ValueError for one without its numbers."""
     if not isinstance(params, Decoder) or params.embed is None:
         raise TypeError(f"parameters are a Decoder, not {type(params).__name__}")
     for path, leaf in leaves_by_path(params).items():
@@ -346,13 +372,17 @@ def require_arrays(params: Decoder) -> None:
             raise TypeError(
                 f"parameter {path} is a {type(leaf).__name__}, expected a jax.Array: use jax.device_put"
             )
+        if leaf.is_deleted():
+            raise ValueError(f"parameter {path} was deleted or donated, expected an array with numbers")
 
 
 def require_finite(params: Decoder) -> None:
     """Raise ValueError with the name of a parameter of this process that holds NaN or infinity."""
     local_params = {path: leaf for path, leaf in leaves_by_path(params).items() if leaf.is_fully_addressable}
     if (path := find_non_finite(local_params)) is not None:
-        raise ValueError(f"parameter {path} holds NaN or infinity, expected finite numbers")
+        raise ValueError(
+            f"parameter {path} holds NaN or infinity as {local_params[path].dtype}, expected finite numbers"
+        )
 
 
 def require_same_devices(params: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from ....model.draft_pair import EngineParams, target_params, with_target
 from ...host.process import use_huge_pages
 from ...runtime.compiled.lowering import StepArguments
-from .weight_update import require_one_process
+from .weight_update import require_one_process, shapes_with_shardings
 
 TAGS = ("weights", "kv_cache", "scheduling")  # parts of an engine that `wake_up` may name; vLLM's words
 
@@ -95,11 +95,6 @@ class SleepState:
         """Record that other parameters are served from now on."""
         self.params = None if self.params is None else with_target(self.params, target)
         self.discarded = False
-
-
-def shapes_with_shardings(tree: Any) -> Any:
-    """Return the shapes, dtypes and placement of a tree's arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def copy_to_host(params: Any) -> Any:

@@ -12,7 +12,7 @@ from ....checkpoints.huggingface import read_config
 from ....cpu_kernels.library import ffi_target_name, load_library
 from ....sampling.custom_processors import hash_functions
 from ...host.devices import default_device
-from ...llm.audit.facts import machine_facts
+from ...host.identity import gather_facts
 from ...options.engine import EngineOptions
 from ...options.keywords import FORMER_NAMES
 from ...options.lora import parse_lora_modules
@@ -42,7 +42,7 @@ def job_fingerprint(
     return {
         "model": hash_folder(model),
         **tokenizer_hash,
-        **machine_facts(default_device()),
+        **gather_facts("job", default_device()),
         **kernel_facts(options),
         "--dtype": dtype,
         **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},

@@ -12,8 +12,8 @@ from jaxtyping import Array, Shaped, UInt32
 from ....kvcache.stages import tree_devices
 from ....model.attention import FusedQKV
 from ...host.devices import memory_limit
+from ...host.identity import gather_facts, hash_facts
 from ...options.engine import EngineOptions
-from ...runtime.compiled import executable_cache
 from ...runtime.compiled.program_table import WARMUP_THREAD_PREFIX
 from ...runtime.compiled.shapes import CanonicalShapes
 from ...runtime.executor import StepPrograms
@@ -40,9 +40,11 @@ def hash_answer_realm(programs: StepPrograms, target: Any, options: EngineOption
 
     It covers the target's parameters (draft tokens change no answer) and `others` that answers depend on.
     """
+    config, sizes = repr(programs.config.target), programs.sizes
     lora = options.enable_lora, options.max_loras, options.max_lora_rank, options.lora_experts
-    facts = repr(programs.config.target), options.kv_cache_dtype, options.page_size, lora, *others
-    return hash_realm(programs, target, options, options.reproducible, *facts)
+    cache, reported = (options.kv_cache_dtype, options.page_size), options.logprobs_mode
+    facts = config, sizes.max_model_len, sizes.processors, *cache, lora, reported
+    return hash_realm(programs, target, options, options.reproducible, *facts, *others)
 
 
 def hash_realm(
@@ -51,27 +53,27 @@ def hash_realm(
     """Hash facts and parameters; with `is_exact` also the parameters' layout and the products'
     configuration."""
     device = min(tree_devices(params), key=lambda d: d.id)
+    facts += (gather_facts("exact realm" if is_exact else "inexact realm", device),)
     if is_exact:
-        canonical = CanonicalShapes.choose(
-            device.platform, options.with_device_load(memory_limit(device)), programs.sizes
-        )
         layouts = [(x.shape, str(x.dtype), describe_split(x.sharding)) for x in jax.tree.leaves(params)]
-        products = programs.matmul_tuning_hash(
-            [s for s in canonical if s in programs.steps] or programs.steps
-        )
-        facts += (
-            jax.tree.structure(params),
-            layouts,
-            canonical,
-            products,
-            options.reproducible,
-            executable_cache.describe_environment(device),
-        )
+        products = choose_canonical_products(programs, options, device)
+        facts += jax.tree.structure(params), layouts, products, options.reproducible
     with ThreadPoolExecutor(
         1, WARMUP_THREAD_PREFIX
     ) as pool:  # its compilations count as those of the warm-up
         weights = pool.submit(hash_params, params).result()
-    return hashlib.sha256(repr((executable_cache.library_hash(), *facts, weights)).encode()).digest()
+    return bytes.fromhex(hash_facts(*facts, weights))
+
+
+def choose_canonical_products(
+    programs: StepPrograms, options: EngineOptions, device: Any
+) -> tuple[CanonicalShapes, str | None]:
+    """Return the canonical shapes, and the hash of their products' configuration; None on a CPU. If no
+    canonical shape was compiled, it is the hash of all steps."""
+    options = options.with_device_load(memory_limit(device))
+    canonical = CanonicalShapes.choose(device.platform, options, programs.sizes)
+    compiled = [shape for shape in canonical if shape in programs.steps]
+    return canonical, programs.matmul_tuning_hash(compiled or programs.steps)
 
 
 def describe_split(sharding: jax.sharding.Sharding) -> str:

@@ -17,7 +17,7 @@ HOME_LOAD_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RoutedPrompt:
     """Prompt that is to be placed.
 
     page_hashes: hashes of its full pages.
@@ -49,7 +49,7 @@ class RoutedRequest:
     realm: realm of the answer so far; empty if there is no answer yet.
     """
 
-    prompt: Prompt
+    prompt: RoutedPrompt
     prefill_tokens: int = 0
     has_begun: bool = False
     failed_replicas: set["Replica"] = field(default_factory=set)
@@ -109,13 +109,13 @@ class Replica:
         """Request a health check now, because a connection broke."""
         self.suspicion.set()
 
-    def cached_tokens(self, prompt: Prompt) -> int:
+    def cached_tokens(self, prompt: RoutedPrompt) -> int:
         """Return the number of a prompt's tokens that are cached. At least one token has to be computed."""
         return max(
             0, min(prompt.page_size * self.prefix_index.count_cached(prompt.page_hashes), prompt.tokens - 1)
         )
 
-    def prefill_cost(self, prompt: Prompt) -> int:
+    def prefill_cost(self, prompt: RoutedPrompt) -> int:
         """Return the tokens of prefill until this replica would have computed a prompt, other work
         included."""
         return self.load + prompt.tokens - self.cached_tokens(prompt)
@@ -169,7 +169,7 @@ def replicas_of_realm(
 
 
 def choose_replica(
-    replicas: Iterable[Replica], prompt: Prompt, max_in_flight: int, excluded: Collection[Replica]
+    replicas: Iterable[Replica], prompt: RoutedPrompt, max_in_flight: int, excluded: Collection[Replica]
 ) -> Replica | None:
     """Return the replica that would have computed a prompt first; None if each has `max_in_flight` requests,
     is not ready or is in `excluded`.
@@ -194,7 +194,9 @@ def choose_replica(
     return chosen and rendezvous_replica(candidates, prompt, chosen)
 
 
-def rendezvous_replica(candidates: Sequence[Replica], prompt: Prompt, chosen_replica: Replica) -> Replica:
+def rendezvous_replica(
+    candidates: Sequence[Replica], prompt: RoutedPrompt, chosen_replica: Replica
+) -> Replica:
     """Return the replica with the highest hash, among replicas that have as long a prefix cached as
     `chosen_replica` and little more load.
 

@@ -13,12 +13,11 @@ from ....model.attention import FusedQKV
 from ....model.tree import leaves_by_path, map_instances
 from ....model.weights.cpu.packed import kernel_ffi_target
 from ....model.weights.device_forms import restore_params
+from ....sampling.checks import RAW_LOGPROBS
 from ...engine.core.engine import Engine
-from ...host.devices import memory_limit
+from ...host.identity import gather_facts
+from ...kv.offload.realm import choose_canonical_products
 from ...options.engine import EngineOptions
-from ...runtime import provenance
-from ...runtime.compiled import executable_cache
-from ...runtime.compiled.shapes import CanonicalShapes
 from ...text.tokenizer.tokenizer import Tokenizer
 
 # Options that decide an answer's bits: a log's engine is started again with them.
@@ -26,7 +25,7 @@ REPLAY_OPTIONS = (
     "max_model_len", "kv_cache_dtype", "quantization", "batch_invariant_matmul", "cpu_kernels",
     "max_logprobs", "reproducible", "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens",
     "page_size", "max_batched_token_mem", "enable_lora", "max_loras", "max_lora_rank", "lora_experts",
-    "lora_modules",
+    "lora_modules", "logprobs_mode",
 )  # fmt: skip
 
 
@@ -34,15 +33,11 @@ def engine_facts(engine: Engine, options: EngineOptions) -> dict[str, str]:
     """Return versions, device, settings, formats of numbers, and the compiler's choice of matrix products.
     Another engine with the same facts and weights computes the same bits."""
     device = min(tree_devices(engine.params), key=lambda d: d.id)
-    canonical = CanonicalShapes.choose(
-        device.platform, options.with_device_load(memory_limit(device)), engine.sizes
-    )
-    products = engine.programs.matmul_tuning_hash([s for s in canonical if s in engine.programs.steps])
+    canonical, products = choose_canonical_products(engine.programs, options, device)
     return {
         "duetto": version("duetto"),
-        "source": executable_cache.library_hash(),
         "platform": device.platform,
-        **machine_facts(device),
+        **gather_facts("audit", device),
         "config": sha256(repr(engine.config.target).encode()).hexdigest(),
         "dtype": str(engine.params.embed.dtype),
         "kv_cache_dtype": options.kv_cache_dtype,
@@ -52,12 +47,8 @@ def engine_facts(engine: Engine, options: EngineOptions) -> dict[str, str]:
         "shapes": ", ".join(map(str, canonical)),
         **({} if products is None else {"products": products}),
         **({"logits_processors": repr(engine.sizes.processors)} if engine.sizes.processors else {}),
+        **({} if options.logprobs_mode == RAW_LOGPROBS else {"logprobs_mode": options.logprobs_mode}),
     }
-
-
-def machine_facts(device: Any) -> dict[str, str]:
-    """Return the facts of the machine that decide bits: device, installed versions, and their settings."""
-    return {**provenance.device_facts(device), **provenance.package_versions(), **provenance.jax_settings()}
 
 
 def contract_exceptions(engine: Engine, options: EngineOptions) -> list[str]:

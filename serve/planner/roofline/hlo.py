@@ -14,18 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-ELEMENT_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-}
 BUFFER_TYPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 OTHER_MEMORY = re.compile(r"S\([1-9]")  # a memory space other than main memory
 INSTRUCTION_START = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = ")
@@ -401,7 +389,7 @@ def type_shape(kind: str) -> list[int]:
 def type_bytes(kind: str) -> int:
     """Return the bytes of a type such as bf16[64,8,128], or of a tuple of types, without padding."""
     return sum(
-        element_bytes(name) * math.prod(int(n) for n in sizes.split(",") if n)
+        -(-element_bits(name) * math.prod(int(n) for n in sizes.split(",") if n) // 8)
         for name, sizes, _ in BUFFER_TYPE.findall(kind)
     )
 
@@ -429,6 +417,7 @@ def type_label(kind: str) -> str:
     return ", ".join(f"{name}[{sizes}]" for name, sizes, _ in BUFFER_TYPE.findall(kind))
 
 
-def element_bytes(name: str) -> int:
-    """Return the bytes of one number of an element type."""
-    return ELEMENT_BYTES.get(name, 1 if name.startswith("f8") else 4)
+def element_bits(name: str) -> int:
+    """Return the bits of one number of an element type such as bf16, s4 or f8e4m3fn, as arrays store it."""
+    bits = re.search(r"\d+", name)
+    return int(bits[0]) if bits else 8 if name == "pred" else 32

@@ -12,7 +12,7 @@ import numpy as np
 
 from ....kvcache.pages import Batch
 from ...host.devices import time_calls
-from ...runtime.compiled.batches import empty_batch
+from ...runtime.compiled.batch_arrays import empty_batch
 from ...runtime.compiled.local_executor import LocalExecutor
 from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes

@@ -15,7 +15,7 @@ from ...engine.core.scheduler_output import ScheduledTokens
 from ...runtime.compiled.lowering import StepArguments
 from ...runtime.compiled.shapes import Shape, Sizes
 from ...runtime.executor import NullExecutor
-from ...runtime.steps.output import Output
+from ...runtime.steps.output import NO_PROMPT_INPUTS, Output, PromptInputs
 from ...runtime.steps.step import SlotContents
 from .step_times import StepCall, StepTimes
 
@@ -128,11 +128,12 @@ class SimulatedExecutor(NullExecutor):
         self.clock.spend(self._slot_seconds)
         return slots
 
-    def batch(self, shape: Shape, rows: Mapping[int, Any]) -> Mapping[int, Any]:
-        return rows
-
     def run(
-        self, shape: Shape, arguments: StepArguments, scheduled: Mapping[int, ScheduledTokens]
+        self,
+        shape: Shape,
+        arguments: StepArguments,
+        scheduled: Mapping[int, ScheduledTokens],
+        prompt_inputs: PromptInputs = NO_PROMPT_INPUTS,
     ) -> tuple[Any, Any, SimulatedResult]:
         """Run a call. It begins once it is dispatched. Its rows' last steps must have left the last stage,
         and earlier calls the first stage."""
@@ -141,13 +142,13 @@ class SimulatedExecutor(NullExecutor):
             StepCall(shape, len(scheduled), tokens, cached),
             [_slot_of_row(work) for work in scheduled.values()],
         )
-        result = self.make_result(shape, scheduled, self.dispatch(call, slots))
+        result = SimulatedResult(
+            self._sample_tokens(shape, scheduled), self._dispatch(call, slots), self.clock
+        )
         return arguments.cache, arguments.slots, result
 
-    def make_result(
-        self, shape: Shape, scheduled: Mapping[int, ScheduledTokens], arrival: float
-    ) -> SimulatedResult:
-        """Return the tokens that the rows of a call sample, as a future that arrives at a moment."""
+    def _sample_tokens(self, shape: Shape, scheduled: Mapping[int, ScheduledTokens]) -> Output:
+        """Return the tokens that the rows of a call sample."""
         columns = 1 if shape.phase == "prefill" else shape.tokens
         sampled = np.full((self.sizes.shards * shape.rows, columns), NO_TOKEN, np.int32)
         for row, scheduled_row in scheduled.items():
@@ -155,9 +156,9 @@ class SimulatedExecutor(NullExecutor):
                 shape, scheduled_row, self._known_tokens[_slot_of_row(scheduled_row)]
             )
             sampled[row, first:end] = SAMPLED_TOKEN
-        return SimulatedResult(Output(Sampled(sampled, None, None, None, None), None), arrival, self.clock)
+        return Output(Sampled(sampled, None, None, None, None), None)
 
-    def dispatch(self, call: StepCall, slots: Iterable[int] = ()) -> float:
+    def _dispatch(self, call: StepCall, slots: Iterable[int]) -> float:
         """Dispatch a call for some slots, and return the moment when its results arrive."""
         moment = self.clock()
         if self.stages.count > 1:

@@ -15,7 +15,6 @@ from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Sizes, engine_shapes
 from ...runtime.equal_bits.classes import ShapeClasses
 from ..workloads.traces import BLOCK_TOKENS, TraceEntry
-from .decode_fast_forward import DecodeFastForward
 from .device import SAMPLED_TOKEN, SimulatedClock, SimulatedExecutor
 from .step_times import HostTimes, StepTimes
 
@@ -61,8 +60,8 @@ class Simulation:
             if options.max_draft_tokens
             else None,
             clock=self.clock,
+            make_batch=lambda sizes, shape, scheduled_rows: scheduled_rows,
         )
-        self.fast_forward: DecodeFastForward | None = DecodeFastForward(self.engine, self.executor)
         self.on_request_end: Callable[[Request], None] = lambda request: None
         self._count, self._prefill_delay = 0, options.prefill_delay(is_awaited=True)
 
@@ -83,8 +82,7 @@ class Simulation:
     def _step(self) -> None:
         """Take a step of the engine. The host's work for its rows comes after the results that the step waits
         for, and before the next plan. The host's work for an admitted request comes before its first call."""
-        if self.fast_forward is None or not self.fast_forward.step():
-            self.engine.step()
+        self.engine.step()
         for request in self.engine.take_ended():
             self.on_request_end(request)
         self.clock.spend(self.host.step + self.host.row * len(self.engine.scheduler.running))

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...engine.core.request import Request
 from ...engine.metrics.stats import padding_shares
-from ...kv.routing.placement import Prompt, Replica, RoutedRequest, choose_replica
+from ...kv.routing.placement import Replica, RoutedPrompt, RoutedRequest, choose_replica
 from ...kv.routing.prefix_index import AssumedPrefixIndex
 from ..workloads.slo_stats import NO_LIMITS, SLO, SLOStats
 from ..workloads.traces import BLOCK_TOKENS, TraceEntry
@@ -22,10 +22,12 @@ from .offload import SimulatedLink, attach_remote_pages
 ReplicaChooser = Callable[..., Replica | None]  # like the router's `choose_replica`
 
 
-def prompt_from_entry(entry: TraceEntry) -> Prompt:
+def prompt_from_entry(entry: TraceEntry) -> RoutedPrompt:
     """Return a prompt as the router sees it: its pages are the trace's blocks."""
     full_blocks = entry.prompt_tokens // BLOCK_TOKENS
-    return Prompt([b"%d" % name for name in entry.blocks[:full_blocks]], BLOCK_TOKENS, entry.prompt_tokens)
+    return RoutedPrompt(
+        [b"%d" % name for name in entry.blocks[:full_blocks]], BLOCK_TOKENS, entry.prompt_tokens
+    )
 
 
 @dataclass(eq=False)
@@ -84,7 +86,7 @@ class SimulatedReplica:
     def _page_size(self) -> int:
         return self.simulation.sizes.page_size
 
-    def submit_entry(self, entry: TraceEntry, prompt: Prompt) -> None:
+    def submit_entry(self, entry: TraceEntry, prompt: RoutedPrompt) -> None:
         """Submit a request that the router has placed here."""
         request, routed_request = self.simulation.make_request(entry), RoutedRequest(prompt)
         self.replica.add_request(routed_request)

@@ -115,18 +115,30 @@ def search_candidates(
     chosen = [a for i, a in enumerate(chosen) if all(a.candidate is not b.candidate for b in chosen[:i])]
     chosen += estimate_best_split(max(chosen, key=estimated_device_rate), workload, goal)
     chosen.sort(key=estimated_device_rate, reverse=True)
-    candidate_seconds = goal.seconds / max(1, min(MAX_SIMULATED, len(chosen)))
+    simulate_candidates(chosen, workload, goal, deadline, clock)
+    return sorted(chosen, key=lambda a: (a.device_rate(goal.share), estimated_device_rate(a)), reverse=True)
+
+
+def simulate_candidates(
+    chosen: list[CandidateResult],
+    workload: Workload,
+    goal: SearchGoal,
+    deadline: float,
+    clock: Callable[[], float],
+) -> None:
+    """Simulate candidates: each at one load, so that a wrong estimate costs little time, then those with the
+    highest sustained loads first. Simulations beyond the time are skipped, but one always runs."""
+
+    def simulate(result: CandidateResult, end: float) -> None:
+        simulate_until_capacity(result, workload, goal, starting_rate(result, workload), end, clock)
+
     for i, result in enumerate(chosen):
         if i == 0 or clock() < deadline:
-            simulate_until_capacity(
-                result,
-                workload,
-                goal,
-                starting_rate(result, workload),
-                min(deadline, clock() + candidate_seconds),
-                clock,
-            )
-    return sorted(chosen, key=lambda a: (a.device_rate(goal.share), estimated_device_rate(a)), reverse=True)
+            simulate(result, -math.inf)
+    candidate_seconds = goal.seconds / max(1, min(MAX_SIMULATED, len(chosen)))
+    for result in sorted(chosen, key=lambda a: a.device_rate(goal.share), reverse=True):
+        if clock() < deadline:
+            simulate(result, min(deadline, clock() + candidate_seconds))
 
 
 def starting_rate(result: CandidateResult, workload: Workload) -> float:
@@ -196,21 +208,24 @@ def simulate_until_capacity(
     deadline: float,
     clock: Callable[[], float],
 ) -> None:
-    """Simulate a candidate at several rates, beginning with `first_rate`. Stop when its highest sustained
-    rate is known within FINE_RATIO, or time is over."""
-    low, high, rate = 0.0, math.inf, first_rate
+    """Simulate a candidate at more rates, the first of all `first_rate`. Stop when its highest sustained
+    rate is known within FINE_RATIO, or time is over; one simulation always runs."""
     while not result.points or (clock() < deadline and len(result.points) < MAX_LOADS):
-        point = LoadPoint(
-            rate, simulate_candidate(result.candidate, workload, rate, result.steady.rows, goal)
-        )
-        result.points.append(point)
-        low, high = (rate, high) if point.is_sustained(goal.share) else (low, rate)
-        if low and high < math.inf:
-            if high / low <= FINE_RATIO**2:
-                return
-            rate = math.sqrt(low * high)
-        else:
-            rate = rate * LOAD_RATIO if low else rate / LOAD_RATIO ** (2 * len(result.points))
+        rate = next_rate(result.points, goal.share) if result.points else first_rate
+        if rate is None:
+            return
+        outcome = simulate_candidate(result.candidate, workload, rate, result.steady.rows, goal)
+        result.points.append(LoadPoint(rate, outcome))
+
+
+def next_rate(points: list[LoadPoint], share: float) -> float | None:
+    """Return the rate to simulate after these simulations; None if the highest sustained rate is known within
+    FINE_RATIO."""
+    low = max((p.rate for p in points if p.is_sustained(share)), default=0.0)
+    high = min((p.rate for p in points if not p.is_sustained(share)), default=math.inf)
+    if low and high < math.inf:
+        return None if high / low <= FINE_RATIO**2 else math.sqrt(low * high)
+    return points[-1].rate * LOAD_RATIO if low else points[-1].rate / LOAD_RATIO ** (2 * len(points))
 
 
 def simulate_without_each_limit(

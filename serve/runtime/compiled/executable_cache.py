@@ -8,8 +8,6 @@ deleted at any time. A program is read by `pickle`, as jax writes it, after `Blo
 checksum.
 """
 
-import hashlib
-import os
 import pickle
 import re
 import threading
@@ -19,8 +17,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from types import GenericAlias
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -30,35 +26,16 @@ import msgspec
 from jax.experimental import serialize_executable
 
 from ....user_folders import prepare_private_folder
-from ...host import progress
+from ...host import identity, progress
 from ...host.blob_store import BlobFormat, BlobStore, DamagedBlobError
-from ...host.devices import processor_flags
+from ...host.identity import TRACED_MODULES, gather_facts, hash_facts
 from ...host.streams import warn_once
 from ..steps.phases import Phases
 
-LIBRARY_MODULES = ("cpu_kernels", "model", "kvcache", "sampling", "serve")
-# Modules that trace, lower and compare steps. Their source is hashed into the keys of programs and
-# measurements: an edit of another module recompiles nothing.
-TRACED_MODULES = (
-    "cpu_kernels",
-    "model",
-    "kvcache",
-    "sampling",
-    "serve.engine.speculation.draft_proposers",
-    "serve.engine.speculation.draft_steps",
-    "serve.engine.startup.bfloat16_gain",
-    "serve.engine.startup.kernel_cases",
-    "serve.engine.startup.kernel_checks",
-    "serve.runtime.compiled",
-    "serve.runtime.equal_bits",
-    "serve.runtime.pipeline",
-    "serve.runtime.steps",
-)
 PROGRAM_FORMAT = BlobFormat(b"duetto kept 1\n", ".", re.compile("[^.].*"), durable=True)
 MAX_FOLDER_BYTES = 7 << 29  # bytes of a folder: the programs of a hundred models and sizes
 # Seconds since its last use before a file may be evicted: another start may be reading it.
 EVICTION_GRACE_SECONDS = 600
-FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 # Raised for a program that cannot be serialised, for example because it has custom partitioning in Python.
 UNSTORABLE_ERRORS = (
     ValueError,
@@ -162,16 +139,17 @@ def executable_key(
     """
     shardings = [leaf.sharding for leaf in jax.tree.leaves(arguments)]
     is_addressable = all(sharding.is_fully_addressable for sharding in shardings)
-    if not is_addressable or not all(map(is_traced_module, [phases, getattr(phases, "proposer", None)])):
+    encoder = phases.config.target.encoder if phase == "encode" else None
+    parts = phases, getattr(phases, "proposer", None), encoder
+    if not is_addressable or not all(map(is_traced_module, parts)):
         return None
     (device, *_) = shardings[0].device_set
-    facts = (
-        *describe_environment(device),
-        *describe_phase(phases, phase, arguments),
-        *refused_kernels,
-        *sorted((options or {}).items()),
+    return hash_facts(
+        gather_facts("program", device),
+        describe_phase(phases, phase, arguments),
+        refused_kernels,
+        sorted((options or {}).items()),
     )
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def is_traced_module(part: object) -> bool:
@@ -196,62 +174,10 @@ def describe_sharding(sharding: jax.sharding.Sharding) -> tuple[str, list[int]]:
     return str(sharding), [device.id for device in devices]
 
 
-def describe_environment(device: Any) -> tuple[Any, ...]:
-    """Return the facts that decide a result's bits on a device, besides the program and its arguments."""
-    kernels = find_spec("absl") is not None  # some of jax's kernels need it
-    versions = jax.__version__, version("jaxlib"), device.client.platform_version, kernels
-    machine = (
-        device.device_kind,
-        processor_flags(),
-        num_cores(),
-        [os.environ.get(name) for name in FLAG_VARIABLES],
-    )
-    settings = sorted((name, str(value)) for name, value in jax.config.values.items() if "cache" not in name)
-    return imported_sources_hash(), versions, machine, settings
-
-
-@cache
-def imported_sources_hash() -> str:
-    """Return a hash of the code that programs are traced from, as it was when this module was imported."""
-    return hash_traced_sources()
-
-
-def hash_traced_sources() -> str:
-    """Return a hash of the code that programs are traced from, as it is on disk now."""
-    return hash_sources(path for name in TRACED_MODULES for path in module_paths(name))
-
-
-@cache
-def library_hash() -> str:
-    """Return a hash of the code that decides answers: `LIBRARY_MODULES`, which have text and scheduling."""
-    return hash_sources(path for name in LIBRARY_MODULES for path in module_paths(name))
-
-
-def module_paths(name: str) -> list[str]:
-    """Return the paths of a module of this library: a package's folder, or a module's file."""
-    spec = find_spec(f"duetto.{name}")
-    assert spec is not None and spec.origin is not None
-    return list(spec.submodule_search_locations or [spec.origin])
-
-
-def hash_sources(paths: Iterable[str | Path]) -> str:
-    """Return a hash of the names and contents of Python files. A folder counts as all Python files in it."""
-    hasher = hashlib.sha256()
-    for root in map(Path, paths):
-        for path in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
-            hasher.update(f"{path.relative_to(root.parent)} ".encode() + path.read_bytes())
-    return hasher.hexdigest()
-
-
-def num_cores() -> int | None:
-    """Return the number of cores that the process may use: XLA divides products among them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
 def combine_keys(keys: Iterable[str | None], *facts: Any) -> str | None:
     """Return one key for several keys and other facts; None if one of the keys is None."""
     keys = sorted(keys, key=str)
-    return None if None in keys else hashlib.sha256(repr((keys, facts)).encode()).hexdigest()
+    return None if None in keys else hash_facts(keys, facts)
 
 
 def read_record(key: str | None, record_type: type[T] | GenericAlias) -> T | None:
@@ -364,7 +290,7 @@ def compile_and_store(
         program_folder() is not None
         and key is not None
         and not any(from_cache)
-        and hash_traced_sources() == imported_sources_hash()
+        and identity.hash_traced_sources() == identity.imported_sources_hash()
     ):
         with suppress(*UNSTORABLE_ERRORS):
             write_entry(key, pickle.dumps(list(map(serialize_part, compiled))))
@@ -388,6 +314,3 @@ def listen_for_cache_hits() -> None:
             THREAD_STATE.hits = getattr(THREAD_STATE, "hits", 0) + 1
 
     jax.monitoring.register_event_listener(on_event)
-
-
-imported_sources_hash()  # hashed now: this process does not run later edits

@@ -4,20 +4,11 @@ of grammars are known."""
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from ....kvcache.stages import outer_params
 from ....model.draft_pair import EngineParams, target_params
+from ....model.transformer import logit_params
 from ..steps.output import ForwardOutput, Output
-
-
-@runtime_checkable
-class WaitableResult(Protocol):
-    """Future of the result of a dispatch."""
-
-    def wait_result(self) -> Any:
-        """Wait for the dispatch and return its result. Raises what the dispatch raised."""
-        ...
 
 
 @dataclass
@@ -35,8 +26,7 @@ class PendingSample:
 
     def draw(self, params: EngineParams, slots: Any) -> Any:
         """Dispatch the draw of the tokens; returns the slots."""
-        outer = outer_params(target_params(params))
-        slots, sampled = self.sample(outer, slots, self.forward_output.rows)
+        slots, sampled = self.sample(logit_params(target_params(params)), slots, self.forward_output.rows)
         self.output = self.forward_output.with_samples(sampled)
         return slots
 
@@ -59,7 +49,7 @@ class SplitStep:
 
     def __call__(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, Any, Output]:
         cache, forwarded = self.forward(params, cache, slots, batch)
-        slots, sampled = self.sample(outer_params(target_params(params)), slots, forwarded.rows)
+        slots, sampled = self.sample(logit_params(target_params(params)), slots, forwarded.rows)
         return cache, slots, forwarded.with_samples(sampled)
 
     def run_forward(self, params: Any, cache: Any, slots: Any, batch: Any) -> tuple[Any, PendingSample]:
@@ -86,7 +76,27 @@ class StepFuture:
         """Return the future of the i-th element of the result."""
         return StepFuture(self.job, lambda result: self.pick(result)[i])
 
+    def then(self, work: Callable[[Any], Any]) -> "StepFuture":
+        """Return the future of `work(result)`. The thread that ends the job calls `work`."""
+        future: Future[Any] = Future()
+
+        def on_done(job: Future[Any]) -> None:
+            try:
+                future.set_result(work(self.pick(job.result())))
+            except BaseException as error:  # noqa: BLE001 - raised by `wait_result`
+                future.set_exception(error)
+
+        self.job.add_done_callback(on_done)
+        return StepFuture(future)
+
+
+def apply_to_result(work: Callable[[Any], Any], result: Any) -> Any:
+    """Return `work(result)`, or its future if the result is a future."""
+    return result.then(work) if isinstance(result, StepFuture) else work(result)
+
 
 def wait_result(result: Any) -> Any:
-    """Return the result of a future, after waiting for it; return any other value as it is."""
-    return result.wait_result() if isinstance(result, WaitableResult) else result
+    """Return the result of a future, which has a method `wait_result`, after waiting for it; return any other
+    value as it is. Raises what the dispatch raised."""
+    wait = getattr(result, "wait_result", None)  # isinstance of a protocol takes 15 us, in every step
+    return result if wait is None else wait()

@@ -10,11 +10,13 @@ import jax
 
 from ....model.gpus import disable_kernels
 from ...host import progress
+from ...host.devices import num_cores
 from ...host.streams import error_headline, warn_once
 from . import executable_cache
+from .encoder_input import EncoderKey
 from .executable_cache import Lowered
 from .futures import SplitStep
-from .lowering import ProgramLowering, Sampler, is_shape, xla_options
+from .lowering import ProgramKey, ProgramLowering, PromptKey, is_shape, xla_options
 from .shapes import Shape
 from .small_programs import SmallPrograms
 from .tuning import tuning_hash
@@ -37,7 +39,7 @@ def compiling_message(num_programs: int, num_later: int = 0) -> str:
 class ProgramTable:
     """Compiled steps by shape, and the small programs.
 
-    Shapes of `first`, by default all, are compiled by the constructor. With `reproducible`, steps are
+    Programs in `first`, by default all, are compiled by the constructor. With `reproducible`, steps are
     compiled so that bits do not depend on the number of rows.
 
     lowering: lowers the programs.
@@ -54,8 +56,8 @@ class ProgramTable:
     def __init__(
         self,
         lowering: ProgramLowering,
-        shapes: Iterable[Shape],
-        first: Collection[Shape] | None = None,
+        programs: Iterable[ProgramKey],
+        first: Collection[ProgramKey] | None = None,
         refused_kernels: tuple[str, ...] = (),
         reproducible: bool = False,
     ):
@@ -64,10 +66,10 @@ class ProgramTable:
         self.config, self.sizes = lowering.phases.config, lowering.sizes
         self.abstract_arguments = lowering.abstract_arguments
         self._lowering_lock, self._sampler_lock = threading.Lock(), threading.Lock()
-        self._keys = {x: self._program_key(x) for x in self._with_samplers(shapes)}
+        self._keys = {x: self._program_key(x) for x in self._with_samplers(programs)}
         self.key = executable_cache.combine_keys(self._keys.values())
         self.compile_times = executable_cache.CompileTimes(self.key)
-        with ThreadPoolExecutor(max(2, executable_cache.num_cores() or 0), "duetto-compile") as pool:
+        with ThreadPoolExecutor(max(2, num_cores() or 0), "duetto-compile") as pool:
             self._compiled = self._load_stored(pool)
             self._compiled_at = dict.fromkeys(self._compiled, self.uptime_seconds)
             self.num_read, self.are_all_stored = len(self._compiled), len(self._compiled) == len(self._keys)
@@ -118,7 +120,7 @@ class ProgramTable:
 
     def matmul_tuning_hash(self, shapes: Iterable[Shape]) -> str | None:
         """Return a hash of the configuration of an accelerator's matrix products in these shapes; None on a
-        CPU, which `provenance` describes. The hash is stored with the programs."""
+        CPU, which `identity` describes. The hash is stored with the programs."""
         (device, *_) = self.abstract_arguments.replicated_sharding.device_set
         if device.platform == "cpu":
             return None
@@ -130,7 +132,7 @@ class ProgramTable:
             executable_cache.write_record(key, digest)
         return digest
 
-    def _with_samplers(self, programs: Iterable[Shape | Sampler]) -> list[Shape | Sampler]:
+    def _with_samplers(self, programs: Iterable[ProgramKey]) -> list[ProgramKey]:
         """Return programs and the samplers of the shapes among them, without repetitions."""
         programs, choose = list(programs), self.lowering.choose_sampler
         samplers = [sampler for s in filter(is_shape, programs) if (sampler := choose(s))]
@@ -144,15 +146,15 @@ class ProgramTable:
 
     # ------------------------------------------------------------ compiling
 
-    def _load_stored(self, pool: ThreadPoolExecutor) -> dict[Shape | Sampler, Any]:
+    def _load_stored(self, pool: ThreadPoolExecutor) -> dict[ProgramKey, Any]:
         """Return the programs that are stored on disk."""
         replicated = self.abstract_arguments.replicated_sharding
         stored = executable_cache.load_programs(pool, self._keys, replicated, self.lowering.join_parts)
         return {x: program for x, program in stored.items() if program is not None}
 
-    def _compile_first(self, pool: ThreadPoolExecutor, first: Collection[Shape] | None) -> SmallPrograms:
-        """Compile the missing programs of shapes in `first` and of steps that are partly stored. Returns the
-        small programs, which are compiled meanwhile."""
+    def _compile_first(self, pool: ThreadPoolExecutor, first: Collection[ProgramKey] | None) -> SmallPrograms:
+        """Compile the missing programs in `first`, and of steps that are partly stored. Returns the small
+        programs, which are compiled meanwhile."""
         missing = [x for x in self._keys if x not in self._compiled]
         wanted = self._with_samplers(
             x for x in self._keys if first is None or x in first or x in self._compiled
@@ -179,27 +181,37 @@ class ProgramTable:
         self.steps[shape] = self._join_step(shape)
         self.compile_times.store_mean()
 
-    def _program_key(self, program: Shape | Sampler) -> str | None:
+    def load_or_compile(self, program: PromptKey | EncoderKey) -> Any:
+        """Return a program that is not of a step. It is read from disk, or compiled, when it is first
+        needed."""
+        if program not in self._compiled:
+            self._keys[program] = key = self._program_key(program)
+            (device, *_) = self.abstract_arguments.replicated_sharding.device_set
+            stored = executable_cache.load_program(key, device, self.lowering.join_parts)
+            if stored is not None:
+                self._compiled[program] = stored
+            else:  # in a thread whose compilations are not counted: a request asked for this one
+                with ThreadPoolExecutor(1, WARMUP_THREAD_PREFIX) as thread:
+                    thread.submit(self._compile, program, self._lower(program)).result()
+        return self._compiled[program]
+
+    def _program_key(self, program: ProgramKey) -> str | None:
         """Return the key of a program in the executable cache; None if it cannot be stored."""
-        if isinstance(program, Sampler):
-            phase = "sample"
-        else:
-            phase = program.phase if self.lowering.choose_sampler(program) is None else "forward"
-        operands, options = self.lowering.operands(program), self._xla_options(program)
+        name, operands = self.lowering.describe(program)
         return executable_cache.executable_key(
-            self.lowering.phases, phase, operands, self.refused_kernels, options
+            self.lowering.phases, name, operands, self.refused_kernels, self._xla_options(program)
         )
 
-    def _xla_options(self, program: Shape | Sampler) -> dict[str, str] | None:
+    def _xla_options(self, program: ProgramKey) -> dict[str, str] | None:
         """Return XLA's options for a step's program; None for XLA's defaults."""
         return xla_options(self.abstract_arguments, program.product_rows if self.reproducible else 0)
 
-    def _lower(self, program: Shape | Sampler) -> Lowered:
+    def _lower(self, program: ProgramKey) -> Lowered:
         """Lower a program without the refused kernels, one at a time: tracing holds Python's lock."""
         with self._lowering_lock, self.compile_times.measure(program), disable_kernels(self.refused_kernels):
             return self.lowering.lower(program)
 
-    def _compile(self, program: Shape | Sampler, lowered: Lowered) -> None:
+    def _compile(self, program: ProgramKey, lowered: Lowered) -> None:
         """Compile a lowered program."""
         with self.compile_times.measure(program):
             self._compiled[program] = self._compile_lowered(program, lowered)
@@ -208,7 +220,7 @@ class ProgramTable:
     def _compile_small(self, lowered: Lowered) -> Any:
         return lowered.compile(compiler_options=xla_options(self.abstract_arguments))
 
-    def _compile_lowered(self, program: Shape | Sampler, lowered: Lowered) -> Any:
+    def _compile_lowered(self, program: ProgramKey, lowered: Lowered) -> Any:
         """Compile a lowered program; with XLA's usual options and a warning, if its own options fail."""
         options, default_options = self._xla_options(program), xla_options(self.abstract_arguments)
         try:

@@ -13,7 +13,7 @@ from ....model.config import LayerKind
 from ....model.draft_pair import EngineParams, target_params
 from ....model.tree import tree_bytes
 from ....model.weights.cpu.packed import kernel_isa
-from ....sampling.checks import MAX_LOGPROBS
+from ....sampling.checks import MAX_LOGPROBS, RAW_LOGPROBS
 from ....sampling.custom_processors import LogitsProcessor
 from ...options.checks import BUCKET_MULTIPLE_TOKENS, SMALLEST_CHUNK_TOKENS, round_up
 from ...options.engine import EngineOptions
@@ -110,6 +110,8 @@ class Sizes:
     shards: number of shards.
     state_stride: number of pages between two stored states of a recurrent layer.
     processors: logits processors of the engine.
+    embedding_rows: number of rows of the pool of embeddings; 0 without an encoder.
+    logprobs_mode: the option.
     """
 
     max_model_len: int
@@ -123,6 +125,8 @@ class Sizes:
     shards: int = 1
     state_stride: int = 1
     processors: tuple[LogitsProcessor, ...] = ()
+    embedding_rows: int = 0
+    logprobs_mode: str = RAW_LOGPROBS
 
     @property
     def num_slots(self) -> int:

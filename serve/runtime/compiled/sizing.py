@@ -170,10 +170,24 @@ def cache_budget(
         return min(HOST_MAX_BYTES, host_memory_bytes() // HOST_MEMORY_DIVISOR) // len(tree_devices(params))
     slots = 2 * slots_bytes(config, options)  # a warm-up has slots too
     scratch = max_scratch_bytes(config, options, dtype) + dequantised_bytes(params, dtype)
+    scratch += num_embedding_rows(config, options) * config.target.hidden_size * jnp.dtype(dtype).itemsize
     lanes = device_lanes(tree_devices(params), options.data_parallel_size)
     if transferred := transfer_bytes(config, options, dtype, lanes):  # 0 under a pipeline, which has no tiers
         scratch += transferred // min_pool_parts(config.layers, params)
     return int(memory * options.gpu_memory_utilization) - device_bytes(params) - slots - scratch
+
+
+def num_embedding_rows(config: PairConfig, options: EngineOptions) -> int:
+    """Return the number of rows of the pool of embeddings; 0 without an encoder.
+
+    They are as many as a prefill has tokens, and hold all inputs that the smallest chunk may touch: one, or
+    a block of recurrent states with the largest input at both ends.
+    """
+    encoder, alignment = config.target.encoder, config.prefill_alignment
+    if encoder is None:
+        return 0
+    largest = max(map(encoder.num_rows, encoder.buckets))
+    return max(options.prefill_tokens, largest if alignment == 1 else 2 * largest + alignment)
 
 
 def transfer_bytes(config: PairConfig, options: EngineOptions, dtype: Any, lanes: Lanes) -> int:
@@ -269,7 +283,6 @@ def fit_sizes(
     shards = options.data_parallel_size
     wanted_tokens = (options.max_batched_token_mem or options.num_slots * max_model_len) // shards
     pages = -(-wanted_tokens // W)
-
     stage_page_bytes = [stage.page_bytes(layers, W, cache_format) for stage in budgets]
 
     def stage_costs(pages: int) -> list[int]:
@@ -301,11 +314,12 @@ def fit_sizes(
             f"{f' (a shard of {shards})' if shards > 1 else ''}: "
             "lower max_model_len, or raise max_batched_token_mem or gpu_memory_utilization"
         )
-    n_top = options.num_logprobs(config.target.vocab_size)
     counts = pages_by_window(layers, options, max_model_len, pages, stride)
     return Sizes(
-        max_model_len, options.shard_slots, counts, W, n_top=n_top, kv_cache_dtype=options.kv_cache_dtype,
-        shards=shards, state_stride=stride, positions=options.max_draft_tokens + 1,
+        max_model_len, options.shard_slots, counts, W, n_top=options.num_logprobs(config.target.vocab_size),
+        kv_cache_dtype=options.kv_cache_dtype, shards=shards, state_stride=stride,
+        positions=options.max_draft_tokens + 1, embedding_rows=num_embedding_rows(config, options),
+        logprobs_mode=options.logprobs_mode,
     )  # fmt: skip
 
 

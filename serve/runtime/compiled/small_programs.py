@@ -36,7 +36,7 @@ def abstract_assignment(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:
     """Return the arguments of `assign_slot` after the slots, as shapes: slot, SlotContents."""
     knobs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), slots.sampling.knobs)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
-    return scalar, SlotContents(scalar, scalar, scalar, knobs, scalar)
+    return scalar, SlotContents(scalar, scalar, knobs, scalar)
 
 
 def abstract_history(slots: Slots, sizes: Sizes) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from ....kvcache.pages import KVCache
 from ....model.config import LayerKind
 from ....model.draft_pair import PairConfig
 from ....model.recurrent.kinds import STATE_WINDOW
-from .executable_cache import num_cores
+from ...host.devices import num_cores
 from .lowering import StepArguments
 from .program_table import WARMUP_THREAD_PREFIX
 

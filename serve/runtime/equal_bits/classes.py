@@ -7,8 +7,8 @@ tokens.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,7 +19,9 @@ from ..compiled.local_executor import LocalExecutor
 from ..compiled.lowering import StepArguments
 from ..compiled.program_table import ProgramTable
 from ..compiled.shapes import PHASES, CanonicalShapes, Shape
-from .probe import Probe, Runs, run_to_completion
+from .probe import Probe
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,13 @@ def run_in_idle_engine(
     executor: LocalExecutor,
     arguments: StepArguments,
     canonical: CanonicalShapes,
-    work: Callable[[Probe], Runs[Any]],
-) -> tuple[Any, StepArguments]:
+    work: Callable[[Probe], T],
+) -> tuple[T, StepArguments]:
     """Do a probe's work in an idle engine, whose cache it overwrites. Returns the result, and the step's
     arguments."""
     probe = Probe(executor, canonical, executor.programs.steps)
-    probe.lent_pages = [list(range(probe.needed_pages))] * len(executor.programs.sizes.pages)
-    probe.take_cache(arguments.params, arguments.cache)
-    result = run_to_completion(work(probe))
-    return result, replace(arguments, cache=probe.return_cache())
+    pages = [list(range(probe.needed_pages))] * len(executor.programs.sizes.pages)
+    return probe.run(arguments, pages, work)
 
 
 def probe_classes(
@@ -113,12 +113,9 @@ def probe_classes(
     shapes = sorted(executor.programs.steps)
     with progress.show_stage("probing which programs give the same bits", len(shapes)) as done:
 
-        def compare_shapes(probe: Probe) -> Runs[ShapeClasses]:
-            agreeing = []
-            for shape in shapes:
-                if done((yield from probe.matches_canonical(shape))):
-                    agreeing.append(shape)
-            return ShapeClasses.from_shapes(agreeing, (yield from probe.prefill_matches_decode()))
+        def compare_shapes(probe: Probe) -> ShapeClasses:
+            agreeing = [shape for shape in shapes if done(probe.matches_canonical(shape))]
+            return ShapeClasses.from_shapes(agreeing, probe.does_prefill_match_decode())
 
         return run_in_idle_engine(executor, arguments, canonical, compare_shapes)
 
@@ -130,30 +127,23 @@ def measure_step_seconds(
     classes: ShapeClasses,
     depths: Sequence[int],
 ) -> tuple[dict[tuple[int, int], float], StepArguments]:
-    """Measure the steps of an idle engine, as `time_steps` does. Returns the seconds, and the step's
-    arguments."""
-    with progress.show_stage("measuring steps", len(timed_shapes(classes, depths))) as done:
-        return run_in_idle_engine(
-            executor, arguments, canonical, lambda probe: time_steps(probe, classes, depths, done)
-        )
+    """Measure the seconds of the steps of an idle engine, by the keys of `timed_shapes`. Returns the seconds,
+    and the step's arguments."""
+    shapes = timed_shapes(classes, depths)
+    with progress.show_stage("measuring steps", len(shapes)) as done:
+
+        def time_steps(probe: Probe) -> dict[tuple[int, int], float]:
+            return {(size, k): done(probe.time_step(shape, k + 1)) for (size, k), shape in shapes.items()}
+
+        return run_in_idle_engine(executor, arguments, canonical, time_steps)
 
 
-def time_steps(
-    probe: Probe, classes: ShapeClasses, depths: Sequence[int], done: Callable[[float], float] = float
-) -> Runs[dict[tuple[int, int], float]]:
-    """Measure the seconds of each kind of step, by (size, depth).
+def timed_shapes(classes: ShapeClasses, depths: Sequence[int]) -> dict[tuple[int, int], Shape]:
+    """Return the shape to time for each kind of step, by (size, depth).
 
     size: number of tokens of the step; of rows for a decode, or if each row has a draft tree.
     depth: number of draft tokens of a row, one of `depths`; 0 for a decode.
     """
-    seconds = {}
-    for (size, k), shape in timed_shapes(classes, depths).items():
-        seconds[size, k] = done((yield from probe.time_step(shape, k + 1)))
-    return seconds
-
-
-def timed_shapes(classes: ShapeClasses, depths: Sequence[int]) -> dict[tuple[int, int], Shape]:
-    """Return the shape to time for each kind of step, by (size, depth) as in `time_steps`."""
     packed = [s for s in classes.verify if s.packed_tokens]
     trees = [s for s in classes.verify if not s.packed_tokens]
     shapes = {(s.rows, 0): s for s in classes.decode if s.tokens == 1}

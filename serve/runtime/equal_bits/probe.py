@@ -1,12 +1,8 @@
-"""Keys and samples of compiled shapes on fixed texts, so that their bits can be compared.
-
-A comparison takes many runs. Each method that runs programs is a generator that yields after every run, so
-that an engine may serve between two runs.
-"""
+"""Keys and samples of compiled shapes on fixed texts, so that their bits can be compared."""
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,18 +14,16 @@ from jaxtyping import Array, Int, Shaped
 from ....kvcache.pages import Batch, KVCache
 from ....kvcache.shardings import replicated_sharding
 from ....kvcache.tables import SequenceTables
-from ....model.draft_pair import EngineParams, target_params, with_target
 from ....model.recurrent.kinds import STATE_WINDOW
-from ....model.weights.lora import NO_ADAPTER, lora_stacks, num_lora_slots, with_lora_stacks
+from ....model.weights.lora import NO_ADAPTER, num_lora_slots
 from ....sampling.params import NO_TOKEN, SamplingParams, request_knobs
 from ...host.devices import time_calls
-from ..compiled.batches import empty_batch, fill_row
+from ..compiled.batch_arrays import empty_batch, fill_row
 from ..compiled.futures import wait_result
 from ..compiled.local_executor import LocalExecutor
 from ..compiled.lowering import StepArguments
 from ..compiled.shapes import CanonicalShapes, Shape
 from ..steps.output import Output
-from ..steps.scoring import NEVER_SCORED
 from ..steps.step import SlotContents
 
 TIMED_RUNS = 5  # number of runs of a shape that is timed
@@ -42,16 +36,6 @@ MIN_DECODE_STEPS = 4  # number of steps of decode that are compared, at least
 MIN_READ_PAGES = 8  # pages that a program copies, at least
 
 T = TypeVar("T")
-Runs = Generator[None, None, T]  # yields between two runs of programs
-
-
-def run_to_completion(runs: Runs[T]) -> T:
-    """Do all runs, one after the other; returns the result."""
-    while True:
-        try:
-            next(runs)
-        except StopIteration as end:
-            return end.value
 
 
 class ProbeResult(NamedTuple):
@@ -69,31 +53,18 @@ class Probe:
     """Comparison of shapes with the canonical shape of their phase, by the keys that they write and the
     tokens that they sample.
 
-    Shapes run on fixed token sequences, in pages of the cache that are lent to the probe. Between two runs
-    the engine may use the cache: `take_cache` and `return_cache` pass it. The probe has its own slots.
+    Shapes run on fixed token sequences, in pages of an engine's cache and in slots of their own. All methods
+    that run shapes are called by the `work` of `run`.
 
-    is_serving: True if requests are served meanwhile. Then adapters may change, so all rows use the first
-        adapter's slot, in a copy that is made when the comparison begins.
     needed_pages: number of pages of each window that it needs.
-    lent_pages: pages of each window that it has.
     compared_tokens: number of tokens of a prefill that is compared.
     compared_steps: number of steps of decode that are compared; `pages_per_row` is the number of pages of a
     row of decode.
     """
 
-    def __init__(
-        self,
-        executor: LocalExecutor,
-        canonical: CanonicalShapes,
-        shapes: Iterable[Shape],
-        is_serving: bool = False,
-    ):
+    def __init__(self, executor: LocalExecutor, canonical: CanonicalShapes, shapes: Iterable[Shape]):
         self.executor, self.canonical, shapes = executor, canonical, list(shapes)
         self.programs = programs = executor.programs
-        lora_slots = num_lora_slots(programs.abstract_arguments.params)
-        # an idle engine's adapter slots all hold the same
-        self._lora_slots = min(lora_slots, 1) if is_serving else lora_slots
-        self._copies_adapters, self._adapter_copies = is_serving and lora_slots > 0, None
         sizes, abstract = programs.sizes, programs.abstract_arguments
         self.page_size, self.pool, self.capacity = sizes.page_size, min(sizes.pages), sizes.max_num_seqs
         prefill_tokens, min_steps = [s.area for s in shapes if s.phase == "prefill"], MIN_DECODE_STEPS
@@ -112,9 +83,8 @@ class Probe:
         self.needed_pages = max(max_rows * self.pages_per_row, -(-self.compared_tokens // self.page_size))
         V = programs.config.target.vocab_size
         self.text = np.random.default_rng(0).integers(0, V, (MAX_TEXTS, self.compared_tokens), dtype=np.int32)
-        self.slots: Any = None  # Slots
-        self.lent_pages: SequenceTables = []
-        self._state: tuple[EngineParams, Any] | None = None
+        self._arguments: StepArguments | None = None
+        self._pages: list[Int[np.ndarray, " n"]] = []
         self._page_readers = self._compile_readers(abstract.cache)
         self.clear_results()
 
@@ -124,40 +94,26 @@ class Probe:
         self._decode_digests: dict[bool, list[bytes]] = {}
         self._continued_texts: np.ndarray | None = None
 
-    def take_cache(self, params: EngineParams, cache: Any) -> None:
-        """Take parameters and cache for the next runs."""
-        self._state = self._with_copied_adapters(params) if self._copies_adapters else params, cache
-
-    def _with_copied_adapters(self, params: EngineParams) -> EngineParams:
-        """Return the parameters with a copy of the adapters' arrays, which the engine changes in place."""
-        target = target_params(params)
-        if self._adapter_copies is None:
-            copy_arrays = partial(jax.tree.map, lambda x: jax.device_put(np.array(x), x.sharding))
-            self._adapter_copies = {path: copy_arrays(pair) for path, pair in lora_stacks(target).items()}
-        return with_target(params, with_lora_stacks(target, self._adapter_copies))
-
-    def return_cache(self) -> Any:
-        """Give the cache back."""
-        assert self._state is not None
-        (_, cache), self._state = self._state, None
-        return cache
-
-    def release_arrays(self) -> None:
-        """Release the arrays on the device."""
-        self._state = self.slots = None
-        if self._adapter_copies is not None:  # the next copy may have other adapters
-            self._adapter_copies = None
-            self.clear_results()
+    def run(
+        self, arguments: StepArguments, pages: SequenceTables, work: "Callable[[Probe], T]"
+    ) -> tuple[T, StepArguments]:
+        """Do work that runs shapes with a step's parameters, in `pages` of each window of its cache, which
+        are overwritten. Returns the result, and the step's arguments."""
+        self._arguments = replace(arguments, slots=self._make_slots())
+        self._pages = [np.asarray(numbers, np.int32) for numbers in pages]
+        try:
+            result = work(self)
+            return result, replace(arguments, cache=self._arguments.cache)
+        finally:  # after a failure two caches may not fit
+            self._arguments = None
 
     # ------------------------------------------------------------ one run
 
-    def _run(self, shape: Shape, batch: Batch) -> Output:
+    def _run_step(self, shape: Shape, batch: Batch) -> Output:
         """Run a step; returns its output on the host."""
-        assert self._state is not None
-        params, cache = self._state
-        slots = self._make_slots() if self.slots is None else self.slots
-        cache, self.slots, out = self.executor.run(shape, StepArguments(params, cache, slots), batch)
-        self._state = params, cache
+        assert self._arguments is not None
+        cache, slots, out = self.executor.run(shape, self._arguments, batch)
+        self._arguments = replace(self._arguments, cache=cache, slots=slots)
         return jax.tree.map(np.asarray, wait_result(out))
 
     def _make_slots(self) -> Any:
@@ -165,22 +121,21 @@ class Probe:
         params = SamplingParams(temperature=0.0, logprobs=0, ignore_eos=True)
         processors = self.programs.sizes.processors
         knobs = request_knobs(params, seed=0, stop_ids=(), prompt_len=0, processors=processors)
-        slots, lora_slots = self.programs.small_programs.fresh_slots(), self._lora_slots
+        slots = self.programs.small_programs.fresh_slots()
+        lora_slots = num_lora_slots(self.programs.abstract_arguments.params)  # all hold the same
         for slot in range(self.capacity):
             lora_slot = np.int32(slot % lora_slots if lora_slots else NO_ADAPTER)
-            contents = SlotContents(
-                np.int32(0), np.int32(2**31 - 1), np.int32(NEVER_SCORED), knobs, lora_slot
-            )
+            contents = SlotContents(np.int32(0), np.int32(2**31 - 1), knobs, lora_slot)
             slots = self.executor.assign_slot(slots, np.int32(slot), contents)
         return slots
 
-    def _lent_page_numbers(self, pages: Int[np.ndarray, " M"]) -> list[Int[np.ndarray, " M"]]:
-        """Return pages of each window, by their indices into the lent pages."""
-        return [np.asarray(lent, np.int32)[pages] for lent in self.lent_pages]
+    def _page_numbers(self, pages: Int[np.ndarray, " M"]) -> list[Int[np.ndarray, " M"]]:
+        """Return pages of each window, by their indices into the borrowed pages."""
+        return [numbers[pages] for numbers in self._pages]
 
     # ------------------------------------------------------------ prefill
 
-    def run_prefill(self, shape: Shape, tokens: int, text: int = 0) -> Runs[ProbeResult]:
+    def run_prefill(self, shape: Shape, tokens: int, text: int = 0) -> ProbeResult:
         """Prefill the first `compared_tokens` tokens of a text. The result has scores where a chunk of the
         canonical shape would end."""
         pages = np.arange(-(-tokens // self.page_size), dtype=np.int32)
@@ -190,8 +145,8 @@ class Probe:
             starts = range(first, min(first + shape.area, tokens), shape.tokens)
             ends = [min(start + shape.tokens, tokens) for start in starts]
             for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
-                fill_row(batch, row, self.text[text, start:end], start, self._lent_page_numbers(pages), 0)
-            output = self._run(shape, batch)
+                fill_row(batch, row, self.text[text, start:end], start, self._page_numbers(pages), 0)
+            output = self._run_step(shape, batch)
             samples = output.sample_indices(shape.rows, self.programs.sizes.shards)
             sampled = output.sampled
             end_scores = {
@@ -204,22 +159,21 @@ class Probe:
                 for end, x in end_scores.items()
                 if end % self.canonical.prefill_shape.tokens == 0 or end == tokens
             }
-            yield
         return ProbeResult(self._hash_pages(pages[None], tokens)[0], scores)
 
-    def matches_canonical(self, shape: Shape) -> Runs[bool]:
+    def matches_canonical(self, shape: Shape) -> bool:
         """Return True if a shape writes and samples the same bits as the canonical shape of its phase, on
         enough texts to tell."""
         if shape in self.canonical:
             return True
         if shape.phase != "prefill":
             is_verify = shape.phase == "verify"
-            digests = yield from self.run_decode(shape, is_verify)
-            expected = yield from self.run_canonical_decode(is_verify)
+            digests = self.run_decode(shape, is_verify)
+            expected = self.run_canonical_decode(is_verify)
             return all(row == expected[i % len(expected)] for i, row in enumerate(digests))
         tokens = min(shape.area, self.compared_tokens)
         for text in range(min(MAX_TEXTS, -(-self._min_compared_tokens(self._cache) // tokens))):
-            if not (yield from self._prefill_matches(shape, tokens, text)):
+            if not self._matches_in_prefill(shape, tokens, text):
                 return False
         return True
 
@@ -230,77 +184,70 @@ class Probe:
         numbers_per_token = sum(values_per_token(pool, self._is_state(window)) for pool, window in pools)
         return -(-(NARROW_NUMBERS if is_narrow else FLOAT32_NUMBERS) // numbers_per_token)
 
-    def _prefill_matches(self, shape: Shape, tokens: int, text: int) -> Runs[bool]:
+    def _matches_in_prefill(self, shape: Shape, tokens: int, text: int) -> bool:
         """Return True if a prefill of a text has the same result as the canonical prefill."""
-        result = yield from self.run_prefill(shape, tokens, text)
+        result = self.run_prefill(shape, tokens, text)
         expected = self._prefill_results.get((tokens, text))
         if expected is None:
-            expected = yield from self.run_prefill(self.canonical.prefill_shape, tokens, text)
+            expected = self.run_prefill(self.canonical.prefill_shape, tokens, text)
             self._prefill_results[tokens, text] = expected
         return result.digest == expected.digest and result.scores.items() <= expected.scores.items()
 
     # ------------------------------------------------------------ decode and verification
 
-    def run_decode(self, shape: Shape, is_continued: bool = False) -> Runs[list[bytes]]:
+    def run_decode(self, shape: Shape, is_continued: bool = False) -> list[bytes]:
         """Run `compared_steps` tokens in each row; returns each row's digest and scores. Row i has text i
         modulo the number of texts.
 
         is_continued: use texts that the canonical decode has generated, so that all draft tokens are right.
         """
-        text = (yield from self._continue_texts()) if is_continued else self.text
+        text = self._continue_texts() if is_continued else self.text
         scores = [b""] * self._num_rows(shape)
         for start in range(0, self.compared_steps, shape.tokens):
             count = min(shape.tokens, self.compared_steps - start)
-            logprob = self._run(shape, self._make_batch(shape, text, start, count)).sampled.logprob
+            logprob = self._run_step(shape, self._make_batch(shape, text, start, count)).sampled.logprob
             scores = [score + logprob[row, :count].tobytes() for row, score in enumerate(scores)]
-            yield
         pages = np.stack([self._row_pages(row) for row in range(len(scores))])
         return [
             digest + score
             for digest, score in zip(self._hash_pages(pages, self.compared_steps), scores, strict=True)
         ]
 
-    def run_canonical_decode(self, is_continued: bool = False) -> Runs[list[bytes]]:
+    def run_canonical_decode(self, is_continued: bool = False) -> list[bytes]:
         """Return the digests and scores of the canonical decode, run once; `is_continued` as in
         `run_decode`."""
         if is_continued not in self._decode_digests:
-            self._decode_digests[is_continued] = yield from self.run_decode(
-                self.canonical.decode_shape, is_continued
-            )
+            self._decode_digests[is_continued] = self.run_decode(self.canonical.decode_shape, is_continued)
         return self._decode_digests[is_continued]
 
-    def prefill_matches_decode(self) -> Runs[bool]:
+    def does_prefill_match_decode(self) -> bool:
         """Return True if prefill writes the same bits as decode."""
-        for i, row in enumerate((yield from self.run_canonical_decode())):
-            written = yield from self.run_prefill(
-                self.canonical.prefill_shape, self.compared_steps, i % self.num_texts
-            )
+        for i, row in enumerate(self.run_canonical_decode()):
+            written = self.run_prefill(self.canonical.prefill_shape, self.compared_steps, i % self.num_texts)
             if row[:16] != written.digest:
                 return False
         return True
 
-    def _continue_texts(self) -> Runs[Int[np.ndarray, "texts tokens"]]:
+    def _continue_texts(self) -> Int[np.ndarray, "texts tokens"]:
         """Return the texts, continued after their first token by the canonical decode."""
         text = self._continued_texts
         if text is None:
             text, decode, n = self.text.copy(), self.canonical.decode_shape, self.num_texts
             for step in range(1, self.compared_steps):
-                token = self._run(decode, self._make_batch(decode, text, step - 1, 1)).sampled.token
+                token = self._run_step(decode, self._make_batch(decode, text, step - 1, 1)).sampled.token
                 text[:n, step] = np.resize(token[: self._num_rows(decode), 0], n)
-                yield
             self._continued_texts = text
         return text
 
-    def time_step(self, shape: Shape, tokens: int) -> Runs[float]:
+    def time_step(self, shape: Shape, tokens: int) -> float:
         """Return the best seconds of a step that is full of rows of `compared_tokens` tokens, whose draft
         tokens are right."""
-        text = yield from self._continue_texts()
+        text = self._continue_texts()
         batch = self._make_batch(shape, text, 0, min(tokens, self.compared_steps), tokens)
         times = []
         for _ in range(TIMED_RUNS):
             jax.block_until_ready(self._cache)  # the engine's last step may still run
-            times += time_calls(lambda: self._run(shape, batch), 1)
-            yield
+            times += time_calls(lambda: self._run_step(shape, batch), 1)
         return min(times)
 
     @property
@@ -320,19 +267,19 @@ class Probe:
         batch = empty_batch(self.programs.sizes, shape, self.capacity)
         for row in range(self._num_rows(shape, tokens)):
             row_tokens = text[row % self.num_texts, start : start + count]
-            fill_row(batch, row, row_tokens, start, self._lent_page_numbers(self._row_pages(row)), row)
+            fill_row(batch, row, row_tokens, start, self._page_numbers(self._row_pages(row)), row)
         return batch
 
     def _row_pages(self, row: int) -> Int[np.ndarray, " M"]:
-        """Return the indices of a row's pages among the lent pages."""
+        """Return the indices of a row's pages among the borrowed pages."""
         return np.arange(row * self.pages_per_row, (row + 1) * self.pages_per_row, dtype=np.int32)
 
     # ------------------------------------------------------------ what was written
 
     @property
     def _cache(self) -> KVCache:
-        assert self._state is not None
-        return wait_result(self._state[1])
+        assert self._arguments is not None
+        return wait_result(self._arguments.cache)
 
     def _layer_pools(self, cache: KVCache) -> Iterator[tuple[Any, int]]:
         """Yield the pools of the model's layers, each with the number of its window."""
@@ -351,11 +298,11 @@ class Probe:
         """Return a hash of each sequence's keys and values in all layers, of its first `compared_tokens`
         tokens.
 
-        rows: indices of each sequence's pages among the lent pages.
+        rows: indices of each sequence's pages among the borrowed pages.
         """
         hashers, pages = (
             [hashlib.blake2b(digest_size=16) for _ in rows],
-            self._lent_page_numbers(rows.reshape(-1)),
+            self._page_numbers(rows.reshape(-1)),
         )
         for pool, window in self._layer_pools(self._cache):
             copied = self._copy_pages(pool, pages[window])

@@ -2,7 +2,7 @@
 steps each is compared with the first programs, and added to the classes.
 
 The first programs are canonical: a shape that joins later must have their bits, so it changes no result. A
-comparison needs pages of the cache, which are lent for one shape at a time.
+comparison is made between two steps as a whole, in free pages of the cache.
 """
 
 import threading
@@ -15,22 +15,23 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ....kvcache.pages import KVCache
-from ....kvcache.tables import PageTables, SequenceTables
+from ....kvcache.tables import PageTables
+from ...host.devices import num_cores
 from ...host.streams import error_headline, warn_once
 from ..compiled import executable_cache, jaxcache
 from ..compiled.local_executor import LocalExecutor
 from ..compiled.lowering import StepArguments
 from ..compiled.program_table import WARMUP_THREAD_PREFIX
 from ..compiled.shapes import PHASES, CanonicalShapes, Shape
-from .classes import ShapeClasses, time_steps
-from .probe import Probe, Runs
+from .classes import ShapeClasses, timed_shapes
+from .probe import Probe
 
 OPTIONAL_PHASES = "prefill", "decode"  # phases that an engine can serve with some of their shapes
 WARMUP_POLL_SECONDS = 0.02  # seconds between two polls of an engine
-YIELD_SECONDS = 0.001  # seconds after a run that a waiting caller has to take the engine
+YIELD_SECONDS = 0.001  # seconds after a comparison that a waiting caller has to take the engine
 
 
-# Makes the speculation from the classes and the times of their steps, as `time_steps` returns them.
+# Makes the speculation from the classes and the times of their steps, by the keys of `timed_shapes`.
 SpeculationFactory = Callable[[ShapeClasses, dict[tuple[int, int], float] | None], Any]
 
 
@@ -77,7 +78,7 @@ class Warmup:
     | state | moved on by |
     |---|---|
     | missing | a thread that compiles it, if it is `wanted`, or if the engine `is_idle` or waits |
-    | compiled | the engine, which calls `advance` between its steps and compares it, run by run |
+    | compiled | the engine, which calls `advance` between its steps and compares it |
     | in `classes` | nothing: it serves |
     | in `failed` | nothing: it could not be compiled or compared, and does not serve |
 
@@ -109,21 +110,21 @@ class Warmup:
         self._missing = compile_order([s for s in shapes if s not in self.programs.steps])
         self._blocks_engine = any(s.phase not in OPTIONAL_PHASES for s in shapes)
         self.wanted: Shape | None = None
-        self.is_idle, self._has_made_probe = False, False
+        self.is_idle = False
         self._num_uncompiled = len(self._missing)
         self._uncompared = deque(s for s in shapes if s in self.programs.steps and s not in classes.shapes)
         self._lock = threading.Lock()
         self._probe: Probe | None = None
-        self._runs: Runs[None] | None = None
-        self._current_shape: Shape | None = None  # that is compared
-        self._lent_pages: SequenceTables = []
+        self._lacks_probe = goal.reproducible or bool(goal.depths)  # shapes are compared or timed
+        self._has_compared_phases = not goal.reproducible
+        self._step_seconds: dict[tuple[int, int], float] = {}
 
     # ------------------------------------------------------------ compiling, in threads
 
     def start_threads(self, advance_if_idle: Callable[[], bool]) -> None:
         """Start threads that compile. One of them also calls `advance_if_idle` until the warm-up is done: it
         advances an engine that has nothing to serve, and returns True if it did."""
-        threads = max(1, min((executable_cache.num_cores() or 2) // 2, self._num_uncompiled))
+        threads = max(1, min((num_cores() or 2) // 2, self._num_uncompiled))
         targets = [
             partial(self._advance_or_compile, advance_if_idle),
             *[self._compile_missing] * (threads - 1),
@@ -132,10 +133,8 @@ class Warmup:
             threading.Thread(target=target, name=f"{WARMUP_THREAD_PREFIX}-{number}").start()
 
     def stop(self) -> None:
-        """Start no more compilations, and release the arrays on the device."""
+        """Start no more compilations."""
         self.is_stopped = True
-        if self._probe is not None:
-            self._probe.release_arrays()
 
     @property
     def _is_running(self) -> bool:
@@ -149,8 +148,7 @@ class Warmup:
                 time.sleep(YIELD_SECONDS)
                 continue
             shape = self._take_next_shape()
-            if not self._has_made_probe and (shape or self._uncompared or not self._num_uncompiled):
-                self._has_made_probe = True
+            if self._lacks_probe and (shape or self._uncompared or not self._num_uncompiled):
                 self._make_probe()
             self._compile_shape(shape) if shape else time.sleep(WARMUP_POLL_SECONDS)
         if self.is_done:
@@ -175,11 +173,10 @@ class Warmup:
             return shape
 
     def _make_probe(self) -> None:
-        """Make the probe, if shapes are compared or timed. If that fails, the warm-up is done."""
-        if not (self.goal.reproducible or self.goal.depths):
-            return
+        """Make the probe. If that fails, the warm-up is done."""
         try:
-            self._probe = Probe(self._executor, self.goal.canonical, self._shapes, is_serving=True)
+            self._probe = Probe(self._executor, self.goal.canonical, self._shapes)
+            self._lacks_probe = False
         except Exception as error:  # noqa: BLE001 - the engine serves with its first shapes
             self.is_done = True
             warn_once(f"no other shapes serve: they cannot be compared: {error_headline(error)}")
@@ -214,23 +211,15 @@ class Warmup:
     @property
     def has_pending(self) -> bool:
         """True if a shape is being compiled, or waits to be compared."""
-        return self.is_compiling or bool(self._uncompared) or self._runs is not None
+        return self.is_compiling or bool(self._uncompared)
 
     # ------------------------------------------------------------ comparing, between steps
 
     @property
     def has_work(self) -> bool:
         """True if `advance` has something to do."""
-        return (
-            self._runs is not None
-            or self.is_done
-            or (self._is_ready and (bool(self._uncompared) or self._has_compared_all))
-        )
-
-    @property
-    def _is_ready(self) -> bool:
-        """True if the probe is made, or none is needed."""
-        return self._probe is not None or not (self.goal.reproducible or self.goal.depths)
+        has_shapes = bool(self._uncompared) or self._has_compared_all
+        return self.is_done or (has_shapes and not self._lacks_probe)
 
     @property
     def _has_compared_all(self) -> bool:
@@ -238,90 +227,68 @@ class Warmup:
         # in this order: a compiling thread adds to `_uncompared` before it subtracts from `_num_uncompiled`
         return not self._num_uncompiled and not self._uncompared
 
-    def advance(self, arguments: StepArguments, tables: PageTables, spare: int) -> KVCache | None:
-        """Do one run of a comparison. Returns the cache, or None if a failure has consumed it.
+    @property
+    def needed_pages(self) -> int:
+        """Number of pages of every group that `advance` overwrites."""
+        return 0 if self._probe is None or self.is_done else self._probe.needed_pages
 
-        The run's pages are lent if `spare` pages of each window remain for running sequences.
-        """
-        if self._runs is None and not self.is_done:
-            self._start_next_runs(tables, spare)
-        if self._runs is None or self._probe is None:
-            return arguments.cache
-        self._probe.take_cache(arguments.params, arguments.cache)
-        try:
-            next(self._runs)
-        except StopIteration:
-            self._return_pages(tables)
-        except Exception as error:  # noqa: BLE001 - the engine serves without the shape
-            return self._on_run_failed(error)
-        return self._probe.return_cache()
-
-    def _on_run_failed(self, error: Exception) -> None:
-        """Leave out the shape whose comparison failed; end the warm-up if all shapes together were
-        compared."""
-        if self._current_shape is not None:
-            self._record_failure(self._current_shape, error)
-        else:
-            self.is_done = True
-            warn_once(f"steps are not compared as a whole: {error_headline(error)}")
-        self._current_shape = None
-
-    def interrupt(self, tables: PageTables) -> None:
-        """Release pages and memory. The comparison that is under way begins again later."""
-        if self._current_shape is not None:
-            self._uncompared.appendleft(self._current_shape)
-        if self._probe is not None:
-            self._probe.release_arrays()
-        self._return_pages(tables)
-
-    def on_weights_replaced(self, tables: PageTables) -> None:
-        """Compare shapes on other parameters from now on, because the engine serves these."""
-        self.interrupt(tables)
-        self._classes_key = None
-        if self._probe is not None:
-            self._probe.clear_results()
-
-    def _return_pages(self, tables: PageTables) -> None:
-        """Return the lent pages, and forget the runs."""
-        if self._lent_pages:
-            tables.return_warmup_pages(self._lent_pages)
-        self._lent_pages, self._runs, self._current_shape = [], None, None
-
-    def _start_next_runs(self, tables: PageTables, spare: int) -> None:
-        """Choose the next runs, if there are pages for them."""
+    def advance(self, arguments: StepArguments, tables: PageTables) -> KVCache | None:
+        """Compare a shape, or do the next of what follows the comparisons, in `needed_pages` free pages. No
+        step is in flight. Returns the cache, or None if a failure has consumed it."""
         if not self.goal.reproducible:
             while self._uncompared:
                 self.classes = self.classes.with_shape(self._uncompared.popleft())
         is_last = self._has_compared_all
+        if self.is_done or not (is_last or self.goal.reproducible):
+            return arguments.cache
         if self._probe is None:
-            if is_last and self._is_ready:
-                self._complete_warmup(None)
-        elif self._uncompared or is_last:
-            self._lent_pages = tables.lend_warmup_pages(self._probe.needed_pages, spare) or []
-            if self._lent_pages:
-                self._probe.lent_pages = self._lent_pages
-                self._runs = (
-                    self._finish_comparison(self._probe) if is_last else self._compare_shape(self._probe)
-                )
+            self._complete_warmup(None)
+            return arguments.cache
+        work = self._finish_comparison if is_last else self._compare_shape
+        try:
+            with tables.borrow_pages(self.needed_pages) as pages:
+                return self._probe.run(arguments, pages, work)[1].cache
+        except Exception as error:  # noqa: BLE001 - the engine serves without the shape
+            self._on_comparison_failed(error)
+            return None
 
-    def _compare_shape(self, probe: Probe) -> Runs[None]:
+    def _compare_shape(self, probe: Probe) -> None:
         """Compare the next shape, and add it to the classes if it agrees."""
-        self._current_shape = shape = self._uncompared.popleft()
-        if (yield from probe.matches_canonical(shape)):
+        is_equal = probe.matches_canonical(self._uncompared[0])
+        shape = self._uncompared.popleft()  # not before: an interrupted comparison is made again
+        if is_equal:
             self.classes = self.classes.with_shape(shape)
 
-    def _finish_comparison(self, probe: Probe) -> Runs[None]:
-        """Compare prefill with decode, store the classes for later starts, time the steps, and end the
-        warm-up."""
-        if self.goal.reproducible:
-            self.classes = replace(self.classes, same_bits=(yield from probe.prefill_matches_decode()))
+    def _finish_comparison(self, probe: Probe) -> None:
+        """Compare prefill with decode and store the classes for later starts, then time one step in each
+        call, and end the warm-up."""
+        if not self._has_compared_phases:
+            self.classes = replace(self.classes, same_bits=probe.does_prefill_match_decode())
+            self._has_compared_phases = True
             if not self.failed:
                 executable_cache.write_record(self._classes_key, self.classes)
         wanted = self.goal.depths and self.classes.verify
-        self._complete_warmup(
-            (yield from time_steps(probe, self.classes, self.goal.depths)) if wanted else None
-        )
+        shapes = timed_shapes(self.classes, self.goal.depths) if wanted else {}
+        for size, k in [key for key in shapes if key not in self._step_seconds][:1]:
+            self._step_seconds[size, k] = probe.time_step(shapes[size, k], k + 1)
+        if len(self._step_seconds) == len(shapes):
+            self._complete_warmup(self._step_seconds or None)
 
     def _complete_warmup(self, seconds: dict[tuple[int, int], float] | None) -> None:
         """Make the speculation, and mark the warm-up as done."""
         self.speculation, self.is_done = self.make_speculation(self.classes, seconds), True
+
+    def _on_comparison_failed(self, error: Exception) -> None:
+        """Leave out the shape whose comparison failed; end the warm-up if all shapes together were
+        compared."""
+        if self._uncompared:
+            self._record_failure(self._uncompared.popleft(), error)
+        else:
+            self.is_done = True
+            warn_once(f"steps are not compared as a whole: {error_headline(error)}")
+
+    def on_weights_replaced(self) -> None:
+        """Compare shapes on other parameters from now on, because the engine serves these."""
+        self._classes_key, self._step_seconds = None, {}
+        if self._probe is not None:
+            self._probe.clear_results()

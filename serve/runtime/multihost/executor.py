@@ -20,13 +20,14 @@ from ....kvcache.pages import Batch
 from ....model.draft_pair import EngineParams
 from ...host.process import clear_frames
 from ..compiled import executable_cache
-from ..compiled.batches import empty_batch
+from ..compiled.batch_arrays import empty_batch
 from ..compiled.futures import PendingSample, StepFuture, wait_result
 from ..compiled.local_executor import LocalExecutor
 from ..compiled.lowering import ProgramLowering, StepArguments
 from ..compiled.program_table import ProgramTable
 from ..compiled.shapes import Shape
 from ..compiled.small_programs import SLOT_PROGRAMS
+from ..steps.output import NO_PROMPT_INPUTS, PromptInputs
 from .group import ProcessGroup
 from .messages import Order
 from .rendezvous import check_same_facts, current_group
@@ -77,7 +78,7 @@ class GroupExecutor:
     can_defer_sampling = False
 
     def __init__(self, local: LocalExecutor, process_group: ProcessGroup):
-        self.programs, self.batch, self.report = local.programs, local.batch, local.report
+        self.programs, self.report = local.programs, local.report
         self._local, self._process_group = local, process_group
         self._dispatcher = ThreadPoolExecutor(1, "duetto-order-dispatcher")
 
@@ -86,17 +87,27 @@ class GroupExecutor:
         self._dispatcher.shutdown()
         self._process_group.end_group()
 
-    def run(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, Any, Any]:
-        cache, slots = arguments.cache, arguments.slots
+    def run(
+        self,
+        shape: Shape,
+        arguments: StepArguments,
+        batch: Batch,
+        prompt_inputs: PromptInputs = NO_PROMPT_INPUTS,
+    ) -> tuple[Any, Any, Any]:
+        params, cache, slots = arguments.params, arguments.cache, arguments.slots
+        inputs = dict(prompt_inputs)
         job = self._dispatch_to_ranks(
-            Order.from_tree("run", str(shape), batch),
+            Order.from_tree("run", str(shape), (batch, inputs), inputs),
             lambda: self._local.run(
-                shape, StepArguments(arguments.params, wait_result(cache), wait_result(slots)), batch
+                shape, StepArguments(params, wait_result(cache), wait_result(slots)), batch, inputs
             ),
         )
         return job.part(0), job.part(1), job.part(2)
 
     def run_forward(self, shape: Shape, arguments: StepArguments, batch: Batch) -> tuple[Any, PendingSample]:
+        raise NotImplementedError
+
+    def encode(self, arguments: StepArguments, span: Any, rows: Any) -> Any:
         raise NotImplementedError
 
     def assign_slot(self, slots: Any, *contents: Any) -> StepFuture:
@@ -179,8 +190,9 @@ class OrderFollower:
 
     def _run_step(self, shape: Shape, order: Order) -> None:
         """Run a step. Waits for the results of older ones, which raises errors of the device."""
-        batch = order.unflatten(empty_batch(self._local.programs.sizes, shape, 0))
-        cache, slots, output = self._local.run(shape, self._arguments, batch)
+        abstract_batch = empty_batch(self._local.programs.sizes, shape, 0)
+        batch, inputs = order.unflatten((abstract_batch, dict.fromkeys(order.prompt_results, 0)))
+        cache, slots, output = self._local.run(shape, self._arguments, batch, inputs)
         self._arguments = replace(self._arguments, cache=cache, slots=slots)
         self._outputs.append(output)
         if len(self._outputs) > MAX_STEPS_IN_FLIGHT:
@@ -192,7 +204,7 @@ def describe_programs(programs: ProgramTable) -> str:
     lowering = programs.lowering
     return repr(
         [
-            executable_cache.describe_phase(lowering.phases, shape.phase, lowering.operands(shape))
+            executable_cache.describe_phase(lowering.phases, *lowering.describe(shape))
             for shape in sorted(programs.steps)
         ]
     )

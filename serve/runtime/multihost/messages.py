@@ -1,5 +1,6 @@
 """Messages between the processes of a group, as msgpack in frames over TCP."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import msgspec
 import numpy as np
 
 from ...host.sockets.handshake import Handshake, HandshakeRejected
+from ..steps.output import PromptResult
 
 
 class JoinAccepted(msgspec.Struct, tag="Welcome", frozen=True):
@@ -47,16 +49,21 @@ class Order(msgspec.Struct, tag=True, frozen=True):
     program: name of the program, such as "run" for a step.
     shape: name of the step's compiled shape; empty for other programs.
     given: leaves of the program's host arguments.
+    prompt_results: results that are asked of the step's prompts.
     """
 
     program: str
     shape: str = ""
     given: tuple[HostArray, ...] = ()
+    prompt_results: tuple[PromptResult, ...] = ()
 
     @classmethod
-    def from_tree(cls, program: str, shape: str, given: Any) -> "Order":
+    def from_tree(
+        cls, program: str, shape: str, given: Any, prompt_results: Iterable[PromptResult] = ()
+    ) -> "Order":
         """Make the order of a program with a tree of host arguments."""
-        return cls(program, shape, tuple(map(HostArray.from_array, jax.tree.leaves(given))))
+        arrays = map(HostArray.from_array, jax.tree.leaves(given))
+        return cls(program, shape, tuple(arrays), tuple(prompt_results))
 
     def unflatten(self, abstract: Any) -> Any:
         """Return the program's arguments in the structure of the tree `abstract`."""

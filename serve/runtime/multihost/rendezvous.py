@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import wraps
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -21,14 +20,14 @@ from jax.experimental import multihost_utils
 
 from ....checkpoints import orbax
 from ....sampling.custom_processors import list_function_names
-from ...host.devices import default_device, is_jax_initialized, processor_flags
+from ...host.devices import default_device, is_jax_initialized
+from ...host.identity import gather_facts
 from ...host.sockets.handshake import Handshake, HandshakeRejected, connect_to_listener, receive_handshake
 from ...host.sockets.listener import AuthenticatedListener
 from ...host.sockets.message_link import Link
 from ...host.sockets.secret import HandshakeError, Secret, read_key
 from ...host.streams import silence_stdout
 from ...options.engine import EngineOptions
-from ..compiled import executable_cache
 from .group import CAUSE_SECONDS, ProcessGroup
 from .messages import GROUP_DECODER, GroupMessage, JoinAccepted
 from .supervisor import TOKEN_VARIABLE, end_with_supervisor
@@ -40,9 +39,6 @@ HANDSHAKE_SECONDS = 5.0  # seconds within which a rank that has connected sends 
 JOIN_RETRY_SECONDS = 0.1  # seconds between two attempts to connect to rank 0
 SAMPLE_BYTES = 1 << 20  # bytes at each end of a file that are hashed
 ConnectedRank = tuple[Link[GroupMessage], Handshake]  # link and handshake of a rank that has connected
-PROGRAM_SETTINGS = (  # jax's settings that programs depend on
-    "jax_default_matmul_precision", "jax_default_prng_impl", "jax_enable_x64", "jax_threefry_partitionable",
-)  # fmt: skip
 RANK_OPTIONS = ("node_rank", "use_tqdm_on_load", "cluster_key_file")  # options in which ranks may differ
 JOIN_LOCK = threading.Lock()
 _GROUP: list[ProcessGroup] = []  # the group of this process: at most one in its life, as in jax.distributed
@@ -96,9 +92,7 @@ def form_group(options: EngineOptions) -> None:
             f"node_rank {rank} of nnodes {options.nnodes} is not allowed: jax.distributed has made this "
             f"process {jax.process_index()} of {jax.process_count()}"
         )
-    check_same_facts(
-        {"device": f"{device.device_kind} {processor_flags() if device.platform == 'cpu' else ''}"}
-    )
+    check_same_facts(gather_facts("rank device", device))
 
 
 def initialize_distributed(options: EngineOptions) -> None:
@@ -121,10 +115,7 @@ def rank_facts(options: EngineOptions) -> dict[str, str]:
     option_values = {name: value for name, value in asdict(options).items() if name not in RANK_OPTIONS}
     # the processors' computations are a part of the sizes, which are compared later
     option_values["logits_processors"] = list_function_names(options.logits_processors)
-    settings = {name: jax.config.values.get(name) for name in PROGRAM_SETTINGS}
-    versions = {name: version(name) for name in ("jax", "jaxlib")}
-    versions_and_source = versions | {"duetto": executable_cache.library_hash()[:16]}
-    return versions_and_source | {name: str(value) for name, value in (option_values | settings).items()}
+    return gather_facts("rank") | {name: str(value) for name, value in option_values.items()}
 
 
 def group_secret(options: EngineOptions) -> Secret:

@@ -20,7 +20,8 @@ class PipelineExecutor:
 
     def __init__(self, local: LocalExecutor, stages: StageThreads):
         self.programs, self.stages, self._local = local.programs, stages, local
-        self.batch, self.run, self.run_forward = local.batch, local.run, local.run_forward
+        self.run, self.run_forward = local.run, local.run_forward
+        self.encode = local.encode  # start_engine refuses encoders here
         self.assign_slot, self.load_history = local.assign_slot, local.load_history
         self.load_masks, self.close = local.load_masks, local.close
         stages.clock.reset()

@@ -166,7 +166,7 @@ class StageStep:
                 params, self.config, slots, batch, hidden, None, RULES[self.acceptance]
             )
         else:
-            forwarded = make_forward_output(params, self.config, slots, batch, hidden)
+            forwarded = make_forward_output(slots, batch, hidden)
             slots, sampled = sample_rows(params, self.config, slots, forwarded.rows)
             output = forwarded.with_samples(sampled)
         return slots, output, select_first_stage_slots(slots)

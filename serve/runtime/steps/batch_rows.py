@@ -1,5 +1,7 @@
 """Places of a batch's tokens, indices into B*T, and a verification's tokens as rows of one token each."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
@@ -20,12 +22,14 @@ def packed_rows(batch: Batch, packed: Int[Array, " rows"]) -> Batch:
     def take_rows(x: Shaped[Array, "B *rest"]) -> Shaped[Array, "rows *rest"]:
         return x.at[row].get(mode="clip")
 
-    return Batch(
+    return replace(
+        batch,
         tokens=batch.tokens.at[row, column].get(mode="clip")[:, None],
         start=take_rows(batch.start) + column,
         count=((row < len(batch.start)) & (column < take_rows(batch.count))).astype(jnp.int32),
         page_tables=tuple(map(take_rows, batch.page_tables)),
         slot=take_rows(batch.slot),
+        packed=None,
     )
 
 
@@ -55,7 +59,8 @@ def unpacked_rows(batch: Batch) -> Batch:
     def repeat_rows(x: Shaped[Array, "B *rest"]) -> Shaped[Array, "rows *rest"]:
         return jnp.repeat(x, T, axis=0)
 
-    return Batch(
+    return replace(
+        batch,
         tokens=batch.tokens.reshape(B * T, 1),
         start=(batch.start[:, None] + offsets).reshape(-1),
         count=(offsets < batch.count[:, None]).astype(jnp.int32).reshape(-1),

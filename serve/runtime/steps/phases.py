@@ -11,6 +11,7 @@ from ....model.transformer import Decoder, ObserveOptions
 from ....sampling.accept import RULES
 from ....sampling.sample import Sampled
 from . import step
+from .encoding import encode_into_pool
 from .output import ForwardOutput, Output, SampleRows
 from .step import Slots
 
@@ -64,6 +65,11 @@ class TargetOnly:
     def sample(self, params: Decoder, slots: Slots, rows: SampleRows) -> tuple[Slots, Sampled]:
         """Sample the rows of a forward pass, under the masks that the slots have now."""
         return step.sample_rows(params, self.target_config, slots, rows)
+
+    def encode(self, params: Any, pool: Any, rows: Any, encoder_input: Any) -> Any:
+        """Encode an input into rows of the pool of embeddings; returns the pool."""
+        assert self.target_config.encoder is not None
+        return encode_into_pool(self.target_config.encoder, params, pool, rows, encoder_input)
 
     def verify(self, params: Decoder, cache: KVCache, slots: Slots, batch: Batch) -> PhaseResult:
         rule = RULES[self.acceptance]

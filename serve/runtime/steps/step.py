@@ -24,14 +24,13 @@ from ....model.transformer import NULL_RECORDER, Decoder, ObserveOptions, Record
 from ....model.tree import pytree
 from ....model.weights.lora import NO_ADAPTER, with_row_slots
 from ....sampling.accept import NONE_ACCEPTED, AcceptanceRule, DraftTokens, accept_coupled
-from ....sampling.checks import MAX_LOGPROBS
+from ....sampling.checks import MAX_LOGPROBS, RAW_LOGPROBS
 from ....sampling.custom_processors import LogitsProcessor
 from ....sampling.params import NAN_TOKEN, NO_TOKEN, Knobs
 from ....sampling.sample import Sampled, sample
 from ....sampling.state import SamplingState, empty_sampling_state, is_stop_token, load_knobs, record_tokens
 from .batch_rows import rows_by_token_index, single_token_rows, token_indices_by_row
 from .output import ForwardOutput, Output, SampleRows
-from .scoring import NEVER_SCORED, pool_prompts, prompt_scores
 
 MIN_LOGIT_ROWS = 8  # rows of a prefill's last product, at least: a product of fewer rows has other bits
 
@@ -44,7 +43,6 @@ class Slots:
     live: Any  # bool [C], False once a stop token or the end was reached
     known: Any  # int32 [C], number of tokens from the host: samples for earlier positions are dropped
     end: Any  # int32 [C], number of tokens that the request may have, at most
-    first_scored: Any  # int32 [C], position of the prompt from which on it is scored, or NEVER_SCORED
     adapter: Any  # int32 [C], slot of the request's adapter, or NO_ADAPTER
     sampling: SamplingState
     hidden: Any = None  # [C,D], hidden state that the last token was sampled from; None without a draft head
@@ -66,7 +64,6 @@ class SlotContents:
 
     known: Any
     end: Any
-    first_scored: Any
     knobs: Knobs
     adapter: Any = NO_ADAPTER
 
@@ -79,6 +76,7 @@ def empty_slots(
     positions: int = 1,
     processors: tuple[LogitsProcessor, ...] = (),
     S: int = 0,
+    logprobs_mode: str = RAW_LOGPROBS,
 ) -> Slots:
     """Return `capacity` unused slots. `hidden` is the shape of a last hidden state, if slots keep one. The
     other arguments are as in `empty_sampling_state`."""
@@ -91,9 +89,8 @@ def empty_slots(
         live=zeros(bool),
         known=zeros(jnp.int32),
         end=zeros(jnp.int32),
-        first_scored=zeros(jnp.int32) + NEVER_SCORED,
         adapter=zeros(jnp.int32) + NO_ADAPTER,
-        sampling=empty_sampling_state(capacity, V, n_top, positions, processors, S),
+        sampling=empty_sampling_state(capacity, V, n_top, positions, processors, S, logprobs_mode),
         hidden=None if hidden is None else jnp.zeros((capacity, *hidden.shape), hidden.dtype),
     )
 
@@ -106,7 +103,6 @@ def assign_slot(slots: Slots, slot: Int[Array, "*slots"], contents: SlotContents
         live=slots.live.at[slot].set(True),
         known=slots.known.at[slot].set(contents.known),
         end=slots.end.at[slot].set(contents.end),
-        first_scored=slots.first_scored.at[slot].set(contents.first_scored),
         adapter=slots.adapter.at[slot].set(contents.adapter),
         sampling=load_knobs(slots.sampling, slot, contents.knobs),
     )
@@ -157,7 +153,7 @@ def num_sample_rows(B: int, T: int, num_slots: int) -> int:
 def select_sample_rows(
     slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
 ) -> tuple[SampleRows, Int[Array, " R"] | None]:
-    """Return the rows of a step that sample the token after their last one, and `Output.number`."""
+    """Return the rows of a step that sample the token after their last one, and `Output.row_numbers`."""
     B, T = hidden.shape[:2]
     last = jnp.maximum(batch.count - 1, 0)
     rows = SampleRows(
@@ -277,7 +273,8 @@ def forward_rows(
     the attention's state."""
     params = with_row_slots(params, slots.adapter[batch.slot])
     ends = sequence_limits(slots, batch)
-    return forward(params, config, batch.tokens, token_positions(batch), attend, state, ends, recorder)
+    positions = token_positions(batch)
+    return forward(params, config, batch.tokens, positions, attend, state, ends, recorder, batch.embeddings)
 
 
 def sequence_limits(slots: Slots | FirstStageSlots, batch: Batch) -> Int[Array, " B"]:
@@ -314,22 +311,15 @@ def forward_step(
     batch = resolve_device_tokens(slots, batch)
     recorder = NULL_RECORDER if observe is None else Recorder(observe)
     hidden, cache = forward_paged(params, cache, slots, batch, config, recorder)
-    output = make_forward_output(params, config, slots, batch, hidden)
+    output = make_forward_output(slots, batch, hidden)
     return cache, output if observe is None else replace(output, observed=recorder.collect())
 
 
-def make_forward_output(
-    params: Decoder, config: ModelConfig, slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]
-) -> ForwardOutput:
-    """Select the rows that sample from a step's hidden states, and score and pool prompts."""
-    prompt = pooled = None
-    if batch.next_prompt_token is not None:
-        prompt = prompt_scores(
-            params, config, batch, hidden, slots.first_scored[batch.slot], slots.sampling.n_top
-        )
-        pooled = pool_prompts(batch, hidden)
+def make_forward_output(slots: Slots, batch: Batch, hidden: Float[Array, "B T D"]) -> ForwardOutput:
+    """Select the rows that sample from a step's hidden states. The output of a prefill has all hidden
+    states."""
     rows, number = select_sample_rows(slots, batch, hidden)
-    return ForwardOutput(rows, prompt, pooled, number=number)
+    return ForwardOutput(rows, hidden if hidden.shape[1] > 1 else None, row_numbers=number)
 
 
 def prefill(
@@ -416,7 +406,7 @@ def accept_rows(
     hidden = hidden[:, 0]
     logits = compute_logits(params, config, hidden)
     slots, sampled = accept_drafts(slots, batch, hidden, logits, offers, rule)
-    return slots, Output(sampled, None)
+    return slots, Output(sampled)
 
 
 def decode(
@@ -450,4 +440,4 @@ def decode(
         return any_over_shards(jnp.any((i < batch.count) & state[1].live[batch.slot]))
 
     (cache, slots), sampled = run_sampling_loop(T, has_live_rows, decode_one, (cache, slots))
-    return cache, slots, Output(sampled, None)
+    return cache, slots, Output(sampled)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from ....kvcache.page_hash import extend_page_hashes, root_hash
-from ...kv.routing.placement import Prompt
+from ...kv.routing.placement import RoutedPrompt
 from ...text.cache_salt import hash_salt, is_cache_salt
 from ...text.openai.fields import tools_to_chat_fields
 from ...text.tokenizer.chats.chat import (
@@ -21,7 +21,7 @@ BYTES_PER_TOKEN = 4  # bytes of text per token, about
 MAX_HASHED_TOKENS = 1 << 17  # tokens of a prompt that are hashed
 TOKEN_ID_BOUND = 1 << 31  # token ids are below this; replicas reject others
 # (path, body) -> the body's first prompt, with its page hashes
-PageHasher = Callable[[str, Mapping[str, Any]], Prompt]
+PageHasher = Callable[[str, Mapping[str, Any]], RoutedPrompt]
 TEXT_ROOT, TOKENS_ROOT = root_hash("text"), root_hash("tokens")
 
 
@@ -35,7 +35,7 @@ class TextPageHasher:
     def __init__(self, page_size: int):
         self.page_size = page_size
 
-    def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt:
+    def __call__(self, path: str, body: Mapping[str, Any]) -> RoutedPrompt:
         prompt, salt = first_prompt(path, body), hash_body_salt(body)
         if is_token_ids(prompt):
             return hash_pages(prompt, self.page_size, TOKENS_ROOT + salt)
@@ -43,7 +43,9 @@ class TextPageHasher:
         text = content if isinstance(content, str) else msgspec.json.encode(content).decode()
         text_bytes = memoryview(text.encode(errors="replace")[: MAX_HASHED_TOKENS * BYTES_PER_TOKEN])
         hashed_prompt = hash_pages(text_bytes, self.page_size * BYTES_PER_TOKEN, TEXT_ROOT + salt)
-        return Prompt(hashed_prompt.page_hashes, self.page_size, hashed_prompt.tokens // BYTES_PER_TOKEN)
+        return RoutedPrompt(
+            hashed_prompt.page_hashes, self.page_size, hashed_prompt.tokens // BYTES_PER_TOKEN
+        )
 
 
 class TokenPageHasher:
@@ -52,13 +54,13 @@ class TokenPageHasher:
     def __init__(self, tokenizer: Tokenizer, page_size: int):
         self.tokenizer, self.page_size = tokenizer, page_size
 
-    def __call__(self, path: str, body: Mapping[str, Any]) -> Prompt:
+    def __call__(self, path: str, body: Mapping[str, Any]) -> RoutedPrompt:
         prompt = first_prompt(path, body)
         try:
             ids = prompt if is_token_ids(prompt) else self._token_ids(prompt, body_tools(path, body), body)
             return hash_pages(ids, self.page_size, TOKENS_ROOT + hash_body_salt(body))
         except (ChatTemplateError, ValueError, TypeError):
-            return Prompt()  # a replica reports the error
+            return RoutedPrompt()  # a replica reports the error
 
     def _token_ids(self, prompt: Any, tools: Any, body: Mapping[str, Any]) -> list[int]:
         if isinstance(prompt, str):
@@ -117,10 +119,10 @@ def is_token_ids(prompt: Any) -> bool:
     )
 
 
-def hash_pages(tokens: Sequence[int], page_size: int, root: bytes) -> Prompt:
+def hash_pages(tokens: Sequence[int], page_size: int, root: bytes) -> RoutedPrompt:
     hashes: list[bytes] = []
     extend_page_hashes(hashes, tokens, min(len(tokens), MAX_HASHED_TOKENS) // page_size, page_size, root)
-    return Prompt(hashes, page_size, len(tokens))
+    return RoutedPrompt(hashes, page_size, len(tokens))
 
 
 # ---------------------------------------------------------------- tokens of a request
@@ -137,7 +139,7 @@ UNBOUNDED_TOKENS = 1 << 12
 MAX_REQUEST_CHOICES = 128  # maximum completions of a request
 
 
-def charged_tokens(path: str, fields: Mapping[str, Any], prompt: Prompt) -> int:
+def charged_tokens(path: str, fields: Mapping[str, Any], prompt: RoutedPrompt) -> int:
     """Return the tokens that a request is charged in its client's share, at least 1. They are the tokens of
     all its prompts and the maximum tokens of all its answers. `prompt` is its first prompt, already
     hashed."""

@@ -12,16 +12,16 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from ...host.streams import print_stderr
-from ...kv.routing.placement import Prompt, Replica, RoutedRequest
+from ...kv.routing.placement import Replica, RoutedPrompt, RoutedRequest
 from ...options.router import RouterOptions
 from ...options.server import ServerOptions
 from ...text.cache_salt import client_salt
 from ...text.openai.errors import RequestError, parse_request_object
 from ..routes.body import SOURCE_HEADER
 from ..routes.client_bodies import admit_body
-from ..service.admission import Admission
+from ..service.body_admission import Admission
+from ..service.client_connection import ClientLeft, run_while_connected
 from ..service.errors import HttpError
-from ..service.streams import ClientLeft, run_while_connected
 from .http_client import (
     BODILESS_STATUSES,
     AnswerTooLong,
@@ -172,7 +172,9 @@ class Proxy:
         if not self.num_in_flight:
             self.ended.set()
 
-    async def _receive_request(self, scope: Scope, receive: Receive) -> tuple[ProxyRequest, Prompt, int]:
+    async def _receive_request(
+        self, scope: Scope, receive: Receive
+    ) -> tuple[ProxyRequest, RoutedPrompt, int]:
         """Wait for room for a request's body, read it, and return the result of `_parse_request`."""
         if scope["method"] != "POST":
             return self._parse_request(scope, b"")
@@ -182,7 +184,7 @@ class Proxy:
                 reading() if client_body.cost <= LONG_BODY_BYTES else await client_body.run_in_thread(reading)
             )
 
-    def _parse_request(self, scope: Scope, body: bytes) -> tuple[ProxyRequest, Prompt, int]:
+    def _parse_request(self, scope: Scope, body: bytes) -> tuple[ProxyRequest, RoutedPrompt, int]:
         """Return a request, its first prompt, and the number of tokens that it is charged."""
         path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
         headers = [(name, value) for name, value in scope["headers"] if name not in DROPPED_HEADERS]
@@ -192,7 +194,7 @@ class Proxy:
         can_resume = self.options.resume and request.generates and has_room
         if can_resume and fields and fields.get("resume") is None:
             request.stream = ResumableStream(fields, body)
-        prompt = self.page_hasher(path, self._isolate_cache_salt(fields, scope)) if fields else Prompt()
+        prompt = self.page_hasher(path, self._isolate_cache_salt(fields, scope)) if fields else RoutedPrompt()
         return request, prompt, charged_tokens(scope["path"], fields, prompt)
 
     def _isolate_cache_salt(self, fields: Mapping[str, Any], scope: Scope) -> Mapping[str, Any]:

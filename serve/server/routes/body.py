@@ -7,9 +7,9 @@ from contextlib import suppress
 from starlette.requests import ClientDisconnect, Request
 
 from ...options.server import ServerOptions
-from ..service.admission import SHORT_BYTES
+from ..service.body_admission import SHORT_BYTES
+from ..service.client_connection import ClientLeft, wait_with_timeout
 from ..service.errors import HttpError
-from ..service.streams import ClientLeft, wait_with_timeout
 
 REALM_HEADER = "x-duetto-realm"  # header: the realm of a ready server's answers
 SOURCE_HEADER = "x-duetto-prefill"  # header: the address of the prefill engine for a prompt

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import Request
 
 from ...options.server import ServerOptions
-from ..service.admission import Admission, ClientBody
+from ..service.body_admission import Admission, ClientBody
 from .body import body_too_long_error, discard_body, read_body
 
 

@@ -13,18 +13,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ...text.openai.completion_request import CompletionRequest, parse_completion, parse_response
 from ...text.openai.replies import ID_PREFIXES, Replies
 from ...text.openai.reply_types import ChatChunk, ChatCompletion, Completion, ResponseEvent, ResponseReply
 from ...text.openai.resume import STREAM_END, ResumeState
 from ...text.openai.schemas import make_task_body
 from ...text.outputs import GenerationError, RequestOutput
-from ..service.admission import ClientBody
 from ..service.api_call import ApiCall
+from ..service.body_admission import ClientBody
+from ..service.client_connection import ClientLeft, run_while_connected
 from ..service.errors import HttpError, convert_error, json_response
 from ..service.service import Service
-from ..service.streams import ClientLeft, run_while_connected
 from ..streams import completion_stream, responses_stream
-from ..streams.completion_request import CompletionRequest, parse_completion, parse_response
 from ..streams.completion_stream import (
     PING,
     TOKEN_COMMENT_SECONDS,

@@ -10,15 +10,15 @@ from starlette.types import Receive, Scope, Send
 
 from ...llm.subscription import Subscription
 from ...llm.tasks.embedding import embedding_of
-from ...text.openai.bodies import CacheFields, EmbeddingFields
+from ...text.openai.body_fields import CacheFields, EmbeddingFields
 from ...text.openai.embeddings import EmbeddingInputs, embedding_reply, parse_embedding_body
 from ...text.openai.reply_types import EmbeddingReply
 from ...text.openai.schemas import Body, ignored_field_schemas
 from ...text.openai.tasks import Task
-from ..service.admission import ClientBody
+from ..service.body_admission import ClientBody
+from ..service.client_connection import ClientLeft, run_while_connected
 from ..service.errors import json_response
 from ..service.service import Service
-from ..service.streams import ClientLeft, run_while_connected
 from .client_bodies import admit_body
 from .openapi import READ_ERRORS, ApiRoute
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ....neutral_values import NEUTRAL
 from ....option_fields import knob
 from ....refusals import is_among
-from ...text.openai.bodies import MODEL_HELP, EchoFields, Message, StreamFields, field_names
+from ...text.openai.body_fields import MODEL_HELP, EchoFields, Message, StreamFields, field_names
 from ...text.openai.errors import RequestError, is_flag_set, require_field
 from ...text.openai.fields import parse_toolbox
 from ...text.openai.schemas import Body

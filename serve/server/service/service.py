@@ -19,8 +19,8 @@ from ...text.cache_salt import client_salt
 from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task
 from ...text.outputs import RequestOutput
-from .admission import Admission, ClientBody
 from .api_call import ApiCall
+from .body_admission import Admission, ClientBody
 from .errors import HttpError
 from .exposition import EventLoopLag
 from .fair_queue import FairQueue

@@ -16,7 +16,7 @@ from ...text.openai.errors import RequestError
 from ...text.openai.replies import Replies
 from ...text.openai.tasks import Task, make_task_error, task_sampling_params, tokenize_prompt
 from ...text.tokenizer.chats.chat import ChatTemplateError
-from .admission import ClientBody
+from .body_admission import ClientBody
 
 GrammarJobs = list[CompileJob | None]  # compilation of each task's grammar, if it has one
 BegunTasks = tuple[list[Task], GrammarJobs, list[Subscription] | None]

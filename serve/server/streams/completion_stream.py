@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ...text.openai.completion_request import CompletionRequest
 from ...text.openai.replies import ID_PREFIXES, Replies, token_usage
 from ...text.openai.resume import encode_realm_comment, encode_tokens_comment
 from ...text.openai.tasks import Task
@@ -15,7 +16,6 @@ from ...text.openai.text_offsets import TextOffsets, prompt_offsets
 from ...text.outputs import CompletionOutput, RequestOutput
 from ...text.tokenizer.tokenizer import Tokenizer
 from ...text.tools.reply_parser import ReplyParser
-from .completion_request import CompletionRequest
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"

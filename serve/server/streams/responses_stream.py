@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...text.openai import responses
+from ...text.openai.completion_request import CompletionRequest
 from ...text.openai.replies import Replies
 from ...text.openai.responses import ResponseRecord
 from ...text.outputs import CompletionOutput, RequestOutput
 from ...text.tools.reply_parser import ReasoningDelta, ReplyPart
 from ...text.tools.stream_reader import TextDelta, ToolCallArguments, ToolCallStart
-from .completion_request import CompletionRequest
 from .completion_stream import ENCODER
 
 THOUGHT, ANSWER, ARGUMENTS = "reasoning_text", "output_text", "function_call_arguments"

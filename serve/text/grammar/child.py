@@ -92,6 +92,8 @@ def limit_process(job: dict[str, Any]) -> None:
     if MEMORY_FILE.exists():
         pages = int(MEMORY_FILE.read_text().split()[0])
         set_resource_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + job["bytes"])
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the server's process may ignore or block it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     signal.setitimer(signal.ITIMER_PROF, job["seconds"])
 
 

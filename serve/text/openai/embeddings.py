@@ -9,7 +9,7 @@ import numpy as np
 
 from ....model.pooling import PoolingParams
 from ....sampling.params import SamplingParams
-from .bodies import CacheFields, EmbeddingFields, field_names
+from .body_fields import CacheFields, EmbeddingFields, field_names
 from .errors import RequestError, require_field
 from .tasks import (
     Task,

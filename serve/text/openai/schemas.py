@@ -9,7 +9,7 @@ import msgspec
 from ....neutral_values import HARMLESS_FIELDS, NEUTRAL, NeutralTable
 from ....sampling.checks import LIMITS
 from ....sampling.params import SamplingParams
-from . import bodies
+from . import body_fields
 from .tasks import BODY_PARAM_NAMES, FORM_DEFAULTS
 
 SchemaObject = dict[str, Any]
@@ -34,28 +34,34 @@ class Body:
     is_closed: bool = False
 
 
-COMMON_RECORDS = bodies.ProcessorFields, bodies.CacheFields
-CONSTRAINED_RECORDS = bodies.FormatFields, *COMMON_RECORDS
+COMMON_RECORDS = body_fields.ProcessorFields, body_fields.CacheFields
+CONSTRAINED_RECORDS = body_fields.FormatFields, *COMMON_RECORDS
 BODY_FORMS: dict[str, tuple[str, tuple[type, ...], dict[str, Any]]] = {
     "chat": (
         "ChatBody",
-        (SamplingParams, bodies.ChatFields, bodies.ToolFields, *CONSTRAINED_RECORDS, bodies.StreamFields),
+        (
+            SamplingParams,
+            body_fields.ChatFields,
+            body_fields.ToolFields,
+            *CONSTRAINED_RECORDS,
+            body_fields.StreamFields,
+        ),
         {"messages": [{"role": "user", "content": "sort a list"}], "max_tokens": 64, "stream": True},
     ),
     "completion": (
         "CompletionBody",
         (
             SamplingParams,
-            bodies.CompletionFields,
+            body_fields.CompletionFields,
             *CONSTRAINED_RECORDS,
-            bodies.StreamFields,
-            bodies.EchoFields,
+            body_fields.StreamFields,
+            body_fields.EchoFields,
         ),
         {"prompt": "def add(a, b):", "max_tokens": 32, "stream": True},
     ),
     "response": (
         "ResponseBody",
-        (SamplingParams, bodies.ResponseFields, bodies.ToolFields, *COMMON_RECORDS),
+        (SamplingParams, body_fields.ResponseFields, body_fields.ToolFields, *COMMON_RECORDS),
         {"input": "sort a list", "max_output_tokens": 64, "stream": True},
     ),
 }

@@ -23,7 +23,7 @@ from ..tokenizer.chats.chat import (
 )
 from ..tokenizer.tokenizer import Tokenizer
 from ..tools.tool import Toolbox
-from .bodies import (
+from .body_fields import (
     CacheFields,
     ChatFields,
     CompletionFields,

@@ -12,7 +12,7 @@ import msgspec
 from ....checkpoints.dialects import PretokenizerRules
 from .added_tokens import Vocabulary, add_tokens_at_ids, read_added_tokens
 from .stream import byte_alphabet
-from .templates import INSTRUCT_TEMPLATES
+from .template_files import INSTRUCT_TEMPLATES
 
 if TYPE_CHECKING:
     import tokenizers

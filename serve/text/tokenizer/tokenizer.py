@@ -22,7 +22,7 @@ from .stream import (
     byte_level_bytes,
     parse_piece_rules,
 )
-from .templates import read_chat_templates
+from .template_files import read_chat_templates
 from .vocabularies import read_vocabulary
 
 if TYPE_CHECKING:

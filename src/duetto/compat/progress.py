@@ -41,7 +41,10 @@ class Progress:
 def drop_reported_tokens(output: CompletionOutput, lengths: tuple[int, int]) -> CompletionOutput:
     """Return a completion without the tokens and characters that were reported before."""
     tokens, characters = lengths
-    logprobs = None if output.logprobs is None else output.logprobs[tokens:]
+    scores = {name: getattr(output, name) for name in ("logprobs", "logprob_array")}
     return replace(
-        output, text=output.text[characters:], token_ids=output.token_ids[tokens:], logprobs=logprobs
+        output,
+        text=output.text[characters:],
+        token_ids=output.token_ids[tokens:],
+        **{name: None if values is None else values[tokens:] for name, values in scores.items()},
     )

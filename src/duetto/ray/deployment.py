@@ -17,8 +17,8 @@ from ..serve.options.server import ServerOptions
 from ..serve.server.http.guards import read_api_keys
 from ..serve.server.http.main import make_server_app
 from ..serve.server.http.tracing import make_tracing
+from ..serve.server.service.client_connection import cancel_and_wait
 from ..serve.server.service.service import Service
-from ..serve.server.service.streams import cancel_and_wait
 from .autoscaling import LOAD
 from .group import RankActors, leave_group
 from .metrics import copy_metrics_periodically

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,3 +119,12 @@ def test_rates_far_below_the_vendors_are_named():
     (advice,) = doctor.rate_advice(slow, h100)
     assert "memory reach 25%" in advice.text and not advice.is_fault
     assert list(doctor.rate_advice(h100, h100)) == list(doctor.rate_advice(MEASURED, None)) == []
+
+
+def test_a_gpu_is_described_in_json():
+    client = SimpleNamespace(platform_version="cuda 12090")
+    device = SimpleNamespace(
+        device_kind="NVIDIA H200", platform="gpu", client=client, memory_stats=lambda: {"bytes_limit": 1}
+    )
+    facts = doctor.describe_machine(replace(local_target(), devices=(device,)))
+    assert json.loads(json.dumps(facts))["xla_options"] and facts["capability"] == "9.0"

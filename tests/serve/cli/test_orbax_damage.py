@@ -90,6 +90,10 @@ def test_damaged_contents_are_one_sentence(converted, tmp_path, name):
         ({"layers.0.attention.q": 5}, "layers.0.attention.q is 5, expected a type of Quantised, LowRank"),
         ({"layers.0.attention.q": {"type": "Quantised"}}, "is {'type': 'Quantised'}, expected"),
         ({"layers.0.attention.q": {"type": []}}, "is {'type': []}, expected"),
+        (
+            {"layers.0.attention.q": {"type": "Quantised", "scheme": "int3", "packed": -1}},
+            "layers.0.attention.q has scheme 'int3', expected one of int8, int4, fp8",
+        ),
         ({"nope": {"type": "LowRank"}}, "nope is no parameter of the model that config.json describes"),
     ],
 )

@@ -14,6 +14,7 @@ from cases.requests import SIZES
 from duetto import LLM, SamplingParams
 from duetto.kvcache.page_hash import extend_page_hashes
 from duetto.kvcache.tables import PageTables
+from duetto.model.embeddings.prompt import EmbeddingSpan
 from duetto.serve.kv.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -153,6 +154,18 @@ def test_events_have_the_form_that_vllm_gives_them():
         {"type": "BlockRemoved", "block_hashes": [one, two], "medium": "GPU", "group_idx": 0},
         {"type": "AllBlocksCleared"},
     ]  # fmt: skip
+
+
+def test_no_prompt_of_a_router_finds_pages_of_embeddings():
+    """Their names depend on more than tokens, and so do those of all pages after them."""
+    translator, memory, tokens = EventTranslator(ROOT, 2), EventPrefixIndex(), [5, 6, 7, 7, 7, 8]
+    names: list[bytes] = []
+    extend_page_hashes(names, tokens, 3, 2, ROOT, spans=[EmbeddingSpan(2, 3, b"content", None)])
+    parents = [None, *names]
+    stored = [translator.translate_stored(parents[i], names[i], tokens[2 * i : 2 * i + 2]) for i in range(3)]
+    assert [event is not None and event.extra_keys is not None for event in stored] == [False, True, True]
+    PrefixIndexUpdater(memory, 2).apply_batch(0, KVEventBatch(0.0, merge_events(stored)))
+    assert memory.count_cached(names_of(tokens, 2, TOKENS_ROOT)) == 1
 
 
 def test_missed_events_clear_the_index():

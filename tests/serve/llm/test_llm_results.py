@@ -1,6 +1,7 @@
 """The Python API on token ids: forms of prompts, parameters and options, what is refused, and what a result
 holds."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +12,9 @@ from cases.requests import GREEDY, IDS, PARAMS, PROMPTS, SEEDED, SIZES, exact, t
 from cases.weights import logits
 from scipy.special import log_softmax
 
-from duetto import LLM, SamplingParams
+from duetto import LLM, LLMEngine, SamplingParams
 from duetto.checkpoints.huggingface import save_hf
+from duetto.sampling.params import RequestOutputKind
 from duetto.serve.options.keywords import options_from_keywords
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -104,6 +106,19 @@ def test_several_completions_are_those_of_the_following_seeds(llm):
         alone = [llm.generate(prompt, replace(SEEDED, seed=7 + i), use_tqdm=False)[0] for i in range(3)]
         assert exact([output]) == exact(alone)
         assert len({tuple(c.token_ids) for c in output.outputs}) == 3
+
+
+def test_each_completion_may_have_a_seed_of_its_own(llm):
+    seeds = [2**40 + 1, 3, 7, 3]
+    several = llm.generate([IDS, [9, 8]], replace(SEEDED, n=4, seed=seeds), use_tqdm=False)
+    for prompt, output in zip([IDS, [9, 8]], several, strict=True):
+        alone = [llm.generate(prompt, replace(SEEDED, seed=seed), use_tqdm=False)[0] for seed in seeds]
+        assert exact([output]) == exact(alone)
+        assert len({tuple(c.token_ids) for c in output.outputs}) == 3
+    params = replace(SEEDED, n=2, seed=[1, 2])
+    params.n = 3
+    with pytest.raises(ValueError, match=re.escape("seed=(1, 2) is not allowed: one seed, or a list of as")):
+        llm.generate(IDS, params)
 
 
 def test_requests_without_a_seed_follow_the_engines(start):
@@ -211,6 +226,23 @@ def test_logprobs_only_where_wanted(llm):
     assert none.outputs[0].logprobs is None and none.outputs[0].cumulative_logprob is None
     assert none.prompt_logprobs is None
     assert [list(at) for at in zero.outputs[0].logprobs] == [[t] for t in zero.outputs[0].token_ids]
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_arrays_have_the_bits_of_the_lists(llm, kind):
+    params = replace(SEEDED, n=2, output_kind=kind)
+    (whole,) = llm.generate(IDS, params, use_tqdm=False)
+    engine, pieces = LLMEngine(llm), [*whole.outputs, *llm.stream(IDS, params)]
+    engine.add_request("a", IDS, params)
+    while engine.has_unfinished_requests():
+        pieces += [piece for output in engine.step() for piece in output.outputs]
+    for piece in pieces:
+        scores = [at[t].logprob for t, at in zip(piece.token_ids, piece.logprobs, strict=True)]
+        assert piece.logprob_array.dtype == np.float32 and piece.token_array.dtype == np.int32
+        assert piece.logprob_array.tolist() == scores and piece.token_array.tolist() == piece.token_ids
+    assert [len(completion.logprob_array) for completion in whole.outputs] == [SEEDED.max_tokens] * 2
+    (plain,) = llm.generate(IDS, GREEDY, use_tqdm=False)[0].outputs
+    assert plain.logprob_array is None and plain.token_array.tolist() == plain.token_ids
 
 
 def test_scores(llm, tiny):

@@ -95,7 +95,7 @@ def test_max_logprobs_changes_program_keys_and_planned_memory(tiny):
     for most in (20, 100, -1):
         options = EngineOptions(**SIZES, max_logprobs=most)
         sizes = choose_sizes(config, options, params, None)
-        given = LocalLowering.from_params(phases, params, sizes).operands(Shape("decode", 8, 1))
+        _, given = LocalLowering.from_params(phases, params, sizes).describe(Shape("decode", 8, 1))
         keys.add(executable_cache.executable_key(phases, "decode", given))
         scratch.append(max_scratch_bytes(config, options, "float32"))
     assert len(keys - {None}) == 3

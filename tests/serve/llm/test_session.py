@@ -156,8 +156,8 @@ def test_fully_returned_completions_are_not_scanned():
             return self.number > 0
 
     fields = {"prompt": [1], "tokens": [1], "detokenizer": None, "finish_reason": None, "stop_reason": None}
-    params = SimpleNamespace(logprobs=None)
-    requests = [Completion(number=i, params=params, **fields) for i in range(50)]
+    fields |= {"params": SimpleNamespace(logprobs=None), "scores": SimpleNamespace(logprob=[])}
+    requests = [Completion(number=i, **fields) for i in range(50)]
     subscription = Subscription(cast(Any, requests))
     subscription.take_outputs()
     asked.clear()

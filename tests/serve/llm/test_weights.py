@@ -209,8 +209,6 @@ def test_given_tokens_have_the_bits_of_sampled_ones(llm):
     read = [o.logprobs for o in llm.log_likelihood(prompts, tokens)]
     assert (read == wanted) == llm.engine.classes.same_bits
     np.testing.assert_allclose(np.concatenate(read), np.concatenate(wanted), atol=1e-4)
-    with pytest.raises(ValueError, match="by='decode' is not allowed"):
-        llm.log_likelihood(prompts, by="decode")
     empty, one = llm.log_likelihood(prompts[:2], [[], [4]], by="decode")
     assert not empty.logprobs and one.token_ids == [4] and len(one.logprobs) == 1
     with pytest.raises(

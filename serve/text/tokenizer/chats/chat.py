@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..special_token_marks import hide_special_tokens
 from .messages import ChatMessage, ChatTemplateError, iterate_strings, normalise_messages
-from .template_form import fit_messages, render_template
+from .template_rendering import fit_messages, render_template
 
 if TYPE_CHECKING:
     from ..tokenizer import Tokenizer

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 from fakes.engine import ask, run, start
 
-from duetto.serve.engine.core.admission import AdmissionReason
 from duetto.serve.engine.core.engine import Engine
+from duetto.serve.engine.core.waiting_reasons import AdmissionReason
 from duetto.serve.engine.lora.lora_slots import LoRASlots
 from duetto.serve.llm.metrics import engine_counters
 from duetto.serve.server.routes.state import group_metrics
@@ -45,13 +45,6 @@ def lopsided_shards() -> Engine:
     return engine
 
 
-def lent_pages() -> Engine:
-    engine, _ = start(pages=8)
-    assert engine.tables.lend_warmup_pages(6, 0)
-    engine.submit(ask([1, 2, 3], max_tokens=20))
-    return engine
-
-
 def one_adapter() -> Engine:
     engine, _ = start()
     engine.scheduler.lora_slots = places = LoRASlots(1)
@@ -79,7 +72,7 @@ def held_back() -> Engine:
     engine, _ = start(seats=1)
     for i in range(2):
         engine.submit(ask([i, i, i], arrival=i))
-    engine.prefill_batcher.admission_limit = lambda free_slots, decode_rows, steps, tokens: 0
+    engine.prefill_delayer.admission_limit = lambda free_slots, decode_rows, steps, tokens: 0
     return engine
 
 
@@ -87,7 +80,6 @@ CASES: dict[AdmissionReason, Callable[[], Engine]] = {
     AdmissionReason.NO_SLOT: one_slot,
     AdmissionReason.NO_PAGES: few_pages,
     AdmissionReason.SHARD_FULL: lopsided_shards,
-    AdmissionReason.PAGES_LENT: lent_pages,
     AdmissionReason.ADAPTER: one_adapter,
     AdmissionReason.PREFIX_PENDING: shared_prefix,
     AdmissionReason.KV_TRANSFER: pages_on_their_way,

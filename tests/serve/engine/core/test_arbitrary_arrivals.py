@@ -56,7 +56,7 @@ class Serving(RuleBasedStateMachine):
         self.mover = attach(self.engine, self.executor, tier, loses, late) if tiered else None
         # seats cost nothing in half of the engines: nobody in line gets one before a shape is full
         cheap = 1e-9 if options["rows"] > 1 else 1.0
-        self.engine.prefill_batcher._seconds = lambda s: s.area * (1.0 if s.phase == "prefill" else cheap)
+        self.engine.prefill_delayer._seconds = lambda s: s.area * (1.0 if s.phase == "prefill" else cheap)
         self.options = options
         self.asked: list[tuple[Request, int | None]] = []
         self.book: dict[bytes, tuple[tuple[int, ...], bool, int]] = {}

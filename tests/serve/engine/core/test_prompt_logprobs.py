@@ -97,3 +97,19 @@ def test_preempted_scored_prompts_keep_their_scores():
     run(engine)
     assert_scores(first)
     assert_scores(second)
+
+
+def test_score_programs_are_compiled_before_a_calls_time_begins(monkeypatch):
+    engine, executor = start(**SIZES)
+    calls_in_flight: list[tuple[str, int]] = []
+
+    def compile_late(program):
+        calls_in_flight.append((str(program), len(engine.stats.in_flight_calls)))
+
+    monkeypatch.setattr(executor.programs, "load_or_compile", compile_late)
+    engine.submit(ask(prompt_of(1, 5), 1, 0))
+    run(engine)
+    assert calls_in_flight == []
+    scored(engine, prompt_of(0, 15), arrival=1)
+    run(engine)
+    assert [number for _, number in calls_in_flight] == [0] and calls_in_flight[0][0].startswith("prompt[")

@@ -5,11 +5,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from fakes.engine import ask, expected, prompt_of, run, start
 
+from duetto.kvcache.tables import PageTables
 from duetto.serve.runtime.compiled.shapes import Shape
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # the executor is a fake, and so is what it takes
@@ -62,6 +64,31 @@ def test_preempted_requests_return_to_their_queue_position():
         engine.step()
         finished += [r for r in requests if r.is_finished and r not in finished]
     assert finished == requests
+    assert all((r.output_tokens, r.finish_reason) == expected(r) for r in requests)
+
+
+class ComparingWarmup(SimpleNamespace):
+    """A warm-up that compares programs in six pages when `has_work` is set."""
+
+    def advance(self, arguments: Any, tables: PageTables) -> Any:
+        self.has_work = False
+        with tables.borrow_pages(self.needed_pages):
+            return arguments.cache
+
+
+@pytest.mark.parametrize("same_bits", [True, False])
+def test_comparisons_of_programs_preempt_the_last_requests(same_bits):
+    engine, _ = start(pages=12, seats=3, max_model_len=28, same_bits=same_bits)
+    requests, warmup = [ask(prompt_of(i, 7), 16, i) for i in range(3)], cast(Any, ComparingWarmup())
+    vars(warmup).update(needed_pages=6, classes=engine.classes, missing=(), is_done=False, is_compiling=False)
+    for request in requests:
+        engine.submit(request)
+    engine.warmup = warmup
+    for number in range(200):
+        warmup.has_work = number % 8 == 7
+        engine.step()
+        if number == 7:
+            assert not requests[0].preemptions and requests[2].preemptions
     assert all((r.output_tokens, r.finish_reason) == expected(r) for r in requests)
 
 

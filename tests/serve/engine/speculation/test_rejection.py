@@ -25,7 +25,6 @@ from duetto.sampling.params import request_knobs
 from duetto.sampling.token_tree import TokenTree
 from duetto.serve.engine.speculation.draft_proposers import DraftModelProposer, HeadProposer
 from duetto.serve.engine.speculation.draft_steps import DraftSpeculation
-from duetto.serve.runtime.steps.scoring import NEVER_SCORED
 from duetto.serve.runtime.steps.step import SlotContents, Slots, assign_slot, empty_slots
 
 SMALL = ModelConfig.uniform(5, 16, 24, 1, 2, 1, 8, max_position=32)
@@ -78,7 +77,7 @@ class Device:
         knobs = jax.tree.map(lambda x: jnp.asarray(np.broadcast_to(x, (ROWS, *np.shape(x)))), row)
         seeds = jnp.arange(ROWS, dtype=jnp.uint32) + jnp.uint32(first_seed)
         ones = jnp.ones(ROWS, jnp.int32)
-        new = SlotContents(ones, ones * (1 + TOKENS), ones * NEVER_SCORED, replace(knobs, seed=seeds))
+        new = SlotContents(ones, ones * (1 + TOKENS), replace(knobs, seed=seeds))
         self.slots, self.cache = begin(self.guide, jnp.arange(ROWS, dtype=jnp.int32), new)
 
     def batch(self, tokens: np.ndarray, start: np.ndarray, count: np.ndarray) -> Batch:

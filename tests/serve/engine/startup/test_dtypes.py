@@ -26,7 +26,7 @@ from duetto.serve.cli.convert import convert_model
 from duetto.serve.engine.startup import bfloat16_gain, dtype
 from duetto.serve.engine.startup.dtype import compute_dtype, may_overflow_float16
 from duetto.serve.engine.startup.model_folder import load_folder
-from duetto.serve.host import progress
+from duetto.serve.host import identity, progress
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.engine_plan import plan_engine
 from duetto.serve.planner.roofline.presets import PRESETS
@@ -200,7 +200,7 @@ def test_a_machine_is_measured_once(anew, monkeypatch, tmp_path):
     assert bfloat16_gain.bfloat16_gain(device, SMALL) == first == 1.125 and len(anew) == 1
     assert bfloat16_gain.bfloat16_gain(device, PRESETS["135m"]) == 1.25
     bfloat16_gain.load_or_measure_gain.cache_clear()
-    monkeypatch.setattr(executable_cache, "num_cores", lambda: 97)
+    monkeypatch.setattr(identity, "num_cores", lambda: 97)
     assert bfloat16_gain.bfloat16_gain(device, SMALL) == 1.375
 
 

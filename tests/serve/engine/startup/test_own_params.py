@@ -12,12 +12,15 @@ import pytest
 from cases.weights import drawn, logits
 from fakes.greedy import greedy_programs
 from flax import nnx
+from suite.marks import full
 
 from duetto import LLM, SamplingParams
 from duetto.checkpoints.nnx import params_from_state
+from duetto.cpu_kernels.library import load_library
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import leaves_by_path
+from duetto.train import token_logprobs
 
 EXAMPLES = Path(__file__).resolve().parents[4] / "examples"
 CONFIG = ModelConfig.uniform(50, 32, 48, 2, 4, 2, 8, 64)
@@ -228,3 +231,34 @@ def test_the_example_of_reinforcement_learns_from_its_own_samples():
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         rewards, apart, equal = example.reinforce(rounds=8)
     assert rewards[-1] > 3 * rewards[0] > 0 and apart < 1e-4 and equal
+
+
+@pytest.mark.as_served
+@pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
+@pytest.mark.parametrize("dtype, rounds", [("bfloat16", 8), full("bfloat16", 30), full("float32", 30)])
+def test_the_example_of_grpo_is_on_policy_to_the_bit(dtype, rounds):
+    example = example_of("grpo.py")
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        rewards, log_ratios = example.train(dtype, rounds)
+    assert log_ratios.shape[:2] == (rounds, 32) and (np.exp(log_ratios) == 1).all()
+    np.testing.assert_array_equal(log_ratios, 0.0)
+    assert rewards[-1] > (0.9 if rounds == 30 else 1.5 * rewards[0]) and rewards[0] > 0
+
+
+@pytest.mark.full
+@pytest.mark.as_served
+@pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
+def test_a_plain_trainer_of_the_example_is_off_policy(monkeypatch):
+    example = example_of("grpo.py")
+
+    def plain_fn(llm: LLM):
+        def logprobs(masters, *texts):
+            params = jax.tree.map(lambda x: x.astype(llm.served_dtype), masters)
+            return token_logprobs(params, llm.config, *texts, exact=False)
+
+        return logprobs
+
+    monkeypatch.setattr(LLM, "logprobs_fn", plain_fn)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        _, log_ratios = example.train("bfloat16", rounds=1)
+    assert (log_ratios != 0).sum() > 0.9 * 32 * example.ANSWER

@@ -29,7 +29,6 @@ from duetto.serve.runtime.compiled.program_table import ProgramTable, compiling_
 from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape, Sizes
 from duetto.serve.runtime.compiled.small_programs import SmallPrograms
 from duetto.serve.runtime.equal_bits import classes
-from duetto.serve.runtime.equal_bits.probe import Runs
 from duetto.serve.runtime.steps.phases import TargetOnly
 
 
@@ -189,23 +188,16 @@ def test_deferred_compilations_are_reported(tiny, monkeypatch, capfd):
     assert tuple(made.steps) == SHAPES and set(made.ready_seconds) == {*SHAPES}  # two threads compile
 
 
-def runs(found: Any) -> Runs[Any]:
-    yield
-    return found
-
-
 class Silent(SimpleNamespace):
     """A probe without programs, whose shapes all agree."""
 
     def __init__(self, *_: Any):
         super().__init__(
             needed_pages=1,
-            capacity=2,
-            take_cache=lambda params, cache: None,
-            return_cache=lambda: None,
-            matches_canonical=lambda shape: runs(True),
-            prefill_matches_decode=lambda: runs(True),
-            time_step=lambda shape, tokens: runs(1.0),
+            run=lambda arguments, pages, work: (work(self), arguments),
+            matches_canonical=lambda shape: True,
+            does_prefill_match_decode=lambda: True,
+            time_step=lambda shape, tokens: 1.0,
         )
 
 

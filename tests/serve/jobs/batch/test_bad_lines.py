@@ -44,6 +44,11 @@ PLAIN_ERRORS = [
     (b'{"prompt": "a", "temprature": 1}', "invalid_request", "unknown sampling parameter 'temprature'"),
     (b'{"prompt": "a", "temperature": "hot"}', "invalid_request", "temperature='hot'"),
     (b'{"prompt": "a", "temperature": -1}', "invalid_request", "temperature=-1 is not allowed"),
+    (
+        b'{"prompt": "a", "seed": [1, 2]}',
+        "invalid_request",
+        "seed=(1, 2) is not allowed: one seed, or a list",
+    ),
     (b'{"prompt": "a", "n": 129}', "invalid_request", "n=129 is not allowed: 1 to 128"),
     (b'{"prompt": "a", "chat_template_kwargs": {}}', "invalid_request", "only beside messages"),
     (b'{"messages": "hi"}', "invalid_request", "messages must be a list"),
@@ -57,6 +62,7 @@ PLAIN_ERRORS = [
 BODY_ERRORS = [
     (completion(stream=True), "stream=true is not allowed"),
     (completion(echo=True), "echo=true is not allowed"),
+    (completion(seed=[1, "x"], n=2), "seed=[1, 'x']"),
     (completion(best_of=2), "best_of=2 is not allowed: only 1 is supported"),
     (completion(tools=[{}]), "tools=a list of 1 is not allowed"),
     (completion(prompt_logprobs=1), "prompt_logprobs is not supported"),

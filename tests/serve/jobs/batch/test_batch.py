@@ -124,6 +124,17 @@ def test_seeds_come_from_the_job_and_the_line(run):
     assert other[0] != first[0] and other[2:] == first[2:]
 
 
+def test_each_choice_of_a_line_may_have_a_seed(run):
+    lines = [{"prompt": "a", "n": 2, "seed": [8, 3]}, *({"prompt": "a", "seed": seed} for seed in (8, 3))]
+    several, *alone = run(lines).answers
+    bodies = [completion(prompt="a", n=2, seed=[8, 3]), completion(id="b", n=2, seed=[8])]
+    asked, refused = run(bodies, name="o2").answers
+    texts = [answer["text"] for answer in alone]
+    assert texts == [choice["text"] for choice in several["choices"]] and len(set(texts)) == 2
+    assert texts == [choice["text"] for choice in asked["response"]["body"]["choices"]]
+    assert "seed=(8,) is not allowed: one seed, or a list of as many as n=2" in str(refused)
+
+
 def test_answers_have_no_line_ends_inside(run):
     result = run([{"prompt": "a", "id": "x\u2028y\u0085z\n\ud7ff"}])
     assert len(result.out.read_text(encoding="utf-8").splitlines()) == 1

@@ -15,13 +15,13 @@ from duetto.serve.cli.batch import decide_dtype
 from duetto.serve.cli.main import main
 from duetto.serve.engine.startup import cpu_kernels, dtype
 from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
+from duetto.serve.host import devices, identity
 from duetto.serve.jobs.batch import fingerprint as module
 from duetto.serve.jobs.batch.fingerprint import IGNORED_OPTIONS, hash_folder, job_fingerprint
 from duetto.serve.jobs.batch.job import BatchOptions
 from duetto.serve.jobs.batch.lines import has_grammar_field
 from duetto.serve.jobs.batch.run import options_fingerprint
 from duetto.serve.options.engine import EngineOptions
-from duetto.serve.runtime import provenance
 
 
 @pytest.fixture
@@ -52,9 +52,8 @@ def test_the_same_job_has_the_same_fingerprint(model):
 
 
 def test_the_machine_counts(model, monkeypatch):
-    assert changed(
-        model, monkeypatch, lambda: monkeypatch.setattr(provenance.executable_cache, "num_cores", lambda: 97)
-    ) == {"cores"}
+    change = lambda: monkeypatch.setattr(identity, "num_cores", lambda: 97)
+    assert changed(model, monkeypatch, change) == {"cores"}
     other = SimpleNamespace(
         device_kind="NVIDIA H100", platform="gpu", client=SimpleNamespace(platform_version="cuda 1")
     )
@@ -65,12 +64,12 @@ def test_the_machine_counts(model, monkeypatch):
 
 
 def test_the_processor_counts_by_its_name_and_its_instructions(monkeypatch):
-    before = provenance.processor_name()
-    monkeypatch.setattr(provenance, "processor_flags", lambda: "flags: avx99")
-    assert provenance.processor_name.__wrapped__() != before
+    before = devices.processor_name()
+    monkeypatch.setattr(devices, "processor_flags", lambda: "flags: avx99")
+    assert devices.processor_name.__wrapped__() != before
 
 
-@pytest.mark.parametrize("name", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE"])
+@pytest.mark.parametrize("name", identity.COMPILER_VARIABLES)
 def test_the_compilers_settings_count(model, monkeypatch, name):
     monkeypatch.delenv(name, raising=False)
     assert changed(model, monkeypatch, lambda: monkeypatch.setenv(name, "")) == set()
@@ -79,9 +78,10 @@ def test_the_compilers_settings_count(model, monkeypatch, name):
 
 @pytest.mark.parametrize("package", ["jax", "jaxlib", "tokenizers", "jinja2"])
 def test_versions_count(model, monkeypatch, package):
-    version = provenance.version
+    version = identity.installed_version
     newer = lambda name: "99.0" if name == package else version(name)
-    assert changed(model, monkeypatch, lambda: monkeypatch.setattr(provenance, "version", newer)) == {package}
+    change = lambda: monkeypatch.setattr(identity, "installed_version", newer)
+    assert changed(model, monkeypatch, change) == {package}
 
 
 def test_the_draft_models_content_counts_and_not_its_name(model, monkeypatch, tmp_path):
@@ -179,9 +179,11 @@ def documented() -> tuple[set[str], set[str]]:
 
 
 def test_the_page_lists_every_field(model, monkeypatch, tmp_path):
-    for name in provenance.executable_cache.FLAG_VARIABLES:
+    for name in identity.COMPILER_VARIABLES:
         monkeypatch.setenv(name, "--x=1")
-    monkeypatch.setattr(provenance, "version", lambda package: "1.0")
+    for name in identity.RARE_JAX_SETTINGS:
+        monkeypatch.setitem(identity.RARE_JAX_SETTINGS, name, "other than it is")
+    monkeypatch.setattr(identity, "installed_version", lambda package: "1.0")
     (tmp_path / "draft").mkdir()
     own = {"method": "draft_model", "model": str(tmp_path / "draft"), "num_speculative_tokens": 3}
     options = EngineOptions(

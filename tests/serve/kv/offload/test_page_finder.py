@@ -282,10 +282,8 @@ def test_outputs_recomputed_by_decode_are_found_next_time():
 
 def test_tiers_keep_pages_through_warm_up_and_sleep():
     engine, _, mover = flooded()
-    lent = engine.tables.lend_warmup_pages(2, 0)
-    assert lent is not None
-    engine.page_finder.discard_evicted()
-    engine.tables.return_warmup_pages(lent)
+    with engine.tables.borrow_pages(2):
+        engine.page_finder.discard_evicted()
     waits = ask(prompt_of(0, 13), 2, 2)
     engine.submit(waits)
     engine.step()

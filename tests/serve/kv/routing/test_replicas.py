@@ -10,8 +10,8 @@ from duetto.serve.kv.routing.placement import (
     HASH_PRIME,
     HOME_LOAD_SHARE,
     TOKENS_PER_ROW,
-    Prompt,
     Replica,
+    RoutedPrompt,
     RoutedRequest,
     choose_replica,
 )
@@ -57,7 +57,7 @@ def replica(address: str = "x") -> Replica:
 
 def test_the_longest_prefix_wins_unless_its_replica_is_busy():
     one, two = replica(), replica()
-    prompt = Prompt(NAMES, 64, 8 * 64)
+    prompt = RoutedPrompt(NAMES, 64, 8 * 64)
     one.add_request(RoutedRequest(prompt))
     assert one.load == 512 + TOKENS_PER_ROW and two.load == 0
     assert choose_replica([one, two], prompt, 9, ()) is two  # 512 + ROW + 1 there, 512 here
@@ -85,9 +85,13 @@ def test_the_cheapest_replica_or_the_home_is_chosen(seed):
     for own in replicas:
         own.is_ready = random.random() < 0.9
         for _ in range(random.randrange(4)):
-            own.add_request(RoutedRequest(Prompt(NAMES[: random.randrange(8)], 64, random.randrange(520))))
+            own.add_request(
+                RoutedRequest(RoutedPrompt(NAMES[: random.randrange(8)], 64, random.randrange(520)))
+            )
         own.chosen = random.randrange(3)
-    prompt = random.choice([Prompt(), Prompt(NAMES, 64, 8 * 64), Prompt(NAMES[:3], 64, 200)])
+    prompt = random.choice(
+        [RoutedPrompt(), RoutedPrompt(NAMES, 64, 8 * 64), RoutedPrompt(NAMES[:3], 64, 200)]
+    )
     but, most = set(random.sample(replicas, len(replicas) // 4)), random.randint(1, 5)
     open = [one for one in replicas if one.is_ready and one not in but and len(one.requests) < most]
     least = min(open, key=lambda one: (one.prefill_cost(prompt), len(one.requests), one.chosen), default=None)
@@ -111,11 +115,11 @@ def test_independent_routers_send_new_prefixes_to_the_same_replica():
     routers = [[replica(f"http://r{i}:80") for i in range(5)] for _ in range(2)]
     random, homes = Random(0), Counter[str]()
     for _ in range(500):
-        prompt = Prompt([random.randbytes(16) for _ in range(8)], 64, 8 * 64)
+        prompt = RoutedPrompt([random.randbytes(16) for _ in range(8)], 64, 8 * 64)
         one, other = (choose_replica(replicas, prompt, 9, ()) for replicas in routers)
         assert one is not None and other is not None and one.address == other.address
         homes[one.address] += 1
-        more = Prompt([*prompt.page_hashes, random.randbytes(16)], 64, 9 * 64)
+        more = RoutedPrompt([*prompt.page_hashes, random.randbytes(16)], 64, 9 * 64)
         one.add_request(job := RoutedRequest(prompt))
         one.remove_request(job)
         assert choose_replica(routers[0], more, 9, ()) is one  # known there
@@ -125,24 +129,24 @@ def test_independent_routers_send_new_prefixes_to_the_same_replica():
 
 def test_a_home_that_is_much_busier_is_not_chosen():
     replicas = [replica(str(i)) for i in range(3)]
-    prompt = Prompt(NAMES, 64, 8 * 64)
+    prompt = RoutedPrompt(NAMES, 64, 8 * 64)
     first = choose_replica(replicas, prompt, 9, ())
     assert first is not None
-    first.add_request(RoutedRequest(Prompt((), 64, int(HOME_LOAD_SHARE * 512) - TOKENS_PER_ROW)))
+    first.add_request(RoutedRequest(RoutedPrompt((), 64, int(HOME_LOAD_SHARE * 512) - TOKENS_PER_ROW)))
     assert choose_replica(replicas, prompt, 9, ()) is first
-    first.add_request(RoutedRequest(Prompt()))
+    first.add_request(RoutedRequest(RoutedPrompt()))
     assert choose_replica(replicas, prompt, 9, ()) is not first
 
 
 def loaded(replicas: list[Replica], tokens: int) -> None:
     for one in replicas:
-        one.add_request(RoutedRequest(Prompt((), 64, tokens - TOKENS_PER_ROW)))
+        one.add_request(RoutedRequest(RoutedPrompt((), 64, tokens - TOKENS_PER_ROW)))
 
 
 def test_a_busy_prefix_is_copied_to_another_replica():
     """Each router makes the copies in the order of the hashes of the first page."""
     routers = [[replica(f"http://r{i}:80") for i in range(9)] for _ in range(2)]
-    prompt = Prompt(NAMES, 64, 8 * 64)
+    prompt = RoutedPrompt(NAMES, 64, 8 * 64)
     wanted = sorted(routers[0], key=lambda one: -order(one, NAMES[0]))
     for replicas in routers:
         by_address = {one.address: one for one in replicas}
@@ -161,7 +165,10 @@ def test_a_busy_prefix_is_copied_to_another_replica():
 
 def test_a_copy_of_a_prefix_goes_to_no_busier_replica():
     """Whatever the hash of the first page prefers."""
-    prompt, (one, two, idle, *others) = Prompt(NAMES[1:], 64, 7 * 64), [replica(str(i)) for i in range(40)]
+    prompt, (one, two, idle, *others) = (
+        RoutedPrompt(NAMES[1:], 64, 7 * 64),
+        [replica(str(i)) for i in range(40)],
+    )
     for known in (one, two):
         known.prefix_index.on_prompt_sent(NAMES[1:3])
     loaded([one, two], 100)
@@ -174,4 +181,4 @@ def test_later_pages_alone_make_no_replica_the_best():
     one.prefix_index.on_prompt_sent(NAMES[:4])
     two.prefix_index.on_prompt_sent(NAMES[3:4])
     loaded([one], 240)
-    assert choose_replica([one, two], Prompt(NAMES, 64, 8 * 64), 9, ()) is two
+    assert choose_replica([one, two], RoutedPrompt(NAMES, 64, 8 * 64), 9, ()) is two

@@ -127,4 +127,5 @@ def test_a_kernel_touches_its_live_or_declared_bytes(rest: str, pools: tuple[Poo
 
 def test_types_are_read_with_their_memory():
     assert type_bytes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/f32[5]{0}, pred[])") == 12 + 20 + 1
+    assert type_bytes("(f4e2m1fn[4,8]{1,0:E(4)}, u2[9]{0:E(2)}, f8e4m3fn[3]{0}, s64[1]{0})") == 16 + 3 + 3 + 8
     assert main_memory_bytes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, f32[5]{0}, u32[]{:S(2)})") == 20

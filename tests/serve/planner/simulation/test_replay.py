@@ -47,12 +47,12 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     ended: list[tuple[str, int, int]] = field(default_factory=list)
 
-    def noting(self, batch):
-        """`batch` of an engine's programs, which notes the rows of each call."""
+    def noting(self, make_batch):
+        """`make_batch` of an engine, which notes the rows of each call."""
 
-        def noted(shape, rows):
+        def noted(sizes, shape, rows):
             self.plans[-1].append((str(shape), [(w.request.id, w.start, w.count) for w in rows.values()]))
-            return batch(shape, rows)
+            return make_batch(sizes, shape, rows)
 
         return noted
 
@@ -86,7 +86,7 @@ def recorded(engine: Engine) -> Run:
     """A run of the workload by a clock of its own."""
     run, clock, coming = Run(), Ticking(), workload()
     engine.stats.now = clock
-    engine.executor.batch = run.noting(engine.executor.batch)
+    engine.make_batch = run.noting(engine.make_batch)
     engine.stats.on_call = lambda shape, cached, seconds: run.seconds.append(seconds)
     count = 0
     while coming or engine.has_work:
@@ -123,7 +123,7 @@ def replayed(engine: Engine, options: EngineOptions, run: Run) -> Run:
     own = Simulation(
         TINY, params, options, engine.sizes, Recorded(run.seconds), "cpu", classes=engine.classes
     )
-    own.executor.batch = found.noting(own.executor.batch)
+    own.engine.make_batch = found.noting(own.engine.make_batch)
     coming = workload()
     for begin in run.begins:
         assert own.clock() <= begin, "a step took longer than in the run"

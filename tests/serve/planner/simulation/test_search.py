@@ -22,6 +22,7 @@ from duetto.serve.planner.simulation.search import (
     CandidateResult,
     SearchGoal,
     search_candidates,
+    simulate_candidates,
     simulate_until_capacity,
     simulate_without_each_limit,
     size_fleet,
@@ -111,6 +112,24 @@ def test_a_search_without_time_still_simulates_the_best():
     )
     assert [len(answer.points) for answer in found].count(1) == 1
     assert len({answer.candidate.name for answer in found}) == len(found)
+
+
+def test_each_candidate_is_simulated_once_before_one_is_again():
+    space = SearchSpace(job(target="2xh200"), BASE, STATED_EFFICIENCY)
+    found = [CandidateResult(c, estimate_steady_state(c, LOAD, AIM.slo)) for c in space.layout_candidates()]
+    ticks, checks = count(), 2 * len(found) - 1  # before and after each simulation but the first
+    simulate_candidates(found, LOAD, AIM, checks, lambda: next(ticks))
+    assert len(found) > 1 and all(len(answer.points) == 1 for answer in found)
+
+
+def test_a_search_of_the_highest_load_can_go_on_later():
+    own = SearchSpace(job(), BASE, STATED_EFFICIENCY).try_candidate()
+    assert own is not None
+    whole, parts = (CandidateResult(own, estimate_steady_state(own, LOAD, AIM.slo)) for _ in range(2))
+    simulate_until_capacity(whole, LOAD, AIM, 2 * whole.steady.rate, deadline=1.0, clock=lambda: 0.0)
+    for deadline in (-1.0, 1.0):
+        simulate_until_capacity(parts, LOAD, AIM, 2 * parts.steady.rate, deadline, clock=lambda: 0.0)
+    assert parts == whole and len(whole.points) > 1
 
 
 def test_an_accelerator_is_planned_without_the_kernels_of_a_cpu():

@@ -1,5 +1,5 @@
-"""The real engine in simulated time: rows that are taken together change nothing, times are those of the
-model of time, and nothing is kept of requests that have ended."""
+"""The real engine in simulated time: times are those of the model of time, and nothing is kept of requests
+that have ended."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -52,25 +52,20 @@ def workload(count: int = 60) -> list[TraceEntry]:
 @pytest.mark.parametrize(
     "name, pages, shards, cpu_kernels",
     [
-        full("tiny", 99, 1, False),
         ("tiny", 18, 1, False),
         full("windows", 99, 1, False),
         ("tiny", 17, 2, False),
         ("tiny", 99, 1, True),  # which take several steps of few rows
     ],
 )
-def test_merged_steps_give_the_rows_of_single_steps(name, pages, shards, cpu_kernels):
-    found, config = [], READ_BY_KERNELS if cpu_kernels else RANDOM[name]
-    for together in (False, True):
-        own = simulation(pages=pages, config=config, host=0.01, shards=shards, cpu_kernels=cpu_kernels)
-        own.fast_forward = own.fast_forward if together else None
-        found.append(served(own, workload(), SLO(1.5, 1)))
-        assert all(pool.num_free == pages for pool in first_pools(own.engine.tables))
-        assert own.fast_forward is None or own.fast_forward.step_number > 100
-    assert found[0] == found[1]
-    assert any(name.endswith(",4]") for name in found[0]["steps"]) == cpu_kernels
-    assert found[0]["requests"] == 60 and 0 < found[0]["in_time"] < 1 and found[0]["prefix_hit_rate"] > 0
-    assert (found[0]["preemptions"] > 0) == (pages < 20)
+def test_a_workload_ends_and_returns_its_pages(name, pages, shards, cpu_kernels):
+    config = READ_BY_KERNELS if cpu_kernels else RANDOM[name]
+    own = simulation(pages=pages, config=config, host=0.01, shards=shards, cpu_kernels=cpu_kernels)
+    found = served(own, workload(), SLO(1.5, 1))
+    assert all(pool.num_free == pages for pool in first_pools(own.engine.tables))
+    assert any(name.endswith(",4]") for name in found["steps"]) == cpu_kernels
+    assert found["requests"] == 60 and 0 < found["in_time"] < 1 and found["prefix_hit_rate"] > 0
+    assert (found["preemptions"] > 0) == (pages < 20)
 
 
 def first_pools(tables) -> list[PagePool]:

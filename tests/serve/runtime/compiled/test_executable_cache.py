@@ -16,6 +16,7 @@ from suite.fixtures import Model
 
 from duetto import LLM, SamplingParams
 from duetto.model.gpus import Gpu
+from duetto.serve.host import identity
 from duetto.serve.runtime.compiled import executable_cache, lowering
 from duetto.serve.runtime.compiled.lowering import LocalLowering
 from duetto.serve.runtime.compiled.program_table import ProgramTable
@@ -79,6 +80,29 @@ def test_a_second_start_neither_lowers_nor_probes(one_layer, first, folder, monk
     assert tokens(one_layer, folder) == first.tokens
 
 
+def test_programs_of_prompts_are_compiled_when_asked_and_kept(one_layer, first, folder, monkeypatch):
+    shutil.copytree(first.folder, folder, dirs_exist_ok=True)
+    assert tokens(one_layer, folder) == first.tokens
+    for phase in ("forward", "decode"):
+        monkeypatch.setattr(TargetOnly, phase, fails)
+    expected = scores_and_embedding(one_layer, folder)
+    monkeypatch.setattr(LocalLowering, "lower", fails)
+    assert scores_and_embedding(one_layer, folder) == expected
+
+
+def scores_and_embedding(model: Model, folder: Path) -> tuple[list[float], list[float]]:
+    """Each takes one program more."""
+    with LLM.from_params(model.config, model.params, compilation_cache=str(folder), **OPTIONS) as llm:
+        programs = llm.report()["programs"]
+        scored = llm.generate([[5, 6, 7]], replace(GREEDY, prompt_logprobs=0))[0].prompt_logprobs
+        assert llm.report()["programs"] == programs + 1
+        embedded = llm.embed([[5, 6, 7]])[0].outputs.embedding
+        report = llm.report()
+        assert report["programs"] == programs + 2 and report["compilations"] == 0
+        assert scored is not None
+        return [x.logprob for at in scored[1:] for x in at.values()], list(embedded)
+
+
 @pytest.mark.full
 def test_other_parameters_are_probed_again(one_layer, first, folder, monkeypatch):
     shutil.copytree(first.folder, folder, dirs_exist_ok=True)
@@ -91,9 +115,9 @@ def test_other_parameters_are_probed_again(one_layer, first, folder, monkeypatch
 def test_edited_code_of_a_package_makes_other_programs(tmp_path):
     (tmp_path / "room").mkdir()
     (file := tmp_path / "room" / "step.py").write_text("x = 1")
-    before = executable_cache.hash_sources([tmp_path])
+    before = identity.hash_sources([tmp_path])
     file.write_text("x = 2")
-    assert executable_cache.hash_sources([tmp_path]) != before
+    assert identity.hash_sources([tmp_path]) != before
 
 
 @pytest.mark.full
@@ -129,7 +153,7 @@ def test_a_key_follows_from_step_config_shapes_flags_and_source(tiny, monkeypatc
     ]
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
     found.append(key())
-    monkeypatch.setattr(executable_cache, "imported_sources_hash", lambda: "edited")
+    monkeypatch.setattr(identity, "imported_sources_hash", lambda: "edited")
     found.append(key())
     assert len(set(found)) == len(found)
 
@@ -186,7 +210,7 @@ def test_phases_of_code_that_is_not_hashed_have_no_key(tiny):
 def test_programs_of_code_edited_after_import_are_not_stored(folder, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", str(folder))
     executable_cache.compile_and_store("same", jax.jit(lambda x: 2 * x).lower(jnp.ones(3)))
-    monkeypatch.setattr(executable_cache, "hash_traced_sources", lambda: "edited")
+    monkeypatch.setattr(identity, "hash_traced_sources", lambda: "edited")
     executable_cache.compile_and_store("edited", jax.jit(lambda x: 3 * x).lower(jnp.ones(3)))
     assert executable_cache.read_entry("same") and not executable_cache.read_entry("edited")
 

@@ -14,17 +14,13 @@ import duetto
 from duetto.model.draft_pair import PairConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import shapes_from_specs
-from duetto.serve.runtime.compiled import executable_cache
+from duetto.serve.host import identity
 from duetto.serve.runtime.compiled.lowering import LocalLowering, make_abstract_arguments
 from duetto.serve.runtime.compiled.shapes import Shape, Sizes
 from duetto.serve.runtime.steps.phases import TargetOnly
 
 ROOT = Path(duetto.__file__).parent
-TOPS = [
-    place
-    for name in executable_cache.LIBRARY_MODULES
-    for place in map(Path, executable_cache.module_paths(name))
-]
+TOPS = [place for name in identity.LIBRARY_MODULES for place in map(Path, identity.module_paths(name))]
 # Where programs are lowered or compared, and measurements kept.
 BEGINNINGS = (
     "serve.engine.speculation.draft_steps",
@@ -34,7 +30,7 @@ BEGINNINGS = (
     "serve.runtime.compiled.local_executor",
     "serve.runtime.compiled.transfers",
     "serve.runtime.equal_bits.warmup",
-    "serve.runtime.pipeline.pipeline_lowering",
+    "serve.runtime.pipeline.lowering",
 )
 # What these say reaches a program by its key and its arguments alone: no step is traced from them.
 BESIDE = ("serve.host", "serve.options", "refusals", "option_fields", "neutral_values", "user_folders")
@@ -88,18 +84,16 @@ def within(module: str, names: tuple[str, ...]) -> str | None:
 
 def test_the_table_is_what_the_import_graph_of_steps_says():
     found = {
-        module: within(module, executable_cache.TRACED_MODULES)
-        for module in reached()
-        if not within(module, BESIDE)
+        module: within(module, identity.TRACED_MODULES) for module in reached() if not within(module, BESIDE)
     }
     assert [module for module, entry in found.items() if entry is None] == []
-    assert set(found.values()) == set(executable_cache.TRACED_MODULES)
+    assert set(found.values()) == set(identity.TRACED_MODULES)
 
 
 def test_no_step_reaches_what_serves_or_plans():
     apart = tuple(f"serve.{door}" for door in APART)
     assert [module for module in reached() if within(module, apart)] == []
-    assert not any(within(entry, apart) for entry in executable_cache.TRACED_MODULES)
+    assert not any(within(entry, apart) for entry in identity.TRACED_MODULES)
 
 
 @pytest.mark.parametrize("name", ["tiny", full("recurrent")])
@@ -119,15 +113,15 @@ def test_a_step_calls_no_other_code_while_it_is_traced(name):
     counter = "serve.engine.metrics.stats"  # jax calls its listener at each compilation
     modules = {module_of(Path(file)) for file in called} - {None, counter}
     assert "serve.runtime.steps.step" in modules
-    assert {module for module in modules if not within(module, executable_cache.TRACED_MODULES)} == set()
+    assert {module for module in modules if not within(module, identity.TRACED_MODULES)} == set()
 
 
 def test_edits_of_traced_code_count_and_others_do_not(tmp_path, monkeypatch):
     for name in ("step", "router"):
         (tmp_path / f"{name}.py").write_text("x = 1")
-    monkeypatch.setattr(executable_cache, "module_paths", lambda name: [tmp_path / "step.py"])
-    before = executable_cache.imported_sources_hash.__wrapped__()
+    monkeypatch.setattr(identity, "module_paths", lambda name: [tmp_path / "step.py"])
+    before = identity.imported_sources_hash.__wrapped__()
     (tmp_path / "router.py").write_text("x = 2")
-    assert executable_cache.imported_sources_hash.__wrapped__() == before
+    assert identity.imported_sources_hash.__wrapped__() == before
     (tmp_path / "step.py").write_text("x = 2")
-    assert executable_cache.imported_sources_hash.__wrapped__() != before
+    assert identity.imported_sources_hash.__wrapped__() != before

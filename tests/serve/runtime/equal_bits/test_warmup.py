@@ -14,10 +14,10 @@ from suite.marks import full
 from duetto import LLM, SamplingParams
 from duetto.kvcache.tables import PageTables
 from duetto.serve.engine.startup import start
-from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.local_executor import LocalExecutor
 from duetto.serve.runtime.compiled.program_table import ProgramTable
 from duetto.serve.runtime.compiled.shapes import CanonicalShapes, Shape
+from duetto.serve.runtime.equal_bits import warmup
 from duetto.serve.runtime.equal_bits.probe import Probe
 from duetto.serve.runtime.equal_bits.warmup import Warmup, compile_order, first_shapes
 
@@ -132,7 +132,7 @@ def test_a_device_that_fails_while_it_compares(cold, warm, gate, monkeypatch, se
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("broken", ["__init__", "prefill_matches_decode"])
+@pytest.mark.parametrize("broken", ["__init__", "does_prefill_match_decode"])
 def test_programs_that_cannot_be_compared_are_left_out(one_layer, gate, warm, monkeypatch, caplog, broken):
     def fails(*_: Any, **__: Any) -> Any:
         raise ValueError("nothing to read with")
@@ -143,6 +143,26 @@ def test_programs_that_cannot_be_compared_are_left_out(one_layer, gate, warm, mo
         wait(llm)
         assert "nothing to read with" in caplog.text
         assert answers(llm) == answers(warm) and llm.engine.tables.occupancy == 0
+
+
+def test_an_interrupted_comparison_is_made_again(cold, warm, gate, monkeypatch):
+    matches, interrupts = Probe.matches_canonical, ["a Ctrl-C"]
+
+    def interrupted(probe: Probe, shape: Shape) -> bool:
+        is_equal = matches(probe, shape)
+        if interrupts and threading.current_thread() is threading.main_thread():
+            interrupts.clear()
+            raise KeyboardInterrupt
+        return is_equal
+
+    monkeypatch.setattr(Probe, "matches_canonical", interrupted)
+    gate.open.set()
+    with pytest.raises(KeyboardInterrupt):
+        while cold.engine.warmup is not None:
+            answers(cold)
+    assert answers(cold) == answers(warm)
+    wait(cold)
+    assert cold.engine.tables.occupancy == 0 and cold.engine.classes == warm.engine.classes
 
 
 def test_warm_up_goes_on_after_a_stop_token(cold, gate):
@@ -175,7 +195,7 @@ def test_what_another_thread_compiles_meanwhile_is_compared_too(one_layer, warm,
 
     monkeypatch.setattr(Warmup, "_make_probe", late)
     monkeypatch.setattr(ProgramTable, "add", slow)
-    monkeypatch.setattr(executable_cache, "num_cores", lambda: 4)
+    monkeypatch.setattr(warmup, "num_cores", lambda: 4)
     with LLM.from_params(one_layer.config, one_layer.params, **SIZES) as llm:
         wait(llm)
         assert llm.engine.classes == warm.engine.classes and answers(llm) == answers(warm)
@@ -272,7 +292,8 @@ def test_the_first_shapes_serve_everything():
 
 @pytest.mark.full
 def test_warm_up_ends_while_requests_take_all_pages(one_layer, gate):
-    """Requests that come one after the other, the longest as long as the pool, do not starve it."""
+    """Requests that come one after the other, the longest as long as the pool, do not starve it: the last
+    ones are preempted."""
     with LLM.from_params(one_layer.config, one_layer.params, max_batched_token_mem=256, **SIZES) as llm:
         gate.open.set()
         for i in range(2000):
@@ -295,20 +316,14 @@ def test_the_largest_shapes_of_each_phase_are_compiled_first():
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 20), (20, 40)])
-def test_lent_pages_leave_what_requests_need(windows):
+def test_borrowed_pages_are_free_ones_and_come_back(windows):
     tables = PageTables(windows, [8] * len(windows), 16, 16)
     one = tables.admit([[] for _ in windows], 40, 64)
-    assert tables.max_new_pages(one, 64) == (windows[0] is None)
-    assert tables.lend_warmup_pages(9, spare_pages=0) is None
-    assert windows[0] is not None or tables.lend_warmup_pages(3, spare_pages=3) is None
-    # they are claimed
-    assert tables.has_warmup_claim and not tables.fits([[] for _ in windows], 48, 64, spare_pages=0)
-    lent = tables.lend_warmup_pages(3, spare_pages=1)
-    assert lent is not None and [len(pages) for pages in lent] == [3] * len(windows)
-    assert not set(lent[0]) & set(one[0])
-    assert tables.has_warmup_claim and tables.fits([[] for _ in windows], 1, 16, spare_pages=1)
-    tables.return_warmup_pages(lent)
-    tables.release(one, 64)
-    assert (
-        tables.occupancy == 0 and tables.reserved_pages == [0] * len(windows) and not tables.has_warmup_claim
-    )
+    tables.advance_windows(one, 0, 40)
+    before = [pool.num_free for pool in tables.pools]
+    assert tables.has_free_pages(min(before)) and not tables.has_free_pages(min(before) + 1)
+    with pytest.raises(KeyboardInterrupt), tables.borrow_pages(3) as pages:
+        assert [len(numbers) for numbers in pages] == [3] * len(windows)
+        assert not any(set(borrowed) & set(kept) for borrowed, kept in zip(pages, one, strict=True))
+        raise KeyboardInterrupt
+    assert [pool.num_free for pool in tables.pools] == before

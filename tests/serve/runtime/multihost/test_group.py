@@ -65,7 +65,7 @@ def test_messages_arrive_as_they_were_sent(linked):
     given = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": (np.float32(0.5), None)}
     sent = [
         Handshake({"jax": "1"}, 1),
-        Order.from_tree("run", "decode[2,1]", given),
+        Order.from_tree("run", "prefill[2,1]", given, {"pooled": 0}),
         Beat(7),
         HandshakeRejected("no"),
         End(),
@@ -75,7 +75,7 @@ def test_messages_arrive_as_they_were_sent(linked):
     received = [theirs.receive() for _ in sent]
     assert received == sent
     order = received[1]
-    assert isinstance(order, Order)
+    assert isinstance(order, Order) and order.prompt_results == ("pooled",)
     found = order.unflatten(like)
     np.testing.assert_array_equal(found["a"], given["a"])
     assert found["b"] == given["b"] and found["a"].dtype == np.int32

@@ -16,7 +16,6 @@ from duetto.sampling.params import request_knobs
 from duetto.sampling.sample import Sampled
 from duetto.serve.runtime.steps import step
 from duetto.serve.runtime.steps.output import Output
-from duetto.serve.runtime.steps.scoring import NEVER_SCORED
 from duetto.serve.runtime.steps.step import SlotContents, assign_slot, decode, empty_slots, prefill, verify
 
 PROMPT = np.random.default_rng(5).integers(3, 300, 20).astype(np.int32)
@@ -33,7 +32,7 @@ class Device:
         self.config, self.params = model.config, model.params
         self.cache, slots = unused(model.config)
         knobs = request_knobs(params, seed=9, stop_ids=stop_ids, prompt_len=len(PROMPT))
-        new = SlotContents(jnp.int32(len(PROMPT)), jnp.int32(end), jnp.int32(NEVER_SCORED), knobs)
+        new = SlotContents(jnp.int32(len(PROMPT)), jnp.int32(end), knobs)
         self.slots = seated(slots, jnp.int32(SLOT), new)
         self.length = 0
 
@@ -145,7 +144,7 @@ def test_decode_replays_the_tokens_it_is_given(one_layer):
         SamplingParams(temperature=0.9, logprobs=0), seed=9, stop_ids=(), prompt_len=len(PROMPT)
     )
     free = plain(one_layer, SamplingParams(temperature=0.9, logprobs=0), 8)
-    new = SlotContents(jnp.int32(len(PROMPT) + 3), jnp.int32(100), jnp.int32(NEVER_SCORED), knobs)
+    new = SlotContents(jnp.int32(len(PROMPT) + 3), jnp.int32(100), knobs)
     device.slots = seated(device.slots, jnp.int32(SLOT), new)
     assert device.prompt() == []
     emitted, _ = device.run(decode, [*free[:3], -1])
@@ -187,6 +186,6 @@ def test_rows_of_a_step_that_sample(B, tokens, num_slots, rows):
 def test_samples_are_found_by_the_rows_of_their_batch():
     """Four rows in each of two shards; the number 4 is padding."""
     number = np.array([2, 0, 4, 3, 1, 4], np.int32)
-    output = Output(Sampled(*[number] * 5), prompt=None, number=number)
+    output = Output(Sampled(*[number] * 5), prompt=None, row_numbers=number)
     assert output.sample_indices(4, shards=2) == [1, -1, 0, -1, -1, 4, -1, 3]
-    assert replace(output, number=None).sample_indices(2, shards=2) is None
+    assert replace(output, row_numbers=None).sample_indices(2, shards=2) is None

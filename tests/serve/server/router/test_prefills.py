@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from duetto.serve.kv.routing.placement import Prompt, RoutedRequest, choose_replica
+from duetto.serve.kv.routing.placement import RoutedPrompt, RoutedRequest, choose_replica
 from duetto.serve.options.router import RouterOptions
 
 LONG = "def add(a, b): return a + b  " * 40  # some 290 tokens
@@ -25,7 +25,7 @@ def test_the_prefill_engine_that_has_the_prefix_is_chosen(routing):
     async def test(router):
         prompt = router.proxy.page_hasher("/v1/completions", {"prompt": LONG})
         first = choose_replica(router.prefills.replicas, prompt, 9, ())  # none has it
-        first.add_request(other := RoutedRequest(Prompt(tokens=10_000)))
+        first.add_request(other := RoutedRequest(RoutedPrompt(tokens=10_000)))
         await router.words(prompt=LONG)
         first.remove_request(other)
         assert all_chosen(router) == [f"p:{1 - router.prefills.replicas.index(first)}"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import duetto.checkpoints
-from duetto.serve.kv.routing.placement import Prompt
+from duetto.serve.kv.routing.placement import RoutedPrompt
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.server.router.http_client import ServerAddress
 from duetto.serve.server.router.prompts import TextPageHasher, TokenPageHasher
@@ -43,7 +43,9 @@ def test_equal_prefixes_have_equal_hashes():
             for given in (tools[:1], tools[1:], tools[:1])
         )
         assert one == same and not {*one[12:]} & {*two[12:]}
-    assert TokenPageHasher(tokenizer, 4)("/v1/chat/completions", {"messages": [{"role": 3}]}) == Prompt()
+    assert (
+        TokenPageHasher(tokenizer, 4)("/v1/chat/completions", {"messages": [{"role": 3}]}) == RoutedPrompt()
+    )
     assert TextPageHasher(4)("/v1/chat/completions", {"messages": [{"role": 3}]}).tokens
 
 
@@ -66,7 +68,7 @@ def test_a_router_renders_no_template_of_a_client(name):
     body = {"messages": [{"role": "user", "content": "sort a list " * 9}]}
     assert TokenPageHasher(tokenizer, 4)("/v1/chat/completions", body).page_hashes
     variables = {"chat_template_kwargs": {name: "{{ messages }}"}}
-    assert TokenPageHasher(tokenizer, 4)("/v1/chat/completions", body | variables) == Prompt()
+    assert TokenPageHasher(tokenizer, 4)("/v1/chat/completions", body | variables) == RoutedPrompt()
 
 
 WRONG = [

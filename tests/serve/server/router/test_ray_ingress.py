@@ -17,7 +17,7 @@ from duetto.ray.autoscaling import LOAD, desired_replicas
 from duetto.ray.deployment import asgi_scope, run_app
 from duetto.ray.ingress import make_ingress_app
 from duetto.ray.serve import LLMConfig, build_openai_app
-from duetto.serve.kv.routing.placement import Prompt, Replica, RoutedRequest
+from duetto.serve.kv.routing.placement import Replica, RoutedPrompt, RoutedRequest
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
 from duetto.serve.options.router import RouterOptions
 from duetto.serve.options.server import ServerOptions
@@ -225,7 +225,7 @@ def places(*realms: str) -> list[Replica]:
 def test_prompts_go_to_their_pages_and_resumptions_to_their_realm():
     async def test() -> None:
         one, two = found = places("one", "two")
-        job = RoutedRequest(Prompt([b"a", b"b"], 16, 32))
+        job = RoutedRequest(RoutedPrompt([b"a", b"b"], 16, 32))
         attempt = Attempt(job)
         assert rank_replicas(found, job, 64) == [one, two]
         attempt.assign_replica(two)
@@ -240,9 +240,9 @@ def test_prompts_go_to_their_pages_and_resumptions_to_their_realm():
         refused.assign_replica(one)
         job.exclude_mismatched(refused)
         assert rank_replicas(found, job, 64) == [two]
-        assert rank_replicas(found, RoutedRequest(Prompt()), 1) == [two, one]  # one is full
-        two.add_request(RoutedRequest(Prompt()))
-        assert rank_replicas(found, RoutedRequest(Prompt()), 1) == []
+        assert rank_replicas(found, RoutedRequest(RoutedPrompt()), 1) == [two, one]  # one is full
+        two.add_request(RoutedRequest(RoutedPrompt()))
+        assert rank_replicas(found, RoutedRequest(RoutedPrompt()), 1) == []
 
     asyncio.run(test())
 
@@ -250,7 +250,7 @@ def test_prompts_go_to_their_pages_and_resumptions_to_their_realm():
 def test_a_request_that_left_before_it_was_placed_counts_nowhere():
     async def test() -> None:
         (one,) = places("one")
-        attempt = Attempt(RoutedRequest(Prompt()))
+        attempt = Attempt(RoutedRequest(RoutedPrompt()))
         attempt.release_replica()
         attempt.assign_replica(one)
         assert not one.requests

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from duetto.serve.kv.routing.placement import Prompt, Replica, RoutedRequest
+from duetto.serve.kv.routing.placement import Replica, RoutedPrompt, RoutedRequest
 from duetto.serve.kv.routing.prefix_index import AssumedPrefixIndex
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.router.proxy import parse_body_fields
@@ -429,7 +429,7 @@ def test_a_request_waits_for_replicas_that_have_not_rejected_it():
         rejected, broken = (Replica(name, AssumedPrefixIndex(9)) for name in "ab")
         rejected.is_up = rejected.is_ready = broken.is_up = True
         line = RequestQueue([rejected, broken], 9, ServerOptions())
-        job = RoutedRequest(Prompt(), failed_replicas={rejected})
+        job = RoutedRequest(RoutedPrompt(), failed_replicas={rejected})
         waiting = asyncio.create_task(line.assign_replica(job, 0))
         await asyncio.sleep(0)
         assert not waiting.done()

@@ -12,10 +12,10 @@ from starlette.requests import Request
 
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.routes.tokens import TokenRoutes
-from duetto.serve.server.service import admission
-from duetto.serve.server.service.admission import Admission
+from duetto.serve.server.service import body_admission
+from duetto.serve.server.service.body_admission import Admission
+from duetto.serve.server.service.client_connection import ClientLeft
 from duetto.serve.server.service.errors import HttpError
-from duetto.serve.server.service.streams import ClientLeft
 from duetto.serve.text.openai.errors import RequestError
 
 PIECE_BYTES = 1 << 16
@@ -25,7 +25,7 @@ LONG = "a, b: [c] " * 20_000  # more marks than JSON may have, in a string
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     """A lane has more on larger machines."""
-    monkeypatch.setattr(admission, "POOL_THREADS", 1)
+    monkeypatch.setattr(body_admission, "POOL_THREADS", 1)
 
 
 class Client:

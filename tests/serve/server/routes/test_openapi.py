@@ -16,7 +16,7 @@ from duetto import SamplingParams
 from duetto.neutral_values import HARMLESS_FIELDS, NEUTRAL
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.http.main import make_server_app
-from duetto.serve.server.streams.completion_request import CompletionRequest, parse_completion, parse_response
+from duetto.serve.text.openai.completion_request import CompletionRequest, parse_completion, parse_response
 from duetto.serve.text.openai.tasks import BODY_PARAM_NAMES
 
 FORMS: list[tuple[Any, str]] = [

@@ -4,6 +4,8 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +16,9 @@ from cases.requests import SIZES, SMALLEST
 from suite.marks import full, full_if
 
 from duetto import LLM, SamplingParams
+from duetto.sampling.custom_processors import trace_processors
 from duetto.serve.engine.core.request import Request
+from duetto.serve.kv.offload.realm import hash_answer_realm
 from duetto.serve.llm.weights import set_answer_realm
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.http.main import make_server_app
@@ -27,6 +31,7 @@ ID = "0123456789abcdef" * 2
 TALK = [{"role": "user", "content": "sort a list"}]
 ASKED = {
     "text": ("completions", {"prompt": "def add(a, b):", "max_tokens": 12, "temperature": 1.0, "n": 2}),
+    "seeds": ("completions", {"prompt": "x = ", "max_tokens": 12, "n": 2, "seed": [9, 4], "logprobs": 0}),
     "prompts": ("completions", {"prompt": ["import", [60, 61, 62]], "max_tokens": 9, "ignore_eos": True}),
     "scores": ("completions", {"prompt": "import os", "max_tokens": 9, "logprobs": 2, "temperature": 0.0}),
     "penalty": ("completions", {"prompt": "x = ", "max_tokens": 12, "repetition_penalty": 1.3, "stop": "zz"}),
@@ -108,7 +113,7 @@ def test_a_stream_goes_on_from_any_of_its_tokens(llm, name):
         if i not in (1, 2, 5, len(groups) - 1):
             continue
         count = sum(len(events) for events, _ in groups[:i])
-        known = outputs if name in ("text", "prompts") else outputs[:1]
+        known = outputs if name in ("text", "seeds", "prompts") else outputs[:1]
         llm.engine.tables.reset_prefix_cache()  # the other server has seen nothing of it
         rest = stream(llm, path, body, outputs=known, events=count)
         both = merged([*groups[:i], *rest])
@@ -117,6 +122,18 @@ def test_a_stream_goes_on_from_any_of_its_tokens(llm, name):
             assert numbers == list(range(len(numbers)))
             both["response"]["numbers"] = whole["response"]["numbers"]
         assert both == whole
+
+
+def test_each_choice_may_have_a_seed(llm):
+    path, body = ASKED["seeds"]
+    choices = ask(llm, path, body).json()["choices"]
+    for seed, choice in zip(body["seed"], choices, strict=True):
+        (alone,) = ask(llm, path, body | {"n": 1, "seed": seed}).json()["choices"]
+        assert alone["text"] == choice["text"] and alone["logprobs"] == choice["logprobs"]
+    assert choices[0]["text"] != choices[1]["text"]
+    refused = ask(llm, path, body | {"n": 3})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "seed"
+    assert "seed=(9, 4) is not allowed: one seed, or a list of as many as n=3" in refused.text
 
 
 def whole(llm: LLM, path: str, body: dict[str, Any], **known: Any) -> tuple[list[dict], dict[str, Any]]:
@@ -233,6 +250,17 @@ def test_an_answer_goes_on_only_where_its_realm_is(llm):
         assert (
             set_answer_realm(*parts, *others).name != own == set_answer_realm(*parts, "demo", [], None).name
         )
+
+
+def test_processors_and_the_longest_request_are_part_of_the_realm(llm):
+    """The first decide tokens, and the second where an answer ends."""
+    engine, names = llm.engine, []
+    (processor,) = trace_processors(["cases.processors:ban_at_first"], llm.config.vocab_size, 8)
+    for changed in ({}, {"processors": (processor,)}, {"max_model_len": engine.sizes.max_model_len + 1}, {}):
+        other = copy(engine.programs)
+        other.sizes = replace(engine.sizes, **changed)
+        names.append(hash_answer_realm(other, engine.params, llm.options))
+    assert names[0] == names[3] and len(set(names)) == 3
 
 
 def test_new_weights_within_an_answer_change_its_realm(llm):

@@ -115,3 +115,48 @@ def test_a_paused_server_ends(starting, folder, tmp_path):
     asking.join()
     assert len(errors) == 1 and "the server is ending, and it is paused" in errors[0]
     assert any(kept.iterdir()) and not any("Traceback" in line for line in server.said)
+
+
+def test_a_trainer_samples_token_ids_around_an_update(starting, folder):
+    """The requests that SkyRL's client sends for completions and pauses, and those that it sends in vain."""
+    server = starting("--model", str(folder / "old"), "--weights-dir", str(folder))
+    sampling = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "max_tokens": 8,
+        "logprobs": 0,
+        "seed": 3,
+    }
+    body = {"model": "demo", "prompt": [5, 17, 200], "return_token_ids": True, "ignore_eos": True} | sampling
+
+    def sample(http) -> tuple[list[int], list[float], list[list[int]]]:
+        reply = http.post("/v1/completions", json=body, headers={"X-Session-ID": "trajectory-1"}).json()
+        (choice,) = reply["choices"]
+        assert choice["prompt_token_ids"] == body["prompt"] and choice["finish_reason"] == "length"
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["weights"]
+
+    with server.http() as http:
+        before = sample(http)
+        ids, logprobs, version = before
+        assert len(ids) == len(logprobs) == 8 and version == [[0, 0]]
+        text = http.post("/detokenize", json={"model": "demo", "tokens": ids}).json()["prompt"]
+        assert isinstance(text, str)
+        query = {"mode": "keep", "clear_cache": "false"}
+        assert http.post("/pause", params=query).json() == {"status": "paused"}
+        updated = http.post("/update_weights", json={"path": "new"})
+        assert http.post("/resume").json() == {"status": "resumed"}
+        assert updated.json() == {"version": 1}
+        again = sample(http)
+        assert again[2] == [[0, 1]] and again[0] != ids
+        assert http.post("/update_weights", json={"update_info": {"names": []}}).status_code == 400
+        for path in (
+            "/inference/v1/generate",
+            "/collective_rpc",
+            "/sleep",
+            "/wake_up",
+            "/reset_prefix_cache",
+        ):
+            assert http.post(path, json={}).status_code == 404, path
+    assert server.stop() == 0

@@ -12,7 +12,7 @@ from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 from duetto.serve.jobs.batch.answers import AnswerFormatter
 from duetto.serve.server.streams import completion_stream
 from duetto.serve.server.streams import responses_stream as responses
-from duetto.serve.server.streams.completion_request import parse_completion, parse_response
+from duetto.serve.text.openai.completion_request import parse_completion, parse_response
 from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.openai.tasks import parse_task, task_sampling_params

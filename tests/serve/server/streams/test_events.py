@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from duetto.serve.engine.startup.model_folder import DEMO_FOLDER
 from duetto.serve.server.streams import completion_stream
 from duetto.serve.server.streams import responses_stream as responses
-from duetto.serve.server.streams.completion_request import parse_completion, parse_response
+from duetto.serve.text.openai.completion_request import parse_completion, parse_response
 from duetto.serve.text.openai.errors import RequestError
 from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.outputs import CompletionOutput, RequestOutput

@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from duetto.serve.server.streams import completion_stream, responses_stream
-from duetto.serve.server.streams.completion_request import parse_completion, parse_response
+from duetto.serve.text.openai.completion_request import parse_completion, parse_response
 from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.openai.tasks import tokenize_prompt
 from duetto.serve.text.outputs import CompletionOutput, RequestOutput

@@ -74,6 +74,19 @@ def test_a_costly_grammar_is_refused_by_the_option(make, asked):
         assert grammars.compile_constraint(SMALL, 0).failure is None and not grammars.jobs
 
 
+def test_a_process_that_hides_the_timers_signal_keeps_the_bound(make):
+    """As profilers do: children inherit ignored and blocked signals."""
+    grammars = make(CompileLimits(0.1, 1 << 30))
+    handler = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF])
+    try:
+        with pytest.raises(ValueError, match=r"takes more than the 0\.1 s that max_grammar_seconds allows"):
+            grammars.compile_constraint(multiple(999979), 0)
+    finally:
+        signal.signal(signal.SIGPROF, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 @pytest.mark.parametrize("gbnf", LONG_GBNF, ids=["lines", "rules"])
 def test_translating_gbnf_has_the_same_bound(make, gbnf):
     grammars = make(CompileLimits(0.1, 1 << 30))

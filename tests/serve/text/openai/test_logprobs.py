@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from duetto.serve.server.streams import completion_stream
-from duetto.serve.server.streams.completion_request import parse_completion
+from duetto.serve.text.openai.completion_request import parse_completion
 from duetto.serve.text.openai.replies import Replies
 from duetto.serve.text.openai.text_offsets import TextOffsets
 from duetto.serve.text.outputs import CompletionOutput, Logprob, RequestOutput

@@ -1,0 +1,1 @@
+"""Embeddings besides those of tokens: of each layer, and of an encoder in the place of tokens."""
