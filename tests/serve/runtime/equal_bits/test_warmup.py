@@ -201,13 +201,17 @@ def test_what_another_thread_compiles_meanwhile_is_compared_too(one_layer, warm,
         assert llm.engine.classes == warm.engine.classes and answers(llm) == answers(warm)
 
 
-def test_sleep_and_other_parameters_while_it_compares(one_layer, cold, warm, gate):
-    gate.open.set()
-    while not cold.session.warm_up_once():  # until something is compared
-        time.sleep(0.01)
-    cold.sleep(level=1)
-    assert not cold.session.warm_up_once()
-    cold.wake_up()
+def test_sleep_and_other_parameters_while_it_compares(one_layer, cold, warm, gate, monkeypatch):
+    advance, end = cold.session.warm_up_once, time.monotonic() + PATIENCE
+    with monkeypatch.context() as held:
+        held.setattr(cold.session, "warm_up_once", lambda: False)  # its threads compile only
+        gate.open.set()
+        while not advance():  # until one shape is compared
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        cold.sleep(level=1)
+        assert not advance()
+        cold.wake_up()
     doubled = jax.tree.map(lambda x: x * 2, one_layer.params)
     cold.update_params(doubled)
     wait(cold)
