@@ -23,7 +23,9 @@ from duetto import LLM, RequestOutput, SamplingParams
 from duetto.cpu_kernels.library import load_library
 from duetto.model.recurrent.kinds import STATE_WINDOW
 from duetto.model.tree import has_instance
+from duetto.model.weights.device_forms import restore_params
 from duetto.model.weights.fixed_tiles import FixedTiled
+from duetto.model.weights.input_quantised import InputQuantised
 from duetto.serve.engine.core.request import Request
 from duetto.serve.engine.speculation.ngram import NgramDrafter
 from duetto.serve.engine.speculation.suffix import SuffixDrafter
@@ -40,6 +42,7 @@ TIGHT = {  # so few pages that requests are preempted
 SEVERAL = CHUNKS | {"decode_steps": 4}
 FEWER = {  # of models whose layers have both in another; what is their own is shown by this one
     "int8": CHUNKS,  # products of sixteen rows
+    "int8 activations": CHUNKS,
     "windows": TIGHT,
     "longrope": TIGHT,  # keys of prompts that became longer before they are computed again
     "windows, int8 cache": SEVERAL,
@@ -70,7 +73,14 @@ def prompt_bits(output: RequestOutput) -> list[Scores]:
 
 @pytest.mark.parametrize(
     "model",
-    [*mark_models(RANDOM), full("int8"), "windows, int8 cache", full("latent, fp8_e5m2 cache"), full("demo")],
+    [
+        *mark_models(RANDOM),
+        full("int8"),
+        full("int8 activations"),
+        "windows, int8 cache",
+        full("latent, fp8_e5m2 cache"),
+        full("demo"),
+    ],
     indirect=True,
     scope="session",
 )
@@ -182,7 +192,8 @@ def test_embeddings_equal_alone(model, base, embeddings):
     base.engine.tables.reset_prefix_cache()
     assert embedded(base, texts) == embeddings
     assert embedded(base, texts) == embeddings
-    if model.params.embed.dtype == "float32" and model.kv_cache_dtype == "auto":
+    has_codes = model.kv_cache_dtype != "auto" or has_instance(model.params, InputQuantised)
+    if model.params.embed.dtype == "float32" and not has_codes:
         plain = embedded_plainly(model.params, model.config, texts)
         assert np.allclose(embeddings, plain, rtol=1e-3, atol=1e-4)
 
@@ -255,7 +266,7 @@ def test_own_kernels_of_a_cpu_give_the_same_bits(model, serve, oracle):
         assert llm.report()["compilations"] == 0
         plain = oracle(replace(model, params=llm.engine.params))
         llm.update_params(model.params)
-        assert jax.tree.structure(llm.params) == jax.tree.structure(model.params)
+        assert jax.tree.structure(llm.params) == jax.tree.structure(restore_params(model.params))
     assert together == alone
     if model.name != "bfloat16":
         wanted = [plain(text, params) for text, params in zip(texts, PARAMS, strict=True)]
@@ -305,7 +316,7 @@ def assert_same_bits(model: Model, serve, expected, options, embeddings=None) ->
         report = llm.report()
         llm.update_params(model.params)
         is_wrapped = has_instance(llm.engine.params, FixedTiled)
-        assert jax.tree.structure(llm.params) == jax.tree.structure(model.params)
+        assert jax.tree.structure(llm.params) == jax.tree.structure(restore_params(model.params))
     assert is_wrapped == ("batch_invariant_matmul" in options and model.params.embed.dtype == "bfloat16")
     assert [bits(o) for o in found] == expected
     assert report["compilations"] == 0

@@ -1,9 +1,11 @@
-"""Which weights are quantised or factored: a plan, and its application to parameters or to their specs.
+"""Which weights are quantised or factored: a plan, and its application to parameters or to their specs; and
+which have products that quantise their input.
 
 A quantised weight is treated like any other: its own scheme leaves it unchanged, and another scheme
 dequantises and quantises it again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,11 +16,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
+from ...refusals import ensure
 from ..config import ModelConfig
 from ..sharding import fit_sharding
 from ..transformer import Decoder, decoder_spec
-from ..tree import Spec, has_instance, is_spec, map_by_path, map_instances
+from ..tree import Spec, has_instance, is_spec, map_by_path, map_instances, paths_and_leaves
 from .cpu.panels import Packed
+from .input_quantised import InputQuantised
 from .lowrank import LowRank, factorise_weight
 from .quant import Quantised, quantise_weight
 from .schemes import ENCODED_SCHEMES, SCHEMES
@@ -35,6 +39,9 @@ CONTRACTED_AXES: dict[str, tuple[int, ...]] = {
     "o": (-3, -2),
     "head": (-1,),
 }
+# Latent attention multiplies keys' and values' projections in two orders, of which one scales the input.
+UNCODED_NAMES = ("k_up", "v_up", "head")
+MAX_NAMED_WEIGHTS = 3  # weights that a message names
 
 
 @dataclass(frozen=True)
@@ -187,9 +194,10 @@ def weight_form_plan(form: str | None) -> CompressionPlan:
 def convert_weight_form(params: T, form: str | None, dtype: Any, donate: bool = False) -> T:
     """Convert parameters to one of `WEIGHT_FORMS`, dequantised ones to a dtype.
 
-    Returns the same object if nothing changes, or if weights are `Packed`: they had their form before that.
+    Returns the same object if nothing changes, or if weights are `Packed` or `InputQuantised`: they had their
+    form before that.
     """
-    if has_instance(params, Packed):
+    if has_instance(params, (Packed, InputQuantised)):
         return params
     if form == DEQUANTIZE_FORM:
         return dequantize_params(params, dtype, donate)
@@ -214,3 +222,59 @@ def dequantise_weight(quantised: Quantised, dtype: Any) -> Float[Array, "..."]:
 def form_spec(config: ModelConfig, form: str | None) -> Decoder:
     """Return the specs of a model in one of `WEIGHT_FORMS`. None: of arrays."""
     return compress(decoder_spec(config), weight_form_plan(form))
+
+
+# ---------------------------------------------------------------- inputs of products
+
+
+def quantise_inputs(params: T, activations: str | None) -> T:
+    """Return parameters, or ShapeDtypeStructs, whose quantised projections are `InputQuantised`.
+
+    activations: key in `ACTIVATION_SCHEMES`, or None, which changes nothing.
+
+    No array is copied. Unchanged are weights that are arrays, experts, an indexer's projections and those of
+    `UNCODED_NAMES`. Raises ValueError for a projection with other codes, and if there is none.
+    """
+    if activations is None:
+        return params
+    kinds = InputQuantised, Quantised
+    weights = [(path, w) for path, w in paths_and_leaves(params, kinds) if isinstance(w, kinds)]
+    projections = {path: w for path, w in weights if may_quantise_inputs(path)}
+    check_projection_codes(projections, activations)
+
+    def convert_weight(path: str, weight: Any) -> Any:
+        is_converted = path in projections and isinstance(weight, Quantised)
+        return InputQuantised(weight, activations) if is_converted else weight
+
+    return map_by_path(params, kinds, convert_weight)
+
+
+def may_quantise_inputs(path: str) -> bool:
+    """Return True for the path of a weight whose products may quantise their input."""
+    is_projection = contracted_axes(path) is not None and path.rpartition(".")[2] not in UNCODED_NAMES
+    return is_projection and not {"experts", "indexer"} & {*path.split(".")}
+
+
+def check_projection_codes(projections: Mapping[str, Quantised | InputQuantised], activations: str) -> None:
+    """Raise ValueError if codes of inputs cannot be multiplied by a projection, or if there is none."""
+    schemes = [name for name, scheme in SCHEMES.items() if activations in scheme.activations]
+    refusal = f"activations={activations!r} is not allowed"
+    allowed = " or ".join(f"quantization={name!r}" for name in schemes)
+    ensure(bool(projections), f"{refusal}: the model has no quantised projections; set {allowed}")
+    refused = [
+        f"{path} has {w.scheme} codes {list(w.shape)} with scales {list(w.scales.shape)}"
+        + ("" if w.zeros is None else " and zeros")
+        for path, w in projections.items()
+        if isinstance(w, Quantised) and not (w.scheme in schemes and has_output_scales(path, w))
+    ]
+    ensure(
+        not refused,
+        f"{refusal}: {'; '.join(refused[:MAX_NAMED_WEIGHTS])}, {len(refused)} of {len(projections)} weights; "
+        f"expected {' or '.join(schemes)} codes with a scale for each output",
+    )
+
+
+def has_output_scales(path: str, w: Quantised) -> bool:
+    """Return True if a projection has a scale for each output, or one for all, and no zeros."""
+    is_summed = all(w.scales.shape[axis] == 1 for axis in contracted_axes(path) or ())
+    return w.has_channel_scales and w.zeros is None and is_summed

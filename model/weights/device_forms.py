@@ -23,10 +23,11 @@ from ..experts import drop_expert_axes, with_expert_axes
 from ..gpus import gpu_from_device
 from ..sharding import array_devices, tree_devices
 from ..tree import has_instance, map_instances, pytree, static
-from .compress import place_replacement
+from .compress import place_replacement, quantise_inputs
 from .cpu.kernel_norm import KernelNorm
 from .cpu.packed import Packed, pack_params
 from .fixed_tiles import FixedTiled, with_fixed_tiles
+from .input_quantised import InputQuantised
 from .transposed import Transposed, abstract_like, transpose_params
 
 T = TypeVar("T")
@@ -41,23 +42,27 @@ class DeviceForms:
     tied_head: scheme of the packed copy of a tied embedding, as in `pack_params`.
     fuse_qkv: projections to queries, keys and values are one array.
     fixed_tiles: products have one tiling for every number of rows.
+    activations: scheme in which products of quantised weights quantise their input, or None.
     """
 
     cpu_kernels: bool = False
     tied_head: str | None = None
     fuse_qkv: bool = False
     fixed_tiles: bool = False
+    activations: str | None = None
 
     @classmethod
     def from_params(cls, served: Any) -> "DeviceForms":
         """Return the forms that parameters have."""
         head = getattr(served, "head", None)
         codes = head.codes if isinstance(head, Packed) and head.is_tied else None
+        nodes = jax.tree.leaves(served, is_leaf=lambda x: isinstance(x, InputQuantised))
         return cls(
             has_instance(served, Packed),
             codes and codes.scheme,
             has_instance(served, FusedQKV),
             has_instance(served, FixedTiled),
+            next((x.activations for x in nodes if isinstance(x, InputQuantised)), None),
         )
 
 
@@ -65,8 +70,9 @@ def lay_out_params(params: T, forms: DeviceForms, donate: bool = False) -> T:
     """Convert parameters, or ShapeDtypeStructs, to the forms that are copies of weights.
 
     With `donate` each weight is deleted when its copy is ready. Raises ValueError if a CPU is to use kernels
-    that are missing.
+    that are missing, and as `quantise_inputs`.
     """
+    params = quantise_inputs(params, forms.activations)
     if forms.cpu_kernels and is_on_cpu(params):
         params = pack_params(params, load_library().isa, donate, forms.tied_head)
     params = transpose_params(params, donate)
@@ -135,7 +141,7 @@ class PaddedEmbedding:
 
 
 # Records that replace one weight, or one norm, which is their `original`.
-RECORDS_OF_WEIGHTS = Packed, KernelNorm, Transposed, FixedTiled, PaddedEmbedding
+RECORDS_OF_WEIGHTS = Packed, KernelNorm, Transposed, FixedTiled, InputQuantised, PaddedEmbedding
 
 
 def pad_embedding_rows(params: T) -> T:

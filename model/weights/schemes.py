@@ -1,8 +1,9 @@
-"""Quantisation schemes of weights, one record each: how numbers become codes and scales, and codes numbers
-again.
+"""Quantisation schemes of weights and of their inputs, one record each: how numbers become codes and scales,
+and codes numbers again.
 
-A new scheme is a new record in `SCHEMES`. Its name is a value of the option `quantization`, or the scheme in
-which a format of `checkpoints/quantised` reads its codes.
+A new scheme of weights is a new record in `SCHEMES`. Its name is a value of the option `quantization`, or the
+scheme in which a format of `checkpoints/quantised` reads its codes. One of inputs is a record in
+`ACTIVATION_SCHEMES`, and a value of the option `activations`.
 """
 
 from collections.abc import Callable
@@ -45,6 +46,7 @@ class WeightScheme:
     code_deviation: deviation of the codes of such values.
     nibble_format: how GPU kernels widen 4-bit codes, two in a byte. None: codes have 8 bits.
     has_cpu_kernel: True if duetto's CPU kernels multiply the codes.
+    activations: schemes of inputs whose codes are multiplied by these codes.
     """
 
     name: str
@@ -54,10 +56,30 @@ class WeightScheme:
     code_deviation: float = 1.0
     nibble_format: NibbleFormat | None = None
     has_cpu_kernel: bool = False
+    activations: tuple[str, ...] = ()
 
     @property
     def codes_per_byte(self) -> int:
         return 1 if self.nibble_format is None else 2
+
+
+@dataclass(frozen=True)
+class ActivationScheme:
+    """Quantisation scheme of a product's input. Each row has a float32 scale of its own.
+
+    name: key in `ACTIVATION_SCHEMES`.
+    dtype: dtype of the codes.
+    max_code: code of a row's largest magnitude.
+    """
+
+    name: str
+    dtype: Any
+    max_code: float
+
+    @property
+    def min_magnitude(self) -> float:
+        """Return the largest magnitude of which `max_code` is no finite multiple in float32."""
+        return self.max_code / float(jnp.finfo(jnp.float32).max)
 
 
 def encode_by_channel(
@@ -145,6 +167,7 @@ SCHEMES = {
             random_values=(0.0, 32.0),
             code_deviation=32.0,
             has_cpu_kernel=True,
+            activations=("int8",),
         ),
         WeightScheme(
             "int4",
@@ -161,8 +184,16 @@ SCHEMES = {
             partial(encode_by_channel, dtype=jnp.float8_e4m3fn, max_code=448.0),
             random_values=(0.0, 64.0),
             code_deviation=64.0,
+            activations=("fp8",),
         ),
         WeightScheme("fp4", widen_fp4, nibble_format=FP4_NIBBLES),
+    )
+}
+ACTIVATION_SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        ActivationScheme("int8", jnp.int8, 127.0),
+        ActivationScheme("fp8", jnp.float8_e4m3fn, 448.0),
     )
 }
 # Schemes in which weights can be quantised; the others only come in checkpoints.

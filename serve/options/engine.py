@@ -18,6 +18,7 @@ FEW_ROWS, FEW_ROW_STEPS = 4, 4  # rows of a dispatch that takes several steps by
 OUTBOX_GIB = 1.0  # GiB of host memory for pages that another engine has yet to fetch
 UNBOUNDED_OPTIONS = ("seed", "max_logprobs", "node_rank")  # numbers that may be 0 or less
 PROCESS_OPTIONS = ("nnodes", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds")
+ACTIVATIONS = ("int8", "fp8", "auto")
 QUANTIZATIONS = ("int8", "int4", "fp8", "dequantize")
 # vLLM's names for checkpoints that are stored quantised, and their quant_method
 STORED_QUANTIZATIONS = {
@@ -33,6 +34,7 @@ CHOICES = {
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8", "fp8_e4m3", "fp8_e5m2", "fp8"),
     "logprobs_mode": LOGPROBS_MODES,
+    "activations": (None, *ACTIVATIONS),
 }
 
 
@@ -163,6 +165,11 @@ class EngineOptions:
         "as the checkpoint stores them",
         short="-q",
     )
+    activations: str | None = knob(
+        None,
+        "int8 or fp8: products of quantised projections quantise their input too, each token by itself; "
+        "auto: as the checkpoint says; default: inputs keep the model's dtype",
+    )
     enable_lora: bool = knob(False, "serve LoRA adapters, several in one batch")
     max_loras: int = knob(1, "maximum LoRA adapters on the device at once; requests for others wait")
     max_lora_rank: int = knob(16, "maximum rank of a LoRA adapter; a higher limit costs memory and time")
@@ -271,7 +278,7 @@ class EngineOptions:
         )
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            ensure(value in allowed, f"{name}={value!r} is not allowed: {', '.join(allowed)}")
+            ensure(value in allowed, f"{name}={value!r} is not allowed: {', '.join(map(str, allowed))}")
         for check in checks.OPTION_CHECKS:
             check(self)
         if self.num_device_groups > 1:
@@ -311,9 +318,11 @@ class EngineOptions:
         checks.check_stages(self, count)
 
     def refuse_checkpoint_quantization(self, reason: str) -> None:
-        """Raise ValueError if `quantization` names a checkpoint's scheme. `reason` says why there is none."""
-        if self.quantization in STORED_QUANTIZATIONS:
-            raise ValueError(f"quantization={self.quantization!r} says how a checkpoint is stored, {reason}")
+        """Raise ValueError if `quantization` or `activations` is what a checkpoint says. `reason` says why
+        there is none."""
+        is_stored = self.quantization in STORED_QUANTIZATIONS
+        ensure(not is_stored, f"quantization={self.quantization!r} says how a checkpoint is stored, {reason}")
+        ensure(self.activations != "auto", f"activations='auto' is what a checkpoint says, {reason}")
 
     @property
     def is_observing(self) -> bool:

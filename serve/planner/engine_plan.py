@@ -29,7 +29,7 @@ from ..engine.startup.mesh import (
     single_device_shardings,
 )
 from ..engine.startup.model_folder import DEMO_FOLDER, choose_device_forms, read_param_shapes
-from ..engine.startup.model_source import ModelSource, remaining_quantization
+from ..engine.startup.model_source import ModelSource, resolve_weight_options
 from ..engine.startup.stage_shardings import with_last_stage_head
 from ..options.engine import EngineOptions
 from ..runtime.compiled.lowering import LocalLowering, StepArguments, make_abstract_arguments
@@ -96,7 +96,7 @@ def plan_engine(
     options = options.with_device_load(target.memory)
     folder = DEMO_FOLDER if shape else ModelSource.resolve_names(model, **source_options).model_folder
     if not shape:
-        options = replace(options, quantization=remaining_quantization(folder, options.quantization))
+        options = resolve_weight_options(folder, options)
     config = PRESETS[shape] if shape else read_config(folder)
     check_kv_cache_dtype(options, first_device(target))
     options = decide_cpu_kernels(options, first_device(target), config, dtype, len(target.devices))

@@ -27,7 +27,7 @@ from duetto import LLM
 from duetto.checkpoints.huggingface import load_hf
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import Spec, is_spec
-from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.compress import quantise_inputs, quantize_params
 from duetto.serve.engine.speculation.controller import Controller, StepTimeTable
 from duetto.serve.engine.startup import cpu_kernels, dtype, start
 from duetto.serve.llm import loading
@@ -231,6 +231,7 @@ def random_model(name: str) -> Model:
 OTHERWISE = {  # parameters of the model "tiny", kept in another way
     "bfloat16": lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
     "int8": lambda params: quantize_params(params, "int8"),
+    "int8 activations": lambda params: quantise_inputs(quantize_params(params, "int8"), "int8"),
 }
 RARELY = {  # in tests that ask for them by name
     "int4": lambda params: quantize_params(params, "int4"),

@@ -16,7 +16,7 @@ from ....checkpoints.huggingface import read_config
 from ....refusals import ensure
 from ...engine.startup.dtype import normalise_dtype_name
 from ...engine.startup.model_folder import read_param_shapes
-from ...engine.startup.model_source import ModelSource, remaining_quantization
+from ...engine.startup.model_source import ModelSource, resolve_weight_options
 from ...options.engine import EngineOptions, round_up
 from ...planner.roofline.presets import PRESETS
 from ...planner.roofline.targets import target_facts
@@ -166,7 +166,7 @@ def read_model_and_options(
         folder = ModelSource.resolve_names(
             args.model, revision=args.revision, download_dir=args.download_dir
         ).model_folder
-        options = change_options(options, quantization=remaining_quantization(folder, options.quantization))
+        options = resolve_weight_options(folder, options)
         shapes = partial(read_param_shapes, folder, name)
         model = PlannedModel(args.model or "the demo model", read_config(folder), target, name, shapes)
     longest = min(round_up(workload.longest, 256), model.config.max_position)

@@ -19,7 +19,7 @@ from ....model.config import ModelConfig
 from ....model.sharding import place_on_devices
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import init_params, shapes_from_specs
-from ....model.weights.compress import convert_weight_form
+from ....model.weights.compress import convert_weight_form, quantise_inputs
 from ....model.weights.device_forms import DeviceForms, lay_out_params
 from ....model.weights.schemes import SCHEMES
 from ....sampling.params import MAX_STOP_IDS, SamplingParams
@@ -65,6 +65,8 @@ def load_folder(
         reason = TOO_LARGE if is_forced else "which this processor multiplies faster"
         progress.write_progress_line(f"computing in {chosen}, {reason}; the choice is dtype's")
     check_same_weight_files(path)
+    if not is_random:
+        quantise_inputs(read_param_shapes(path, chosen, options.quantization), options.activations)
     config, params = read(path, chosen, placement, options.quantization)
     if not config.has_head:
         progress.write_progress_line(
@@ -88,6 +90,7 @@ def choose_device_forms(options: EngineOptions) -> DeviceForms:
         tied_head,
         options.can_fuse_qkv,
         options.batch_invariant_matmul,
+        options.activations,
     )
 
 

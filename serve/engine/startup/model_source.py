@@ -12,6 +12,7 @@ from ....checkpoints.configuration.overrides import overridden_folder
 from ....checkpoints.folders import read_config_json
 from ....checkpoints.generation import GenerationDefaults
 from ....checkpoints.hub import resolve_draft, resolve_model
+from ....checkpoints.quantised.activations import stated_activations
 from ....checkpoints.tensors import CheckpointError
 from ....sampling.params import MAX_STOP_IDS
 from ...options.engine import SAME_WEIGHTS, STORED_QUANTIZATIONS, EngineOptions
@@ -82,8 +83,8 @@ class ModelSource:
     def resolve_options(self, options: EngineOptions, **hub_options: Any) -> EngineOptions:
         """Return the options with a draft model's name resolved to its folder.
 
-        `quantization` and `load_format` become what remains to be done for this folder. Raises
-        CheckpointError if the folder contradicts them.
+        `load_format`, and what `resolve_weight_options` resolves, become what remains to be done for this
+        folder. Raises CheckpointError if the folder contradicts them.
         """
         draft, config = options.speculation.model, options.speculative_config
         if draft is not None and isinstance(config, Mapping):
@@ -91,9 +92,9 @@ class ModelSource:
             method = "heads" if (draft_folder / heads.HEADS_FILE).exists() else "draft_model"
             config = {**config, "method": config.get("method") or method, "model": str(draft_folder)}
         with overridden_folder(self.model_folder, options.hf_overrides) as folder:
-            quantization = remaining_quantization(folder, options.quantization)
+            options = resolve_weight_options(folder, options)
         format = resolve_load_format(self.model_folder, options.load_format)
-        return replace(options, speculative_config=config, quantization=quantization, load_format=format)
+        return replace(options, speculative_config=config, load_format=format)
 
 
 def resolve_load_format(folder: Path, load_format: str) -> str:
@@ -108,6 +109,25 @@ def resolve_load_format(folder: Path, load_format: str) -> str:
             "`duetto convert` has written"
         )
     return "auto" if load_format in SAME_WEIGHTS else load_format
+
+
+def resolve_weight_options(folder: Path, options: EngineOptions) -> EngineOptions:
+    """Return the options with `quantization` as what remains to be done for a folder, and `activations` as a
+    scheme or None. Raises CheckpointError if the folder contradicts them."""
+    quantization = remaining_quantization(folder, options.quantization)
+    return replace(options, quantization=quantization, activations=resolve_activations(folder, options))
+
+
+def resolve_activations(folder: Path, options: EngineOptions) -> str | None:
+    """Return the scheme of activations: the option's, or for "auto" the one that a folder states. Raises
+    CheckpointError if that is not supported."""
+    if options.activations != "auto":
+        return options.activations
+    stated = read_config_json(folder).get("quantization_config")
+    try:
+        return stated_activations(stated) if isinstance(stated, Mapping) else None
+    except ValueError as e:
+        raise CheckpointError(f"{folder / 'config.json'}: activations='auto': {e}") from e
 
 
 def remaining_quantization(folder: Path, quantization: str | None) -> str | None:

@@ -53,7 +53,7 @@ def hash_realm(
     """Hash facts and parameters; with `is_exact` also the parameters' layout and the products'
     configuration."""
     device = min(tree_devices(params), key=lambda d: d.id)
-    facts += (gather_facts("exact realm" if is_exact else "inexact realm", device),)
+    facts += gather_facts("exact realm" if is_exact else "inexact realm", device), options.activations
     if is_exact:
         layouts = [(x.shape, str(x.dtype), describe_split(x.sharding)) for x in jax.tree.leaves(params)]
         products = choose_canonical_products(programs, options, device)

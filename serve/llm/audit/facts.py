@@ -22,7 +22,7 @@ from ...text.tokenizer.tokenizer import Tokenizer
 
 # Options that decide an answer's bits: a log's engine is started again with them.
 REPLAY_OPTIONS = (
-    "max_model_len", "kv_cache_dtype", "quantization", "batch_invariant_matmul", "cpu_kernels",
+    "max_model_len", "kv_cache_dtype", "quantization", "activations", "batch_invariant_matmul", "cpu_kernels",
     "max_logprobs", "reproducible", "load_format", "hf_overrides", "max_num_seqs", "max_prefill_tokens",
     "page_size", "max_batched_token_mem", "enable_lora", "max_loras", "max_lora_rank", "lora_experts",
     "lora_modules", "logprobs_mode",
@@ -48,6 +48,7 @@ def engine_facts(engine: Engine, options: EngineOptions) -> dict[str, str]:
         **({} if products is None else {"products": products}),
         **({"logits_processors": repr(engine.sizes.processors)} if engine.sizes.processors else {}),
         **({} if options.logprobs_mode == RAW_LOGPROBS else {"logprobs_mode": options.logprobs_mode}),
+        **({} if options.activations is None else {"activations": options.activations}),
     }
 
 

@@ -102,6 +102,7 @@ class Candidate:
         parts += [f"DP{options.data_parallel_size}"] if options.data_parallel_size > 1 else []
         parts += ["EP"] if options.enable_expert_parallel else []
         parts += [options.quantization] if options.quantization else []
+        parts += [f"activations {options.activations}"] if options.activations else []
         parts += [f"keys {options.kv_cache_dtype}"] if options.kv_cache_dtype != "auto" else []
         parts += [f"{options.max_num_seqs} seats", f"prefill {options.max_prefill_tokens}"]
         parts += [f"{options.micro_batches} micro-batches"] if options.micro_batches else []

@@ -1,0 +1,56 @@
+"""Products of codes with codes have the bits of one device, however the weight is split."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from suite.fixtures import random_model
+
+from duetto import LLM, SamplingParams
+from duetto.model.layers import einsum
+from duetto.model.tree import has_instance
+from duetto.model.weights.input_quantised import InputQuantised
+from duetto.model.weights.quant import quantise_weight
+
+DEVICES = 4
+SIZES = {"max_model_len": 160, "max_num_seqs": 4, "max_prefill_tokens": 64, "page_size": 16}
+PARAMS = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
+PROMPTS = [[(k * i * i + i) % 300 for i in range(n)] for k, n in enumerate((62, 110, 3))]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("axis", [0, 2], ids=["inputs", "outputs"])
+def test_a_split_weight_gives_the_bits_of_one_device(count: int, axis: int):
+    """One shared largest number, and integers: nothing that is added up has an order."""
+    rng, equation = np.random.default_rng(0), "btnh,nhd->btd"
+    x = jnp.asarray(rng.normal(size=(3, 5, 8, 16)), jnp.bfloat16)
+    w = quantise_weight(jnp.asarray(rng.normal(size=(8, 16, 48)), jnp.float32), (-3, -2), "int8")
+    assert w is not None
+    expected = jax.jit(einsum, static_argnums=0)(equation, x, InputQuantised(w))
+    mesh = Mesh(np.array(jax.devices()[:count]), ("tensor",))
+
+    def placed(array: jax.Array, axis: int) -> jax.Array:
+        names = ["tensor" if i == axis and n > 1 else None for i, n in enumerate(array.shape)]
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*names)))
+
+    split = InputQuantised(jax.tree.map(lambda array: placed(array, axis), w))
+    rows = placed(x, 2 if axis == 0 else -1)
+    product = jax.block_until_ready(jax.jit(einsum, static_argnums=0)(equation, rows, split))
+    np.testing.assert_array_equal(product, expected)
+
+
+def test_served_tokens_are_those_of_one_device():
+    """Logits are sums of floats, and split otherwise."""
+    model = random_model("tiny")
+
+    def answers(**options: Any) -> list[object]:
+        with LLM.from_params(model.config, model.params, **SIZES, quantization="int8", **options) as llm:
+            assert has_instance(llm.engine.params, InputQuantised) == ("activations" in options)
+            outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        return [out.outputs[0].token_ids for out in outputs]
+
+    split = answers(activations="int8", tensor_parallel_size=2)
+    assert split == answers(activations="int8") != answers()
