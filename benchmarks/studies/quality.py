@@ -1,7 +1,10 @@
 """What compressing a model costs: bytes, perplexity and agreement of the shipped demo model on text that it
 never saw.
 
-    python benchmarks/studies/quality.py [--tokens 8192] [--cases int8 int4 0.75]
+    python benchmarks/studies/quality.py [--tokens 8192] [--cases int8 int4 0.75] [--outliers]
+
+A case of two words with an x has activations in the second scheme too. With --outliers the same function is
+measured with 4 channels of each norm 30 x larger, as large models have them.
 
 Prints a markdown table. The text is the validation part of the demo's corpus, the running interpreter's
 standard library.
@@ -22,14 +25,24 @@ import numpy as np
 from duetto.checkpoints.huggingface import load_hf
 from duetto.model.attention import Attend, causal
 from duetto.model.config import ModelConfig
-from duetto.model.transformer import Decoder, compute_logits, forward
+from duetto.model.transformer import Decoder, Layer, compute_logits, forward
 from duetto.model.tree import tree_bytes
-from duetto.model.weights.compress import CompressionMethod, CompressionPlan, compress, projection_plan
+from duetto.model.weights.compress import (
+    CompressionMethod,
+    CompressionPlan,
+    compress,
+    projection_plan,
+    quantise_inputs,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "checkpoints" / "demo"
 WINDOW, ROWS = 256, 8
-CASES = ("int8", "fp8", "int4", "0.9", "0.75", "0.5", "0.25", "ffn int4", "ffn 0.5", "head int8", "head int4")
+OUTLIER_CHANNELS, OUTLIER_FACTOR = 4, 30.0
+CASES = (
+    "int8", "int8 x int8", "fp8", "fp8 x fp8", "int4", "0.9", "0.75", "0.5", "0.25", "ffn int4", "ffn 0.5",
+    "head int8", "head int4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,33 @@ def plan(case: str) -> CompressionPlan:
     return projection_plan(method)
 
 
+def compressed(params: Decoder, case: str) -> Decoder:
+    """The parameters of a case."""
+    weights, _, activations = case.partition(" x ")
+    return quantise_inputs(compress(params, plan(weights)), activations or None)
+
+
+def with_outliers(params: Decoder) -> Decoder:
+    """The same function: some channels of each norm are larger, and what multiplies them is smaller."""
+    D = params.embed.shape[1]
+    large = np.linspace(3, D - 5, OUTLIER_CHANNELS).astype(int)
+    factor = jnp.ones(D, jnp.float32).at[large].set(OUTLIER_FACTOR)
+
+    def change(layer: Layer) -> Layer:
+        attention, ffn, norms = layer.attention, layer.ffn, (layer.attention_norm, layer.ffn_norm)
+        parts = {name: getattr(attention, name) / factor[:, None, None] for name in ("q", "k", "v")}
+        gains = [replace(norm, gain=norm.gain * factor) for norm in norms]
+        return replace(
+            layer,
+            attention=replace(attention, **parts),
+            ffn=replace(ffn, gate=ffn.gate / factor[:, None], up=ffn.up / factor[:, None]),
+            attention_norm=gains[0],
+            ffn_norm=gains[1],
+        )
+
+    return replace(params, layers=tuple(map(change, params.layers)))
+
+
 def row(name: str, found: Quality, whole: Quality) -> str:
     return (
         f"| {name} | {found.projections:,} | {found.projections / whole.projections:.3f} "
@@ -118,8 +158,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", type=int, default=1 << 13, help="of held-out text (default 8192)")
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="CASE", help=f"among {', '.join(CASES)}")
+    parser.add_argument("--outliers", action="store_true", help="the same function with outlier channels")
     options = parser.parse_args(arguments)
     config, params = load_hf(DEMO, jnp.float32)
+    params = with_outliers(params) if options.outliers else params
     params = replace(params, head=params.embed if params.head is None else params.head)
     text = held_out(options.tokens)
     whole = measure(config, params, params, text)
@@ -130,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("|---|---|---|---|---|---|---|")
     print(row("float32", whole, whole))
     for case in options.cases:
-        print(row(case, measure(config, params, compress(params, plan(case)), text), whole), flush=True)
+        print(row(case, measure(config, params, compressed(params, case), text), whole), flush=True)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,10 @@ def list_activation_schemes(config: Mapping[str, Any]) -> Iterator[str | None]:
     method = config.get("quant_method")
     if method in ("fp8", "fbgemm_fp8"):
         yield "fp8"
-    elif method == "modelopt":
-        layers = config.get("quantized_layers") or {}
-        stated = [layer.get("quant_algo") for layer in layers.values()] or [config.get("quant_algo")]
-        yield from map(modelopt_scheme, stated)
-    elif method == "compressed-tensors":
+    elif method == "modelopt" and config.get("quant_algo"):
+        layers = config.get("quantized_layers") or {"": config}
+        yield from (modelopt_scheme(layer.get("quant_algo")) for layer in layers.values())
+    elif method in ("compressed-tensors", "modelopt"):
         for _, group in config_groups(config):
             yield group_scheme(group.get("input_activations") or {})
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from cases.packers import LLAMA_CASES
 
+from duetto.checkpoints.quantised.activations import stated_activations
 from duetto.checkpoints.quantised.config import check_quantization, read_weight_args
 
 WEIGHTS = {
@@ -91,6 +92,53 @@ WRITTEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("writer", WRITTEN)
 def test_what_programs_write_beside_the_weights_is_accepted(writer: str):
     check_quantization({"quantization_config": WRITTEN[writer]})
+
+
+ACTIVATIONS = {  # by writer; None: in 16 bits
+    "llm-compressor": "fp8", "llm-compressor of 2024": "fp8", "AutoFP8": "fp8", "DeepSeek": "fp8",
+    "Mistral": "fp8", "fbgemm": "fp8", "gpt-oss": None, "AutoGPTQ": None, "AutoAWQ": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", ACTIVATIONS)
+def test_activations_that_programs_state(writer: str):
+    assert stated_activations(WRITTEN[writer]) == ACTIVATIONS[writer]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ([{"type": "int", "num_bits": 8}], "int8"),
+        ([None], None),
+        ([], None),
+        (
+            [{"type": "int", "num_bits": 4}],
+            "input_activations are 'int' of 4 bits, expected int or float of 8",
+        ),
+        ([{"type": "int"}, None], "activations are in None and int8, expected one scheme"),
+        ([{"type": "int"}, {"type": "float"}], "activations are in fp8 and int8, expected one scheme"),
+    ],
+)
+def test_activations_of_groups(inputs: list[Any], expected: str | None):
+    groups = {str(i): {"weights": WEIGHTS, "input_activations": x} for i, x in enumerate(inputs)}
+    config = {"quant_method": "compressed-tensors", "config_groups": groups}
+    if expected in ("int8", None):
+        assert stated_activations(config) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            stated_activations(config)
+
+
+def test_activations_of_modelopt():
+    def stated(**fields: Any) -> str | None:
+        return stated_activations({"quant_method": "modelopt", **fields})
+
+    assert stated(quant_algo="FP8") == stated(quant_algo="FP8_PER_CHANNEL_PER_TOKEN") == "fp8"
+    assert stated(quant_algo="W4A16_NVFP4") is None
+    with pytest.raises(ValueError, match="quant_algo is 'NVFP4', whose activations are not supported"):
+        stated_activations(WRITTEN["ModelOpt"])
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "FP8"}}}
+    assert stated(**mixed) == "fp8"
 
 
 ODD = (

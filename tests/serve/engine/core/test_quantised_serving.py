@@ -25,12 +25,16 @@ from duetto.checkpoints.huggingface import load_hf, save_hf
 from duetto.cpu_kernels.library import load_library
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import is_spec, leaves_by_path, tree_bytes
+from duetto.model.tree import has_instance, is_spec, leaves_by_path, tree_bytes
 from duetto.model.weights.compress import WEIGHT_FORMS, dequantize_params, quantize_params
+from duetto.model.weights.input_quantised import InputQuantised
 from duetto.model.weights.quant import Quantised
 from duetto.serve.cli.convert import convert_model
 from duetto.serve.cli.main import main
 from duetto.serve.engine.startup.model_folder import read_model, read_param_shapes
+from duetto.serve.engine.weights.weight_update import make_root_hash
+from duetto.serve.kv.offload.realm import hash_page_realm
+from duetto.serve.llm.audit.facts import engine_facts, replay_options
 from duetto.serve.options.engine import QUANTIZATIONS, EngineOptions
 from duetto.serve.planner.engine_plan import EnginePlan, abstract_arguments
 from duetto.serve.planner.roofline.floor import program_demand
@@ -95,6 +99,79 @@ def test_the_options_are_those_that_weights_can_have():
         EngineOptions(quantization="int3")
     with pytest.raises(TypeError, match="quantization=8"):
         LLM(quantization=8)
+
+
+ACTIVATIONS = {"quantization": "int8", "activations": "int8"}
+
+
+def root_of_pages(llm: LLM) -> bytes:
+    return make_root_hash(llm.engine.config, llm.engine.all_params, llm.options.kv_cache_dtype)
+
+
+@greedy_programs()
+def test_activations_are_quantised_beside_weights(few_shapes, params):
+    with LLM.from_params(CONFIG, params, quantization="int8", cpu_kernels=False, **SMALL) as llm:
+        weights_alone, pages = tokens(llm), root_of_pages(llm)
+        realms = {hash_page_realm(llm.engine.programs, llm.engine.params, llm.options, e) for e in (0, 1)}
+        facts = engine_facts(llm.engine, llm.options)
+    with LLM.from_params(CONFIG, params, cpu_kernels=False, **ACTIVATIONS, **SMALL) as llm:
+        assert has_instance(llm.engine.params, InputQuantised) and schemes(llm.params) == {"int8"}
+        first = tokens(llm)
+        assert root_of_pages(llm) != pages and first != weights_alone
+        realms |= {hash_page_realm(llm.engine.programs, llm.engine.params, llm.options, e) for e in (0, 1)}
+        assert len(realms) == 4
+        assert engine_facts(llm.engine, llm.options).items() - facts.items() >= {("activations", "int8")}
+        assert replay_options(llm.options)["activations"] == "int8"
+        llm.update_params(jax.tree.map(jnp.negative, params))
+        assert tokens(llm) != first and has_instance(llm.engine.params, InputQuantised)
+        llm.update_params(params)
+        assert tokens(llm) == first
+
+
+@greedy_programs()
+def test_activations_of_a_folder(few_shapes, folder: Path, params, tmp_path: Path):
+    """Those that a checkpoint states need "auto"."""
+    with LLM.from_params(CONFIG, params, **ACTIVATIONS, **SMALL) as llm:
+        expected = tokens(llm)
+    with LLM(folder, dtype="float32", **ACTIVATIONS, **SMALL) as llm:
+        assert tokens(llm) == expected
+    convert_model(folder, tmp_path / "orbax", quantization="int8")
+    with LLM(tmp_path / "orbax", dtype="float32", activations="int8", **SMALL) as llm:
+        assert tokens(llm) == expected
+    with pytest.raises(ValueError, match="the model has no quantised projections; set quantization='int8'"):
+        LLM(folder, activations="int8", **SMALL)
+    with pytest.raises(
+        ValueError, match="activations='auto' is what a checkpoint says, these are parameters"
+    ):
+        LLM.from_params(CONFIG, params, activations="auto", **SMALL)
+    with pytest.raises(ValueError, match="activations='int4' is not allowed: None, int8, fp8, auto"):
+        EngineOptions(activations="int4")
+
+
+@greedy_programs()
+def test_activations_that_a_checkpoint_states(few_shapes, tmp_path: Path):
+    """ "auto" is the scheme that the folder states, for codes that a product takes."""
+    config, pack = LLAMA_CASES["bytes"]
+    coded, _ = quantise(llama_folder(), tmp_path / "w8a8", config, pack, projection)
+
+    def served(activations: str | None) -> list[list[int]]:
+        with LLM(coded, dtype="float32", activations=activations, **SMALL) as llm:
+            is_coded = has_instance(llm.engine.params, InputQuantised)
+            assert is_coded == bool(activations) and llm.options.activations != "auto"
+            return tokens(llm)
+
+    state_activations(coded, {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True})
+    assert served("auto") == served("int8") and served(None)
+    state_activations(coded, {"type": "int", "num_bits": 4})
+    with pytest.raises(ValueError, match="config.json: activations='auto': input_activations are 'int' of 4"):
+        served("auto")
+
+
+def state_activations(folder: Path, activations: dict[str, Any]) -> None:
+    """Change what a folder's `quantization_config` says of activations."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"]["config_groups"]["group_0"]["input_activations"] = activations
+    (folder / "config.json").write_text(json.dumps(raw))
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4", "fp8"])
