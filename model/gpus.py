@@ -84,20 +84,23 @@ class Gpu:
         """Return the 16-bit dtype that the GPU multiplies fast."""
         return "bfloat16" if self.capability >= TRITON_CAPABILITY else "float16"
 
-    def compiler_options(self, rows: int = 0) -> dict[str, str]:
+    def compiler_options(self, rows: int = 0, has_code_products: bool = False) -> dict[str, str]:
         """Return XLA compiler options for steps, without options that the user's XLA_FLAGS set.
 
-        The options are empty if XLA_FLAGS name a file. On GPUs whose products run in cuBLAS, dot merging is
-        off: it would copy the weights of one input side by side in each step.
+        The options are empty if XLA_FLAGS name a file. Dot merging copies the weights of one input side by
+        side in each step. It is off on GPUs whose products run in cuBLAS, and for products of codes, whose
+        weights are small enough for it.
 
         rows: number of rows whose sums must not depend on that number; 0 if they may.
+        has_code_products: True if steps multiply codes by codes.
         """
         user_flags = os.environ.get("XLA_FLAGS", "").strip()
         if user_flags and not user_flags.startswith("-"):
             return {}
-        options = NO_CUBLAS_OPTIONS if rows in CUBLAS_SPLIT_ROWS else {}
-        if self.capability < TRITON_CAPABILITY:
-            options = {"xla_gpu_dot_merger_threshold_mb": "0"}
+        has_triton = self.capability >= TRITON_CAPABILITY
+        options = NO_CUBLAS_OPTIONS if has_triton and rows in CUBLAS_SPLIT_ROWS else {}
+        if has_code_products or not has_triton:
+            options = options | {"xla_gpu_dot_merger_threshold_mb": "0"}
         return {
             name: value
             for name, value in (XLA_GPU_OPTIONS | options).items()

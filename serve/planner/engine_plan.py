@@ -12,7 +12,6 @@ from ...kvcache.shards import has_split_experts
 from ...kvcache.stages import pipeline_stages, stage_cache, stage_config
 from ...model.config import ModelConfig
 from ...model.draft_pair import PairConfig, target_params
-from ...model.gpus import gpu_from_device
 from ...model.sharding import Layout
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import shapes_from_specs
@@ -32,7 +31,7 @@ from ..engine.startup.model_folder import DEMO_FOLDER, choose_device_forms, read
 from ..engine.startup.model_source import ModelSource, resolve_weight_options
 from ..engine.startup.stage_shardings import with_last_stage_head
 from ..options.engine import EngineOptions
-from ..runtime.compiled.lowering import LocalLowering, StepArguments, make_abstract_arguments
+from ..runtime.compiled.lowering import LocalLowering, StepArguments, make_abstract_arguments, xla_options
 from ..runtime.compiled.shapes import Shape, Sizes, engine_shapes, resolve_cpu_options
 from ..runtime.compiled.sizing import choose_sizes
 from ..runtime.pipeline.route import make_route
@@ -195,15 +194,10 @@ def compile_stages(
             lowered_stages = [[program] for program in stages]
         else:
             lowered_stages = [LocalLowering(phases, arguments, plan.sizes).lower_all(shape)]
-        known_gpu = gpu_from_device(first_device(plan.target))
-        options = (
-            known_gpu.compiler_options(shape.product_rows if plan.options.reproducible else 0)
-            if known_gpu
-            else None
-        )
+        options = xla_options(arguments, shape.product_rows if plan.options.reproducible else 0)
         return [
             [
-                compile_with_thunks(program, options) if known_gpu else (program.compile(), None)
+                (program.compile(), None) if options is None else compile_with_thunks(program, options)
                 for program in lowered
             ]
             for lowered in lowered_stages

@@ -20,6 +20,7 @@ from duetto.kvcache.kernels.recurrent_step import STEP_KERNEL, can_step_in_place
 from duetto.kvcache.quantised import choose_cache_format, empty_pool
 from duetto.model.attention import AttentionParams
 from duetto.model.gpus import (
+    NO_CUBLAS_OPTIONS,
     XLA_GPU_OPTIONS,
     Gpu,
     disable_kernels,
@@ -147,6 +148,9 @@ def test_products_are_not_merged_where_that_would_copy_weights():
     options = {name: chip.gpu.compiler_options() for name, chip in CHIPS.items()}
     assert options.pop("t4") == XLA_GPU_OPTIONS | {"xla_gpu_dot_merger_threshold_mb": "0"}
     assert set(map(str, options.values())) == {str(XLA_GPU_OPTIONS)}
+    of_codes = CHIPS["h200"].gpu.compiler_options(256, has_code_products=True)
+    assert of_codes == XLA_GPU_OPTIONS | NO_CUBLAS_OPTIONS | {"xla_gpu_dot_merger_threshold_mb": "0"}
+    assert "xla_gpu_experimental_autotune_backends" not in CHIPS["t4"].gpu.compiler_options(256)
     assert {name for name, chip in CHIPS.items() if chip.gpu.auto_dtype == "float16"} == {"t4"}
 
 

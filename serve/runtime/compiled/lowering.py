@@ -19,8 +19,10 @@ from ....model.draft_pair import EngineParams, PairConfig, target_params
 from ....model.gpus import gpu_from_device
 from ....model.pooling import Pooled, pool_hidden_states
 from ....model.transformer import logit_params
+from ....model.tree import has_instance
 from ....model.weights.cpu.packed import kernel_isa
 from ....model.weights.device_forms import device_lanes
+from ....model.weights.input_quantised import InputQuantised
 from ....sampling.sample import Scores
 from ....sampling.state import load_history, load_masks
 from ..steps.output import PromptResult, SampleRows
@@ -190,7 +192,7 @@ def xla_options(arguments: StepArguments, product_rows: int = 0) -> dict[str, st
     """
     (device, *_) = arguments.replicated_sharding.device_set
     gpu = gpu_from_device(device)
-    return gpu and gpu.compiler_options(product_rows)
+    return gpu and gpu.compiler_options(product_rows, has_instance(arguments.params, InputQuantised))
 
 
 @runtime_checkable

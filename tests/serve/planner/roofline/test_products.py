@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import pytest
 from cases.targets import LAYERS, found_target, job_for
@@ -88,3 +89,25 @@ def test_fixed_products_are_alike_at_every_number_of_rows():
         assert set(head) == {"tiles_64x64x64x6"}
         assert all(p.kind.startswith("mosaic_gpu") for p in own)
         assert Counter((p.columns, p.config) for p in layers) == {k: LAYERS * n for k, n in expected.items()}
+
+
+@pytest.mark.extras
+@pytest.mark.usefixtures("greedy_only")
+def test_products_of_codes_read_less_than_three_quarters():
+    """A layer of 8B in decode, by the difference of two layers and one: no weight is copied, and at most
+    eight kernels code inputs and scale sums."""
+
+    def layer_cost(**options: Any) -> tuple[float, int]:
+        costs = []
+        for count in (2, 1):
+            plan = job_for(found_target("h200"), "8b")
+            config = dataclasses.replace(plan.config, layers=plan.config.layers[:count])
+            plan = dataclasses.replace(plan, config=config, options=EngineOptions(**options))
+            facts = analyze_shape_cost(plan, abstract_arguments(plan), Shape("decode", 64, 1)).facts
+            assert facts is not None and facts.thunks is not None
+            costs.append((facts.bytes, facts.thunks.kernels))
+        (two, kernels), (one, others) = costs
+        return two - one, kernels - others
+
+    (plain, kernels), (coded, more) = layer_cost(), layer_cost(quantization="int8", activations="int8")
+    assert coded < 0.75 * plain and kernels < more <= kernels + 8
