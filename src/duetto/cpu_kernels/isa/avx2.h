@@ -97,6 +97,19 @@ inline void transpose(Floats* x) {
     x[4 + c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x31);
   }
 }
+// Adds to each lane the four products of its signed bytes. x has no -128, so two products have room in 16 bits.
+constexpr int BYTE_OFFSET = 0;
+inline Bits add_bytes(Bits x, Bits w, Bits sum) {
+  Bits pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline Floats floats_of(Bits v) { return _mm256_cvtepi32_ps(v); }
+inline Bits larger_bits(Bits a, Bits b) { return _mm256_max_epu32(a, b); }
+inline void store_codes(int8_t* p, Floats v) {  // nearest whole numbers, to even
+  Bits codes = _mm256_cvtps_epi32(v);
+  __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
+}
 inline float root_of(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 
 }  // namespace

@@ -89,6 +89,26 @@ inline void transpose(Floats* x) {
     x[12 + c] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
   }
 }
+// Adds to each lane the four products of its signed bytes. With VNNI, w's bytes are those plus BYTE_OFFSET; without, x
+// has no -128, so two products have room in 16 bits.
+#if defined(__AVX512VNNI__)
+constexpr int BYTE_OFFSET = 128;
+inline Bits add_bytes(Bits x, Bits w, Bits sum) {
+  return _mm512_dpbusd_epi32(sum, _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x);
+}
+#else
+constexpr int BYTE_OFFSET = 0;
+inline Bits add_bytes(Bits x, Bits w, Bits sum) {
+  Bits with_sign = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+  Bits pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), with_sign);
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+#endif
+inline Floats floats_of(Bits v) { return _mm512_cvtepi32_ps(v); }
+inline Bits larger_bits(Bits a, Bits b) { return _mm512_max_epu32(a, b); }
+inline void store_codes(int8_t* p, Floats v) {  // nearest whole numbers, to even
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
+}
 inline float root_of(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 // Pairs of bfloat16, whose products are added up in one instruction.
 #if defined(__AVX512BF16__)
