@@ -101,7 +101,6 @@ struct F32 : Unscaled {
   static constexpr int PAIR = 1, BITS = 32;
   static Row row(const char* w, Scale) { return load((const float*)w); }
   static X inputs(const Number* x) { return all(*x); }
-  static X last(const Number* x) { return all(*x); }
   static Floats add(X x, Row w, Floats sum) { return fma(x, w, sum); }
 };
 
@@ -155,7 +154,6 @@ struct Codes : Unscaled {
     __builtin_memcpy(&four, x, 4);
     return as_bits(all(as_float(four)));
   }
-  static X last(const Number* x) { return inputs(x); }
   static Floats add(X x, Row w, Floats sum) { return as_floats(add_bytes(x, w, as_bits(sum))); }
   static Floats start(const Product& p, int64_t row) { return all(as_float(p.rows[row].start)); }
   static Floats number(const Product& p, int64_t row, Floats sum, Floats scale) {
@@ -305,7 +303,8 @@ void tile(const Product& p, const Place& at) {
       }
     };
     for (; k + T::PAIR <= end; k += T::PAIR) step(T::inputs);
-    if (k < end) step(T::last);
+    if constexpr (T::PAIR == 2)
+      if (k < end) step(T::last);
   });
   if (at.to < p.K) {
     UNROLL(r, R) UNROLL(c, C) store(at.sums + r * COLS + c * LANES, sums[r][c]);
