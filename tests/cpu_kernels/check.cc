@@ -187,8 +187,24 @@ static void round_all(const Products& kernels) {
     if (y[i] != wanted[i]) expect("rounding", y[i], wanted[i], 0);
 }
 
+// A scale that is NaN, whatever its bits, makes its output NaN, and no other.
+static void multiply_nan(const Products& kernels) {
+  constexpr int64_t K = 2, N = 5;
+  for (bool is_bf16 : {false, true}) {
+    Numbers x(K, is_bf16);
+    std::vector<char> w(COLS, 0x5a);
+    float scales[COLS] = {1, 1, 1, 1, 1}, y[N];
+    const uint32_t nans[] = {0x7fffffff, 0xffffffff, 0x7f800001};
+    std::memcpy(scales + 1, nans, sizeof nans);
+    for (int64_t k = 0; k < K; k++) x.put(k, 1);
+    (is_bf16 ? kernels.bf16 : kernels.f32)[INT4]({x.bytes.data(), w.data(), scales, y, 1, N, K, K, false, false, INT4}, 0, 1);
+    for (int64_t n = 0; n < N; n++) expect("a scale that is NaN", std::isnan(y[n]), n >= 1 && n < 4, 0);
+  }
+}
+
 static void multiply_all(const Products& kernels) {
   round_all(kernels);
+  multiply_nan(kernels);
   for (bool is_bf16 : {false, true})
     for (Form form : {NUMBERS, INT8, INT4}) multiply_alone(kernels, is_bf16, form);
   for (int64_t M : {0, 1, 2, 7, 13, 32, 250})

@@ -39,6 +39,7 @@ inline float as_float(uint32_t bits) {
 // Weights that no scale makes numbers. Their sums begin with 0.
 struct Unscaled {
   struct Scale {};
+  static constexpr bool KEEPS = false;
   static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
   static Floats start(const Product&, int64_t) { return zeros(); }
   static Floats number(const Product& p, int64_t, Floats sum, Floats scale) { return p.form == INT8 ? mul(sum, scale) : sum; }
@@ -79,7 +80,7 @@ struct Bf16 : Unscaled {
     return {low_halves(both), high_halves(both)};
   }
   static Row of_bytes(const char* w) { return signed_bytes(w); }
-  static Row of(Pair w) { return {high_halves(nearest_bf16(w.low)), high_halves(nearest_bf16(w.high))}; }
+  static Row of(Pair w) { return {high_halves(nearest_of_numbers(w.low)), high_halves(nearest_of_numbers(w.high))}; }
   static void keep(Number* to, int vector, Row w) { store_bits(to + vector * LANES * 2, joined(w.low, w.high)); }
   static X pair(uint32_t x) { return {all(as_float(x << 16)), all(as_float(x & 0xffff0000))}; }
   static Floats add(X x, Row w, Floats sum) { return add_pair(x, w, sum); }
@@ -133,7 +134,10 @@ template <class Kind>
 struct Int4 : Kind {
   using Scale = Floats;
   static constexpr int BITS = 4;
-  static Scale scale(const Product& p, int64_t panel, int64_t vector, int64_t group) { return scales_of(p, panel, vector, group); }
+  static Scale scale(const Product& p, int64_t panel, int64_t vector, int64_t group) {
+    Floats scale = scales_of(p, panel, vector, group);
+    return where(below(all(-1), magnitude(scale)), scale, all(__builtin_nanf("")));  // one NaN, which stays one when rounded
+  }
   static typename Kind::Row row(const char* w, Scale scale) {
     Bits both = load_bytes(w);
     return Kind::of({mul(nibble<0>(both), scale), mul(nibble<1>(both), scale)});
@@ -164,6 +168,12 @@ struct Codes : Unscaled {
 // Weights that become numbers of x's kind.
 template <class T>
 constexpr bool IS_WIDENED = T::BITS < 8 * sizeof(typename T::Number);
+
+// A tile's weights, which the next tiles of its panel find as numbers.
+template <class T>
+struct Kept : T {
+  static constexpr bool KEEPS = IS_WIDENED<T>;
+};
 
 template <class T>
 constexpr int64_t VECTOR_BYTES = LANES * T::PAIR * T::BITS / 8;
@@ -263,9 +273,11 @@ inline __attribute__((always_inline)) void put_all(const Product& p, const Place
 }
 
 template <class T, int R, int PANELS>
-void tile(const Product& p, const Place& at) {
+void tile(const Product& p, const Place& place) {
   constexpr int C = VECTORS * PANELS;
-  const auto* x = (const typename T::Number*)p.x + at.row * p.K;
+  const Place at = place;  // of which no weight that is kept may be a part, as far as the compiler knows
+  const int64_t K = p.K;
+  const auto* x = (const typename T::Number*)p.x + at.row * K;
   const int64_t panel = panel_bytes<T>(p.K);
   Floats sums[R][C];
   UNROLL(r, R) UNROLL(c, C) sums[r][c] = at.from ? load(at.sums + r * COLS + c * LANES) : T::start(p, at.row + r);
@@ -282,20 +294,19 @@ void tile(const Product& p, const Place& at) {
         typename T::Row found = T::row(vector, scales[c]);
         if constexpr (T::BITS == 12)
           if (__builtin_expect(vector == outliers.at[c / VECTORS], 0)) found = outliers.put(found, c / VECTORS);
-        if constexpr (IS_WIDENED<T>)
-          if (at.numbers) T::keep((typename T::Number*)at.numbers + (k - at.from) * COLS, c, found);
+        if constexpr (T::KEEPS) T::keep((typename T::Number*)at.numbers + (k - at.from) * COLS, c, found);
         return found;
       };
-      if constexpr (ADDS_FROM_MEMORY) {
+      if constexpr (ADDS_FROM_MEMORY && !(IS_WIDENED<T> && REGISTERS == 16)) {
         typename T::Row rows[C];
         UNROLL(c, C) rows[c] = row(c);
         UNROLL(r, R) {
-          auto inputs = inputs_of(x + r * p.K + k);
+          auto inputs = inputs_of(x + r * K + k);
           UNROLL(c, C) sums[r][c] = T::add(inputs, rows[c], sums[r][c]);
         }
       } else {
         typename T::X inputs[R];
-        UNROLL(r, R) inputs[r] = inputs_of(x + r * p.K + k);
+        UNROLL(r, R) inputs[r] = inputs_of(x + r * K + k);
         UNROLL(c, C) {
           typename T::Row one = row(c);
           UNROLL(r, R) sums[r][c] = T::add(inputs[r], one, sums[r][c]);
@@ -316,7 +327,7 @@ void tile(const Product& p, const Place& at) {
 template <class T, int PANELS, int R>
 void tile_of(int64_t rows, const Product& p, const Place& at) {
   if (rows == R) return tile<T, R, PANELS>(p, at);
-  if constexpr (R > 1) tile_of<T, PANELS, R - 1>(rows, p, at);
+  if constexpr (R > (T::KEEPS ? TALL / 2 : 1)) tile_of<T, PANELS, R - 1>(rows, p, at);
 }
 
 template <class T>
@@ -373,7 +384,7 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typ
       int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;  // tiles of like height
       Place at{first + row, panel, from, to, w, sums + row * COLS, numbers};
       if (!i) {
-        tile_in<T>(registers, end, p, at);
+        tile_in<Kept<T>>(registers, end, p, at);
         if (IS_WIDENED<T>) w = (const char*)numbers;  // for the other tiles
       } else tile_in<typename T::Plain>(registers, end - row, p, at);
     }

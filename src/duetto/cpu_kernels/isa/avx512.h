@@ -37,11 +37,14 @@ inline Floats nibble(Bits v) {  // around 8
   Floats numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
   return _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * I), numbers);
 }
-inline Bits nearest_bf16(Floats v) {  // in the high halves, to nearest even; a NaN stays one
+inline Bits nearest_of_numbers(Floats v) {  // bfloat16 in the high halves, to nearest even
   Bits i = _mm512_castps_si512(v);
   Bits up = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(_mm512_srli_epi32(i, 16), _mm512_set1_epi32(1)));
+  return _mm512_add_epi32(i, up);
+}
+inline Bits nearest_bf16(Floats v) {  // the same; a NaN stays one
   __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  return _mm512_mask_or_epi32(_mm512_add_epi32(i, up), nan, i, _mm512_set1_epi32(0x400000));
+  return _mm512_mask_or_epi32(nearest_of_numbers(v), nan, _mm512_castps_si512(v), _mm512_set1_epi32(0x400000));
 }
 inline void store_bf16(uint16_t* p, Floats v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(nearest_bf16(v), 16)));

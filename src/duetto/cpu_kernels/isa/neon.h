@@ -41,9 +41,12 @@ inline Floats nibble(Bits v) {  // around 8
   int32x4_t code = vreinterpretq_s32_u32(vandq_u32(I ? vshrq_n_u32(v, I ? 4 * I : 1) : v, vdupq_n_u32(15)));
   return vcvtq_f32_s32(vsubq_s32(code, vdupq_n_s32(8)));
 }
-inline Bits nearest_bf16(Floats v) {  // in the high halves, to nearest even; a NaN stays one
+inline Bits nearest_of_numbers(Floats v) {  // bfloat16 in the high halves, to nearest even
   Bits i = as_bits(v), up = vaddq_u32(vdupq_n_u32(0x7fff), vandq_u32(vshrq_n_u32(i, 16), vdupq_n_u32(1)));
-  return vbslq_u32(vceqq_f32(v, v), vaddq_u32(i, up), vorrq_u32(i, vdupq_n_u32(0x400000)));
+  return vaddq_u32(i, up);
+}
+inline Bits nearest_bf16(Floats v) {  // the same; a NaN stays one
+  return vbslq_u32(vceqq_f32(v, v), nearest_of_numbers(v), vorrq_u32(as_bits(v), vdupq_n_u32(0x400000)));
 }
 inline void store_bf16(uint16_t* p, Floats v) { vst1_u16(p, vshrn_n_u32(nearest_bf16(v), 16)); }
 inline Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
