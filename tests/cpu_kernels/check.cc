@@ -130,6 +130,49 @@ static void multiply_alone(const Products& kernels, bool is_bf16, Form form) {
   }
 }
 
+// The code of x in a row whose largest magnitude is this.
+static int code_of(float x, float largest) {
+  bool has_codes = largest > 127 / __FLT_MAX__ && largest <= __FLT_MAX__;
+  return has_codes ? int(std::nearbyint(x * (127 / largest))) : 0;
+}
+
+// Rows of numbers that no code has exactly, as codes with those of a weight. Of four rows one is 0, one not finite.
+static void multiply_codes(const Products& kernels, bool is_bf16, int64_t M, int64_t N, int64_t K, bool y_is_bf16) {
+  int64_t panels = (N + COLS - 1) / COLS;
+  Numbers x = some(M * K, is_bf16, 0.37f), y(M * N, y_is_bf16), wanted(1, y_is_bf16);
+  for (int64_t i = 0; i < M * K; i++) x.put(i, i / K % 4 == 1 ? 0 : x[i] * (1 + float(i % 127) / 128));
+  for (int64_t r = 3; r < M; r += 4) x.put(r * K + r % K, r % 8 == 3 ? NAN : -INFINITY);
+  std::vector<CodedRow> rows(M);
+  RowCoding coding{x.bytes.data(), K, nullptr, rows.data()};
+  int64_t width = coding.width();
+  std::vector<int8_t> codes(M * width), w(panels * COLS * width), matrix(N * K);
+  coding.codes = codes.data();
+  std::vector<float> scales(panels * COLS, 0.013f);
+  for (int64_t i = 0; i < N * K; i++) {
+    int64_t n = i / K, k = i % K;
+    matrix[i] = w[((n / COLS * (width / 4) + k / 4) * COLS + n % COLS) * 4 + k % 4] = int8_t(i * 91 % 256 - 128);
+  }
+  Product p{codes.data(), w.data(), scales.data(), y.bytes.data(), M, N, width, width, y_is_bf16, false, CODES, rows.data()};
+  CodeRows code = is_bf16 ? kernels.code_bf16 : kernels.code_f32;
+  Panels f = (is_bf16 ? kernels.bf16 : kernels.f32)[CODES];
+  Threads pool;
+  parallel(pool, M, M, [&](int64_t i) { code(coding, i, i + 1); });
+  parallel(pool, panels, panels, [&](int64_t i) { f(p, i, i + 1); });
+  for (int64_t r = 0; r < M; r++) {
+    float largest = 0;
+    for (int64_t k = 0; k < K; k++) largest = std::isnan(x[r * K + k]) ? NAN : std::fmax(largest, std::fabs(x[r * K + k]));
+    for (int64_t k = 0; k < width; k++)
+      if (k == K || !(r % 4 == 3)) expect("code", codes[r * width + k], k < K ? code_of(x[r * K + k], largest) : 0, 0);
+    for (int64_t n = 0; n < N; n++) {
+      int32_t sum = 0;
+      for (int64_t k = 0; k < K; k++) sum += codes[r * width + k] * matrix[n * K + k];
+      float right = (float(sum) * 0.013f) * (largest * (1.0f / 127)), found = y[r * N + n];
+      if (r % 4 == 3) expect("a row that is not finite", std::isnan(found), 1, 0);
+      else expect("product of codes", found, right, y_is_bf16 ? std::fabs(right) / 256 : 0);
+    }
+  }
+}
+
 // How a float is rounded to bfloat16, and that NaN stays NaN and denormals count as zero.
 static void round_all(const Products& kernels) {
   const uint32_t given[] = {0x3f808000, 0x3f818000, 0x3f808001, 0x7f800001, 0x00400000, 0xbf808000};
@@ -144,18 +187,36 @@ static void round_all(const Products& kernels) {
     if (y[i] != wanted[i]) expect("rounding", y[i], wanted[i], 0);
 }
 
+// A scale that is NaN, whatever its bits, makes its output NaN, and no other.
+static void multiply_nan(const Products& kernels) {
+  constexpr int64_t K = 2, N = 5;
+  for (bool is_bf16 : {false, true}) {
+    Numbers x(K, is_bf16);
+    std::vector<char> w(COLS, 0x5a);
+    float scales[COLS] = {1, 1, 1, 1, 1}, y[N];
+    const uint32_t nans[] = {0x7fffffff, 0xffffffff, 0x7f800001};
+    std::memcpy(scales + 1, nans, sizeof nans);
+    for (int64_t k = 0; k < K; k++) x.put(k, 1);
+    (is_bf16 ? kernels.bf16 : kernels.f32)[INT4]({x.bytes.data(), w.data(), scales, y, 1, N, K, K, false, false, INT4}, 0, 1);
+    for (int64_t n = 0; n < N; n++) expect("a scale that is NaN", std::isnan(y[n]), n >= 1 && n < 4, 0);
+  }
+}
+
 static void multiply_all(const Products& kernels) {
   round_all(kernels);
+  multiply_nan(kernels);
   for (bool is_bf16 : {false, true})
     for (Form form : {NUMBERS, INT8, INT4}) multiply_alone(kernels, is_bf16, form);
   for (int64_t M : {0, 1, 2, 7, 13, 32, 250})
     for (int64_t N : {1, 33, 100})
       for (int64_t K : {1, 7, 64, 385, 1025, 1028})
-        for (Form form : {NUMBERS, INT8, INT4, BF12})
-          for (bool is_bf16 : {false, true}) {
+        for (bool is_bf16 : {false, true}) {
+          if (M * N * K < 80000) multiply_codes(kernels, is_bf16, M, N, K, !is_bf16);
+          for (Form form : {NUMBERS, INT8, INT4, BF12}) {
             bool is_there = (is_bf16 ? kernels.bf16 : kernels.f32)[form];
             if (is_there && (form != INT4 || K % 2 == 0) && M * N * K < 80000) multiply(kernels, is_bf16, form, M, N, K, !is_bf16);
           }
+        }
 }
 
 // Two rows over pages, of which the second's tokens are a chunk, with what a layer may ask for.

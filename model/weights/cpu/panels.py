@@ -40,12 +40,14 @@ class CodesForm:
     packed: axis along which a byte holds two codes.
     scales: shape of the scales.
     dtype: dtype of the scales.
+    activations: "int8" if kernels multiply codes by rows of x in 8-bit codes, or None.
     """
 
     scheme: str
     packed: int
     scales: tuple[int, ...]
     dtype: str
+    activations: str | None = None
 
 
 @pytree
@@ -53,8 +55,9 @@ class Packed:
     """A weight [*inputs, *outputs] in panels of PANEL_COLUMNS outputs. The last panel is padded with zeros.
 
     array: [panels, inputs, PANEL_COLUMNS]; in bfloat16 and int8 [panels, pairs of inputs, PANEL_COLUMNS, 2];
-        of 4-bit codes [panels, pairs of inputs, PANEL_COLUMNS], with a pair in a byte. Some kernels read
-        bfloat16 in the form of `bf12`. Experts' weights have one more axis, before all others.
+        in int8 for activations in codes [panels, fours of inputs, PANEL_COLUMNS, 4]; of 4-bit codes
+        [panels, pairs of inputs, PANEL_COLUMNS], with a pair in a byte. Some kernels read bfloat16 in the
+        form of `bf12`. Experts' weights have one more axis, before all others.
     scales: of codes, [panels, groups of inputs, PANEL_COLUMNS], or None.
     inputs: sizes of the axes that a product sums over.
     outputs: sizes of the other axes.
@@ -142,23 +145,29 @@ def multiply_panels(
     return [y.reshape(*rows, *w.outputs) for y, w in zip(outputs, weights, strict=True)]
 
 
-def panels_from_matrix(matrix: Num[Array, "outputs inputs"]) -> Num[Array, "panels depth ..."]:
-    """Lay out a matrix [outputs, inputs] in panels, padded with zeros."""
-    panels, pair = -(-len(matrix) // PANEL_COLUMNS), 1 if matrix.dtype == jnp.float32 else 2
-    depth = -(-matrix.shape[1] // pair)
-    padded = jnp.pad(matrix, ((0, panels * PANEL_COLUMNS - len(matrix)), (0, depth * pair - matrix.shape[1])))
-    panels = padded.reshape(panels, PANEL_COLUMNS, depth, pair).transpose(0, 2, 1, 3)
-    return panels if pair > 1 else panels[..., 0]
+def panels_from_matrix(
+    matrix: Num[Array, "outputs inputs"], adjacent: int | None = None
+) -> Num[Array, "panels depth ..."]:
+    """Lay out a matrix [outputs, inputs] in panels, padded with zeros.
+
+    adjacent: number of inputs of an output that lie side by side: by default 1 in float32, otherwise 2.
+    """
+    adjacent = adjacent or (1 if matrix.dtype == jnp.float32 else 2)
+    panels, depth = -(-len(matrix) // PANEL_COLUMNS), -(-matrix.shape[1] // adjacent)
+    padding = panels * PANEL_COLUMNS - len(matrix), depth * adjacent - matrix.shape[1]
+    padded = jnp.pad(matrix, [(0, n) for n in padding])
+    panels = padded.reshape(panels, PANEL_COLUMNS, depth, adjacent).transpose(0, 2, 1, 3)
+    return panels if adjacent > 1 else panels[..., 0]
 
 
 def panels_from_codes(
-    quantised: Quantised, inputs: int
+    quantised: Quantised, inputs: int, activations: str | None = None
 ) -> tuple[Num[Array, "panels depth ..."], Float[Array, "panels groups C"]]:
     """Lay out codes and scales in panels, of a weight whose product sums over its first axes."""
     outputs = quantised.shape[inputs:]
     is_narrow = SCHEMES[quantised.scheme].codes_per_byte > 1
     codes = unpack_nibbles(quantised.values, quantised.packed) if is_narrow else quantised.values
-    panels = panels_from_matrix(codes.reshape(-1, prod(outputs)).T)
+    panels = panels_from_matrix(codes.reshape(-1, prod(outputs)).T, 4 if activations else None)
     is_kept = is_narrow and quantised.scales.dtype == jnp.bfloat16
     scales = quantised.scales if is_kept else quantised.scales.astype(jnp.float32)
     scales = spread_blocks(scales, (*scales.shape[:inputs], *outputs)).reshape(-1, prod(outputs))
@@ -189,7 +198,8 @@ def weight_from_panels(w: Packed) -> Any:
 to_panels = jax.jit(panels_from_matrix)
 to_panels_each = jax.jit(jax.vmap(panels_from_matrix))
 one_from_panels, each_from_panels = jax.jit(weight_from_panels), jax.jit(jax.vmap(weight_from_panels))
-to_code_panels = jax.jit(panels_from_codes, static_argnames="inputs")  # layers share one trace
+# Layers share one trace.
+to_code_panels = jax.jit(panels_from_codes, static_argnames=("inputs", "activations"))
 to_code_panels_each = jax.jit(jax.vmap(partial(panels_from_codes, inputs=1)))
 
 
@@ -229,10 +239,18 @@ def pack_matrix(
     return Packed(maybe_encode_bf12(panels, target), None, inputs, outputs, target, is_head=is_head)
 
 
-def pack_codes(quantised: Quantised, inputs: int, target: str) -> Packed:
-    """Pack codes whose product sums over their first axes."""
-    array, scales = apply_or_eval_shape(partial(to_code_panels, inputs=inputs), quantised)
-    form = CodesForm(quantised.scheme, quantised.packed, quantised.scales.shape, quantised.scales.dtype.name)
+def pack_codes(quantised: Quantised, inputs: int, target: str, activations: str | None = None) -> Packed:
+    """Pack codes whose product sums over their first axes, for activations in x's dtype or in codes."""
+    assert activations is None or (activations, quantised.scheme) == ("int8", "int8")
+    layout = partial(to_code_panels, inputs=inputs, activations=activations)
+    array, scales = apply_or_eval_shape(layout, quantised)
+    form = CodesForm(
+        quantised.scheme,
+        quantised.packed,
+        quantised.scales.shape,
+        quantised.scales.dtype.name,
+        activations,
+    )
     return Packed(array, scales, quantised.shape[:inputs], quantised.shape[inputs:], target, form)
 
 

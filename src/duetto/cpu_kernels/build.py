@@ -27,13 +27,13 @@ SOURCE_FOLDER = Path(__file__).parent
 LIBRARY_NAME = "kernels.so"
 # Version of the bits, of the layout of packed weights and of the calls. It is part of the handlers' names, in
 # the library and for XLA. A change of any of the three needs a new version.
-VERSION = 6
+VERSION = 7
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-BF16 = (*AVX512, "-mavx512bf16")
+BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")  # processors that have one have both
 AMX = (*BF16, "-mamx-tile", "-mamx-bf16")
 X86 = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": BF16, "avx512_amx": AMX}
-ARM = {"neon": ("-march=armv8-a",), "neon_bf16": ("-march=armv8.2-a+bf16",)}
+ARM = {"neon": ("-march=armv8-a",), "neon_bf16": ("-march=armv8.2-a+bf16+dotprod",)}
 ALL_ISAS = X86 | ARM
 MACHINES = {"x86_64": X86, "aarch64": ARM}
 ISAS: dict[str, tuple[str, ...]] = MACHINES.get(platform.machine(), {})  # the best one last
@@ -47,8 +47,8 @@ COMPILER_FLAGS = (
 # Names in /proc/cpuinfo that differ from the compiler's options.
 CPUINFO = Path("/proc/cpuinfo")
 FEATURES = {
-    "avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16",
-    "arch=armv8-a": "asimd", "arch=armv8.2-a+bf16": "bf16",
+    "avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16",
+    "arch=armv8-a": "asimd", "arch=armv8.2-a+bf16+dotprod": "bf16",
 }  # fmt: skip
 COMPILER_SECONDS = 120  # timeout of a compiler call in seconds; it takes a few
 CHECKSUM_BYTES = hashlib.sha256().digest_size  # appended to the library: no loader reads there

@@ -30,10 +30,19 @@ inline Floats scales_of(const Product& p, int64_t panel, int64_t vector, int64_t
   return p.scales_are_bf16 ? widened((const uint16_t*)p.scales + at) : load((const float*)p.scales + at);
 }
 
-// Weights that no scale makes numbers.
+inline float as_float(uint32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Weights that no scale makes numbers. Their sums begin with 0.
 struct Unscaled {
   struct Scale {};
+  static constexpr bool KEEPS = false;
   static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
+  static Floats start(const Product&, int64_t) { return zeros(); }
+  static Floats number(const Product& p, int64_t, Floats sum, Floats scale) { return p.form == INT8 ? mul(sum, scale) : sum; }
 };
 
 // What holds the sums of a tile of one panel: its rows at most, and those of a chunk.
@@ -71,13 +80,8 @@ struct Bf16 : Unscaled {
     return {low_halves(both), high_halves(both)};
   }
   static Row of_bytes(const char* w) { return signed_bytes(w); }
-  static Row of(Pair w) { return {high_halves(nearest_bf16(w.low)), high_halves(nearest_bf16(w.high))}; }
+  static Row of(Pair w) { return {high_halves(nearest_of_numbers(w.low)), high_halves(nearest_of_numbers(w.high))}; }
   static void keep(Number* to, int vector, Row w) { store_bits(to + vector * LANES * 2, joined(w.low, w.high)); }
-  static float as_float(uint32_t bits) {
-    float x;
-    __builtin_memcpy(&x, &bits, 4);
-    return x;
-  }
   static X pair(uint32_t x) { return {all(as_float(x << 16)), all(as_float(x & 0xffff0000))}; }
   static Floats add(X x, Row w, Floats sum) { return add_pair(x, w, sum); }
 #endif
@@ -98,7 +102,6 @@ struct F32 : Unscaled {
   static constexpr int PAIR = 1, BITS = 32;
   static Row row(const char* w, Scale) { return load((const float*)w); }
   static X inputs(const Number* x) { return all(*x); }
-  static X last(const Number* x) { return all(*x); }
   static Floats add(X x, Row w, Floats sum) { return fma(x, w, sum); }
 };
 
@@ -131,11 +134,45 @@ template <class Kind>
 struct Int4 : Kind {
   using Scale = Floats;
   static constexpr int BITS = 4;
-  static Scale scale(const Product& p, int64_t panel, int64_t vector, int64_t group) { return scales_of(p, panel, vector, group); }
+  static Scale scale(const Product& p, int64_t panel, int64_t vector, int64_t group) {
+    Floats scale = scales_of(p, panel, vector, group);
+    return where(below(all(-1), magnitude(scale)), scale, all(__builtin_nanf("")));  // one NaN, which stays one when rounded
+  }
   static typename Kind::Row row(const char* w, Scale scale) {
     Bits both = load_bytes(w);
     return Kind::of({mul(nibble<0>(both), scale), mul(nibble<1>(both), scale)});
   }
+};
+
+// Codes with rows of codes. Sums are whole numbers, whose bits floats hold.
+struct Codes : Unscaled {
+  using Number = int8_t;
+  using Plain = Codes;
+  using Registers = Vectors;
+  using Row = Bits;
+  using X = Bits;
+  static constexpr int PAIR = 4, BITS = 8;
+  static Row row(const char* w, Scale) { return load_bits(w); }
+  static X inputs(const Number* x) {
+    uint32_t four;
+    __builtin_memcpy(&four, x, 4);
+    return as_bits(all(as_float(four)));
+  }
+  static Floats add(X x, Row w, Floats sum) { return as_floats(add_bytes(x, w, as_bits(sum))); }
+  static Floats start(const Product& p, int64_t row) { return all(as_float(p.rows[row].start)); }
+  static Floats number(const Product& p, int64_t row, Floats sum, Floats scale) {
+    return mul(mul(floats_of(as_bits(sum)), scale), all(p.rows[row].scale));
+  }
+};
+
+// Weights that become numbers of x's kind.
+template <class T>
+constexpr bool IS_WIDENED = T::BITS < 8 * sizeof(typename T::Number);
+
+// A tile's weights, which the next tiles of its panel find as numbers.
+template <class T>
+struct Kept : T {
+  static constexpr bool KEEPS = IS_WIDENED<T>;
 };
 
 template <class T>
@@ -225,22 +262,25 @@ struct Place {
   void* numbers;  // where it keeps codes as numbers of x's kind, packed as such, or null
 };
 
-template <int R, int C>
+template <class T, int R, int C>
 inline __attribute__((always_inline)) void put_all(const Product& p, const Place& at, const Floats (&sums)[R][C]) {
   UNROLL(c, C) {
     int64_t column = (at.panel * VECTORS + c) * LANES;
-    Floats scale = p.form == INT8 ? scales_of(p, at.panel + c / VECTORS, c % VECTORS, 0) : all(1.0f);
-    UNROLL(r, R) if (column < p.N) put(p, at.row + r, column, p.form == INT8 ? mul(sums[r][c], scale) : sums[r][c]);
+    bool is_scaled = p.form == INT8 || p.form == CODES;
+    Floats scale = is_scaled ? scales_of(p, at.panel + c / VECTORS, c % VECTORS, 0) : all(1.0f);
+    UNROLL(r, R) if (column < p.N) put(p, at.row + r, column, T::number(p, at.row + r, sums[r][c], scale));
   }
 }
 
 template <class T, int R, int PANELS>
-void tile(const Product& p, const Place& at) {
+void tile(const Product& p, const Place& place) {
   constexpr int C = VECTORS * PANELS;
-  const auto* x = (const typename T::Number*)p.x + at.row * p.K;
+  const Place at = place;  // of which no weight that is kept may be a part, as far as the compiler knows
+  const int64_t K = p.K;
+  const auto* x = (const typename T::Number*)p.x + at.row * K;
   const int64_t panel = panel_bytes<T>(p.K);
   Floats sums[R][C];
-  UNROLL(r, R) UNROLL(c, C) sums[r][c] = at.from ? load(at.sums + r * COLS + c * LANES) : zeros();
+  UNROLL(r, R) UNROLL(c, C) sums[r][c] = at.from ? load(at.sums + r * COLS + c * LANES) : T::start(p, at.row + r);
   [[maybe_unused]] Outliers<T::BITS, PANELS> outliers(p, at.panel, at.from);
   by_groups<T>(p, at.from, at.to, [&](int64_t k, int64_t end, int64_t group) __attribute__((always_inline)) {
     typename T::Scale scales[C];
@@ -254,20 +294,19 @@ void tile(const Product& p, const Place& at) {
         typename T::Row found = T::row(vector, scales[c]);
         if constexpr (T::BITS == 12)
           if (__builtin_expect(vector == outliers.at[c / VECTORS], 0)) found = outliers.put(found, c / VECTORS);
-        if constexpr (T::BITS < 16)
-          if (at.numbers) T::keep((typename T::Number*)at.numbers + (k - at.from) * COLS, c, found);
+        if constexpr (T::KEEPS) T::keep((typename T::Number*)at.numbers + (k - at.from) * COLS, c, found);
         return found;
       };
-      if constexpr (ADDS_FROM_MEMORY) {
+      if constexpr (ADDS_FROM_MEMORY && !(IS_WIDENED<T> && REGISTERS == 16)) {
         typename T::Row rows[C];
         UNROLL(c, C) rows[c] = row(c);
         UNROLL(r, R) {
-          auto inputs = inputs_of(x + r * p.K + k);
+          auto inputs = inputs_of(x + r * K + k);
           UNROLL(c, C) sums[r][c] = T::add(inputs, rows[c], sums[r][c]);
         }
       } else {
         typename T::X inputs[R];
-        UNROLL(r, R) inputs[r] = inputs_of(x + r * p.K + k);
+        UNROLL(r, R) inputs[r] = inputs_of(x + r * K + k);
         UNROLL(c, C) {
           typename T::Row one = row(c);
           UNROLL(r, R) sums[r][c] = T::add(inputs[r], one, sums[r][c]);
@@ -275,19 +314,20 @@ void tile(const Product& p, const Place& at) {
       }
     };
     for (; k + T::PAIR <= end; k += T::PAIR) step(T::inputs);
-    if (k < end) step(T::last);
+    if constexpr (T::PAIR == 2)
+      if (k < end) step(T::last);
   });
   if (at.to < p.K) {
     UNROLL(r, R) UNROLL(c, C) store(at.sums + r * COLS + c * LANES, sums[r][c]);
     return;
   }
-  put_all(p, at, sums);
+  put_all<T>(p, at, sums);
 }
 
 template <class T, int PANELS, int R>
 void tile_of(int64_t rows, const Product& p, const Place& at) {
   if (rows == R) return tile<T, R, PANELS>(p, at);
-  if constexpr (R > 1) tile_of<T, PANELS, R - 1>(rows, p, at);
+  if constexpr (R > (T::KEEPS ? TALL / 2 : 1)) tile_of<T, PANELS, R - 1>(rows, p, at);
 }
 
 template <class T>
@@ -312,8 +352,8 @@ void widen(const Product& p, const Place& at) {
 template <class T>
 void tile_in(Tiles& tiles, int64_t rows, const Product& p, const Place& at) {
   const uint16_t* x = (const uint16_t*)p.x + at.row * p.K + at.from;
-  if constexpr (T::BITS < 16) widen<T>(p, at);
-  const char* w = T::BITS < 16 ? (const char*)at.numbers : at.w;
+  if constexpr (IS_WIDENED<T>) widen<T>(p, at);
+  const char* w = IS_WIDENED<T> ? (const char*)at.numbers : at.w;
   tiles.add(rows, x, p.K, at.to - at.from, w, at.sums, !at.from);
   if (at.to < p.K) return;
   UNROLL(c, VECTORS) {
@@ -332,7 +372,7 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typ
   constexpr int64_t TALL = T::Registers::TALL;
   constexpr int64_t BLOCK = BLOCK_BYTES / sizeof(Number);
   alignas(64) float sums[T::Registers::ROWS * COLS];
-  alignas(64) Number numbers[T::BITS < 16 ? (BLOCK + BLOCK / 2 + 1) * COLS : 1];
+  alignas(64) Number numbers[IS_WIDENED<T> ? (BLOCK + BLOCK / 2 + 1) * COLS : 1];
   int64_t rows = last - first, tiles = (rows + TALL - 1) / TALL, from = 0;
   do {
     int64_t to = from + BLOCK + BLOCK / 2 < p.K ? from + BLOCK : p.K;
@@ -344,8 +384,8 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typ
       int64_t row = rows * i / tiles, end = rows * (i + 1) / tiles;  // tiles of like height
       Place at{first + row, panel, from, to, w, sums + row * COLS, numbers};
       if (!i) {
-        tile_in<T>(registers, end, p, at);
-        if (T::BITS < 16) w = (const char*)numbers;  // for the other tiles
+        tile_in<Kept<T>>(registers, end, p, at);
+        if (IS_WIDENED<T>) w = (const char*)numbers;  // for the other tiles
       } else tile_in<typename T::Plain>(registers, end - row, p, at);
     }
     from = to;
@@ -376,9 +416,44 @@ void panels(const Product& p, int64_t first, int64_t last) {
     for (int64_t panel = first; panel < last; panel++) many_rows<T>(p, panel, p.M * i / chunks, p.M * (i + 1) / chunks, registers);
 }
 
+// The largest magnitude of a row, or a NaN if it has one: as bits, NaN is above all numbers.
+template <class T>
+float largest_of(const T* x, int64_t K) {
+  Bits top = as_bits(zeros());
+  for (int64_t k = 0; k < K; k += LANES) top = larger_bits(as_bits(magnitude(read(x + k, K - k))), top);
+  uint32_t each[LANES], largest = 0;
+  store_bits(each, top);
+  for (uint32_t one : each) largest = one > largest ? one : largest;
+  return as_float(largest);
+}
+
+template <class T>
+void code_rows(const RowCoding& c, int64_t first, int64_t last) {
+  for (int64_t r = first; r < last; r++) {
+    const T* x = (const T*)c.x + r * c.K;
+    int8_t* codes = c.codes + r * c.width();
+    float largest = largest_of(x, c.K);
+    bool has_codes = largest > 127 / __FLT_MAX__ && largest <= __FLT_MAX__;
+    Floats inverse = all(has_codes ? 127 / largest : 0);
+    int64_t k = 0;
+    for (; k + LANES <= c.K; k += LANES) store_codes(codes + k, mul(read(x + k, LANES), inverse));
+    int8_t some[LANES];
+    if (k < c.K) store_codes(some, mul(read(x + k, c.K - k), inverse));
+    __builtin_memcpy(codes + k, some, c.width() - k);
+    if (!has_codes) __builtin_memset(codes, 0, c.width());  // what is not finite has none
+    int32_t sum = 0;
+    for (k = 0; BYTE_OFFSET && k < c.K; k++) sum += codes[k];
+    c.rows[r] = {largest * (1.0f / 127), -BYTE_OFFSET * sum};
+  }
+}
+
 }  // namespace
 
-const Products products = {{panels<Bf16>, panels<Int8<Bf16>>, panels<Int4<Bf16>>, HAS_BF12 ? panels<Bf12> : nullptr},
-                           {panels<F32>, panels<Int8<F32Pairs>>, panels<Int4<F32Pairs>>, nullptr}};
+const Products products = {
+    {panels<Bf16>, panels<Int8<Bf16>>, panels<Int4<Bf16>>, HAS_BF12 ? panels<Bf12> : nullptr, panels<Codes>},
+    {panels<F32>, panels<Int8<F32Pairs>>, panels<Int4<F32Pairs>>, nullptr, panels<Codes>},
+    code_rows<uint16_t>,
+    code_rows<float>,
+};
 
 }  // namespace ISA

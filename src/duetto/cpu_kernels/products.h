@@ -4,7 +4,8 @@
 
 // A weight of floats is packed as [panels][K][COLS], one of bfloat16 or of 8-bit codes as
 // [panels][pairs of K][COLS][2], one of 4-bit codes as [panels][pairs of K][COLS], a pair's first code in the low
-// bits: what the instructions read in turn. The last panel, and the last pair, are filled up with zeros.
+// bits, one of CODES as [panels][fours of K][COLS][4]: what the instructions read in turn. The last panel, and the last
+// pair or four, are filled up with zeros.
 constexpr int COLS = 32;
 
 // What the weights are: numbers of x's kind, or codes. A sum over 8-bit codes is multiplied by the scale of its
@@ -12,7 +13,9 @@ constexpr int COLS = 32;
 // [panels][groups][COLS], and rounded to x's kind. BF12 are numbers of bfloat16 in 12 bits each: of 32 that are read
 // together a byte each, with the sign above the 7 bits of the mantissa, then 4 bits each, which are 0 for an exponent
 // of 0 and otherwise the exponent less `before`. What has another exponent is a zero there, and an Outlier.
-enum Form { NUMBERS, INT8, INT4, BF12, FORMS };
+// CODES are 8-bit codes that x's rows, in 8-bit codes too, are multiplied by: sums of whole numbers have no rounding, so
+// all instruction sets have the same. A sum is multiplied by the scale of its output, then by that of its row.
+enum Form { NUMBERS, INT8, INT4, BF12, CODES, FORMS };
 
 // A weight whose exponent its panel lacks. They lie behind the weights of all panels, in order.
 struct Outlier {
@@ -25,12 +28,19 @@ struct Exponents {
   int32_t before, end;
 };
 
+// Of a row in codes: what one stands for, and with what the sums begin.
+struct CodedRow {
+  float scale;
+  int32_t start;
+};
+
 struct Product {
-  const void *x, *w, *scales;  // or Exponents of each panel in 12 bits, in the scales' place
+  const void *x, *w, *scales;  // x of CODES: a RowCoding's; or Exponents of each panel in 12 bits, in the scales' place
   void* y;
   int64_t M, N, K, group;  // group: inputs that share a scale
   bool y_is_bf16, scales_are_bf16;
   Form form;
+  const CodedRow* rows = nullptr;  // of CODES, which have K in whole fours
 
   int64_t panels() const { return (N + COLS - 1) / COLS; }
 };
@@ -39,8 +49,20 @@ struct Product {
 // order, whatever M: a row's bits do not depend on the rows beside it.
 using Panels = void (*)(const Product&, int64_t first, int64_t last);
 
+// Rows x[M,K] to code: a row's largest magnitude has code 127. Where it is 0 or not finite all its codes are 0.
+struct RowCoding {
+  const void* x;
+  int64_t K;
+  int8_t* codes;  // [M,width()]
+  CodedRow* rows;
+
+  int64_t width() const { return (K + 3) / 4 * 4; }
+};
+using CodeRows = void (*)(const RowCoding&, int64_t first, int64_t last);
+
 struct Products {
   Panels bf16[FORMS], f32[FORMS];  // by x's kind
+  CodeRows code_bf16, code_f32;
 };
 
 #define DECLARE(isa) namespace isa { extern const Products products; }

@@ -1,5 +1,6 @@
 // Handlers of products for XLA, one for each instruction set.
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "pool.h"
@@ -17,7 +18,7 @@ static int64_t last_of(const In& x) { return x.dimensions().size() ? x.dimension
 
 static Form form_of(const In& w) {
   switch (w.element_type()) {
-    case ffi::DataType::S8: return INT8;
+    case ffi::DataType::S8: return w.dimensions().size() && w.dimensions().back() == 4 ? CODES : INT8;
     case ffi::DataType::U8: return INT4;
     case ffi::DataType::U16: return BF12;
     default: return NUMBERS;
@@ -31,7 +32,8 @@ struct Part {
 
 static int64_t bits_of(Form form, int64_t number_bits) {
   switch (form) {
-    case INT8: return 8;
+    case INT8:
+    case CODES: return 8;
     case INT4: return 4;
     case BF12: return 12;
     default: return number_bits;
@@ -71,26 +73,26 @@ static void add_ragged(const Product& all, const In& sizes, int64_t x_bytes, int
 
 // Adds the product of x [...,K] with a packed weight, with scales [panels,groups,COLS] of codes, of no elements
 // otherwise. With sizes [E] both have E before their axes, otherwise sizes has no elements. A weight in 12 bits has a
-// pair of inputs more, of Exponents.
+// pair of inputs more, of Exponents. CODES have no sizes.
 static ffi::Error add_products(const In& x, const In& sizes, const In& w, const In& scales, const In& y,
                                std::vector<Product>& products) {
   using ffi::DataType;
   bool is_bf16 = x.element_type() == DataType::BF16, is_ragged = sizes.element_count() > 0;
   auto packed = w.dimensions(), scaled = scales.dimensions();
   Form form = form_of(w);
-  bool are_codes = form == INT8 || form == INT4;
-  size_t axes = is_ragged + (form == INT8 || (form != INT4 && is_bf16) ? 4 : 3);
-  if ((!is_bf16 && (x.element_type() != DataType::F32 || form == BF12)) || (form == NUMBERS && w.element_type() != x.element_type()) ||
+  bool has_column_scales = form == INT8 || form == CODES, are_codes = has_column_scales || form == INT4;
+  size_t axes = is_ragged + (has_column_scales || (form != INT4 && is_bf16) ? 4 : 3);
+  if ((!is_bf16 && (x.element_type() != DataType::F32 || form == BF12)) || (form == CODES && is_ragged) || (form == NUMBERS && w.element_type() != x.element_type()) ||
       packed.size() != axes || scaled.size() != size_t(3 + (are_codes && is_ragged)))
     return ffi::Error::InvalidArgument("a product of other arrays than it is compiled for");
   int64_t K = last_of(x), N = last_of(y), M = y.element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
   int64_t groups = are_codes ? scaled[1 + is_ragged] : 1, group = K / std::max<int64_t>(groups, 1);
   Product p{x.untyped_data(), w.untyped_data(), scales.untyped_data(), y.untyped_data(), M, N, K, group,
             y.element_type() == DataType::BF16, scales.element_type() == DataType::BF16, form};
-  int64_t depth = are_codes || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
+  int64_t depth = form == CODES ? (K + 3) / 4 : are_codes || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
   if (form == BF12) p.scales = (const char*)p.w + p.panels() * depth * COLS * 4;
   if (packed[is_ragged] != p.panels() || packed[is_ragged + 1] != depth + (form == BF12) || int64_t(x.element_count()) != M * K ||
-      (is_ragged && int64_t(sizes.element_count()) != E) || (form == INT8 && groups != 1) || (form == INT4 && group % 2) ||
+      (is_ragged && int64_t(sizes.element_count()) != E) || (has_column_scales && groups != 1) || (form == INT4 && group % 2) ||
       (are_codes && (int64_t(scales.element_count()) != E * scale_count || group * groups != K)))
     return ffi::Error::InvalidArgument("a product of other shapes than it is compiled for");
   int64_t w_bytes = w.size_bytes() / std::max<int64_t>(E, 1);
@@ -98,6 +100,32 @@ static ffi::Error add_products(const In& x, const In& sizes, const In& w, const 
   if (!is_ragged) products.push_back(p);
   else add_ragged(p, sizes, is_bf16 ? 2 : 4, w_bytes, scale_bytes, products);
   return ffi::Error::Success();
+}
+
+// Rows of x in codes, which the products of all CODES of a call share.
+struct Coded {
+  std::unique_ptr<int8_t[]> codes;
+  std::unique_ptr<CodedRow[]> rows;
+};
+
+static Coded code_rows(const Products& kernels, ffi::ThreadPool& pool, const In& x, std::vector<Product>& products) {
+  auto first = std::find_if(products.begin(), products.end(), [](const Product& p) { return p.form == CODES; });
+  if (first == products.end()) return {};
+  int64_t M = first->M;
+  RowCoding coding{x.untyped_data(), first->K, nullptr, nullptr};
+  Coded made{std::unique_ptr<int8_t[]>(new int8_t[M * coding.width()]), std::unique_ptr<CodedRow[]>(new CodedRow[M])};
+  coding.codes = made.codes.get();
+  coding.rows = made.rows.get();
+  CodeRows code = x.element_type() == ffi::DataType::BF16 ? kernels.code_bf16 : kernels.code_f32;
+  int64_t parts = std::clamp<int64_t>(M * coding.K / LEAST_NUMBERS, 1, std::max<int64_t>(M, 1));
+  parallel(pool, parts, parts, [&](int64_t i) { code(coding, M * i / parts, M * (i + 1) / parts); });
+  for (Product& p : products) {
+    if (p.form != CODES) continue;
+    p.x = coding.codes;
+    p.rows = coding.rows;
+    p.K = p.group = coding.width();
+  }
+  return made;
 }
 
 // Products of x with several weights, each of which has its scales behind it.
@@ -115,6 +143,7 @@ static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, 
     if (!kernels.bf16[BF12]) return ffi::Error::InvalidArgument("a product in 12 bits, which these kernels do not have");
     if (((const Exponents*)p.scales)->before < 0) p.form = NUMBERS;
   }
+  Coded coded = code_rows(kernels, pool, x, products);
   bool is_bf16 = x.element_type() == ffi::DataType::BF16;
   std::vector<Part> parts = parts_of(products, is_bf16 ? 16 : 32, pool.num_threads());
   const Panels* panels = is_bf16 ? kernels.bf16 : kernels.f32;
@@ -123,6 +152,26 @@ static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, 
     panels[p.form](p, parts[i].first, parts[i].last);
   });
   return ffi::Error::Success();
+}
+
+// Whether sums of codes are right. They are the same on every processor.
+static bool are_codes_right(const Products& kernels) {
+  constexpr int64_t M = 13, N = 35, K = 71, WIDTH = 72;
+  float x[M * K], scales[2 * COLS], y[M * N];
+  int8_t w[2 * WIDTH * COLS] = {}, codes[M * WIDTH];
+  CodedRow rows[M];
+  auto code = [](int64_t i) { return int8_t(i % 71 ? i * i * 3 % 255 - 127 : -127); };  // each row has a largest one
+  for (int64_t i = 0; i < M * K; i++) x[i] = code(i);
+  for (float& scale : scales) scale = 1;
+  for (int64_t i = 0; i < N * K; i++) w[((i / K / COLS * WIDTH + i % K / 4 * 4) * COLS) + i / K % COLS * 4 + i % K % 4] = int8_t(5 * i - 128);
+  kernels.code_f32({x, K, codes, rows}, 0, M);
+  kernels.f32[CODES]({codes, w, scales, y, M, N, WIDTH, WIDTH, false, false, CODES, rows}, 0, 2);
+  for (int64_t i = 0; i < M * N; i++) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < K; k++) sum += code(i / N * K + k) * int8_t(5 * (i % N * K + k) - 128);
+    if (y[i] != float(sum) * (127 * (1.0f / 127))) return false;
+  }
+  return true;
 }
 
 // Whether products of small numbers, which no order of sums rounds, are right.
@@ -139,7 +188,7 @@ static bool is_right(const Products& kernels) {
     for (int64_t k = 0; k < K; k++) y[i] -= number(i / N * K + k) * number(7 * (i % N * K + k));
     if (y[i] != 0) return false;
   }
-  return true;
+  return are_codes_right(kernels);
 }
 
 #define HANDLER(isa)                                                                                               \

@@ -29,20 +29,30 @@ inline Bits joined(Floats low, Floats high) {  // the high halves of both
   return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(low), 16), (Bits)high_halves(_mm256_castps_si256(high)));
 }
 inline Bits load_bytes(const void* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-inline Bits load_halves(const void* p) { return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)); }
+inline Bits load_halves(const void* p) { return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)); }
+// A whole number below 2^23 becomes a float as the last bits of one: shifts and conversions have fewer ports than that.
 template <int I>
-inline Floats signed_byte(Bits v) { return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * I), 24)); }
+inline Floats signed_byte(Bits v) {  // of each half
+  Bits places = _mm256_add_epi32(_mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14), _mm256_set1_epi32(I | ~255));
+  Floats zero = all(8388608.0f + 128);
+  return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_xor_si256(_mm256_shuffle_epi8(v, places), _mm256_castps_si256(zero))), zero);
+}
 template <int I>
 inline Floats nibble(Bits v) {  // around 8
-  Bits code = _mm256_and_si256(_mm256_srli_epi32(v, 4 * I), _mm256_set1_epi32(15));
-  return _mm256_cvtepi32_ps(_mm256_sub_epi32(code, _mm256_set1_epi32(8)));
+  Floats power = all(I ? 524288 : 8388608);  // whose last bit stands for 1, or for 1/16
+  Bits code = _mm256_and_si256(v, _mm256_set1_epi32(15 << 4 * I));
+  return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_or_si256(code, _mm256_castps_si256(power))), all((I ? 524288 : 8388608) + 8));
 }
-inline Bits nearest_bf16(Floats v) {  // in the high halves, to nearest even; a NaN stays one
+inline Bits nearest_of_numbers(Floats v) {  // bfloat16 in the high halves, to nearest even
   Bits i = _mm256_castps_si256(v);
   Bits up = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(_mm256_srli_epi32(i, 16), _mm256_set1_epi32(1)));
+  return _mm256_add_epi32(i, up);
+}
+inline Bits nearest_bf16(Floats v) {  // the same; a NaN stays one
+  Bits i = _mm256_castps_si256(v);
   Bits quiet = _mm256_or_si256(i, _mm256_set1_epi32(0x400000));
   Bits nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-  return _mm256_blendv_epi8(_mm256_add_epi32(i, up), quiet, nan);
+  return _mm256_blendv_epi8(nearest_of_numbers(v), quiet, nan);
 }
 inline void store_bf16(uint16_t* p, Floats v) {
   Bits rounded = _mm256_srli_epi32(nearest_bf16(v), 16);
@@ -96,6 +106,19 @@ inline void transpose(Floats* x) {
     x[c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x20);
     x[4 + c] = _mm256_permute2f128_ps(b[c], b[4 + c], 0x31);
   }
+}
+// Adds to each lane the four products of its signed bytes. x has no -128, so two products have room in 16 bits.
+constexpr int BYTE_OFFSET = 0;
+inline Bits add_bytes(Bits x, Bits w, Bits sum) {
+  Bits pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline Floats floats_of(Bits v) { return _mm256_cvtepi32_ps(v); }
+inline Bits larger_bits(Bits a, Bits b) { return _mm256_max_epu32(a, b); }
+inline void store_codes(int8_t* p, Floats v) {  // nearest whole numbers, to even
+  Bits codes = _mm256_cvtps_epi32(v);
+  __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(halves, halves));
 }
 inline float root_of(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 

@@ -37,11 +37,14 @@ inline Floats nibble(Bits v) {  // around 8
   Floats numbers = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
   return _mm512_permutexvar_ps(_mm512_srli_epi32(v, 4 * I), numbers);
 }
-inline Bits nearest_bf16(Floats v) {  // in the high halves, to nearest even; a NaN stays one
+inline Bits nearest_of_numbers(Floats v) {  // bfloat16 in the high halves, to nearest even
   Bits i = _mm512_castps_si512(v);
   Bits up = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(_mm512_srli_epi32(i, 16), _mm512_set1_epi32(1)));
+  return _mm512_add_epi32(i, up);
+}
+inline Bits nearest_bf16(Floats v) {  // the same; a NaN stays one
   __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-  return _mm512_mask_or_epi32(_mm512_add_epi32(i, up), nan, i, _mm512_set1_epi32(0x400000));
+  return _mm512_mask_or_epi32(nearest_of_numbers(v), nan, _mm512_castps_si512(v), _mm512_set1_epi32(0x400000));
 }
 inline void store_bf16(uint16_t* p, Floats v) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(nearest_bf16(v), 16)));
@@ -88,6 +91,26 @@ inline void transpose(Floats* x) {
     x[4 + c] = _mm512_shuffle_f32x4(odd, odd2, 0x88);
     x[12 + c] = _mm512_shuffle_f32x4(odd, odd2, 0xdd);
   }
+}
+// Adds to each lane the four products of its signed bytes. With VNNI, w's bytes are those plus BYTE_OFFSET; without, x
+// has no -128, so two products have room in 16 bits.
+#if defined(__AVX512VNNI__)
+constexpr int BYTE_OFFSET = 128;
+inline Bits add_bytes(Bits x, Bits w, Bits sum) {
+  return _mm512_dpbusd_epi32(sum, _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x);
+}
+#else
+constexpr int BYTE_OFFSET = 0;
+inline Bits add_bytes(Bits x, Bits w, Bits sum) {
+  Bits with_sign = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x);
+  Bits pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), with_sign);
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+}
+#endif
+inline Floats floats_of(Bits v) { return _mm512_cvtepi32_ps(v); }
+inline Bits larger_bits(Bits a, Bits b) { return _mm512_max_epu32(a, b); }
+inline void store_codes(int8_t* p, Floats v) {  // nearest whole numbers, to even
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(v)));
 }
 inline float root_of(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
 // Pairs of bfloat16, whose products are added up in one instruction.

@@ -41,9 +41,12 @@ inline Floats nibble(Bits v) {  // around 8
   int32x4_t code = vreinterpretq_s32_u32(vandq_u32(I ? vshrq_n_u32(v, I ? 4 * I : 1) : v, vdupq_n_u32(15)));
   return vcvtq_f32_s32(vsubq_s32(code, vdupq_n_s32(8)));
 }
-inline Bits nearest_bf16(Floats v) {  // in the high halves, to nearest even; a NaN stays one
+inline Bits nearest_of_numbers(Floats v) {  // bfloat16 in the high halves, to nearest even
   Bits i = as_bits(v), up = vaddq_u32(vdupq_n_u32(0x7fff), vandq_u32(vshrq_n_u32(i, 16), vdupq_n_u32(1)));
-  return vbslq_u32(vceqq_f32(v, v), vaddq_u32(i, up), vorrq_u32(i, vdupq_n_u32(0x400000)));
+  return vaddq_u32(i, up);
+}
+inline Bits nearest_bf16(Floats v) {  // the same; a NaN stays one
+  return vbslq_u32(vceqq_f32(v, v), nearest_of_numbers(v), vorrq_u32(as_bits(v), vdupq_n_u32(0x400000)));
 }
 inline void store_bf16(uint16_t* p, Floats v) { vst1_u16(p, vshrn_n_u32(nearest_bf16(v), 16)); }
 inline Floats add(Floats a, Floats b) { return vaddq_f32(a, b); }
@@ -75,6 +78,25 @@ inline void transpose(Floats* x) {
   x[1] = vreinterpretq_f32_f64(vtrn1q_f64(wide(b), wide(d)));
   x[2] = vreinterpretq_f32_f64(vtrn2q_f64(wide(a), wide(c)));
   x[3] = vreinterpretq_f32_f64(vtrn2q_f64(wide(b), wide(d)));
+}
+// Adds to each lane the four products of its signed bytes. x has no -128, so two products have room in 16 bits.
+constexpr int BYTE_OFFSET = 0;
+inline Bits add_bytes(Bits x, Bits w, Bits sum) {
+  int8x16_t a = vreinterpretq_s8_u32(x), b = vreinterpretq_s8_u32(w);
+  int32x4_t to = vreinterpretq_s32_u32(sum);
+#if defined(__ARM_FEATURE_DOTPROD)
+  return vreinterpretq_u32_s32(vdotq_s32(to, a, b));
+#else
+  int16x8_t pairs = vpaddq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b)), vmull_high_s8(a, b));
+  return vreinterpretq_u32_s32(vpadalq_s16(to, pairs));
+#endif
+}
+inline Floats floats_of(Bits v) { return vcvtq_f32_s32(vreinterpretq_s32_u32(v)); }
+inline Bits larger_bits(Bits a, Bits b) { return vmaxq_u32(a, b); }
+inline void store_codes(int8_t* p, Floats v) {  // nearest whole numbers, to even
+  int16x4_t halves = vqmovn_s32(vcvtnq_s32_f32(v));
+  int8x8_t codes = vqmovn_s16(vcombine_s16(halves, halves));
+  __builtin_memcpy(p, &codes, LANES);
 }
 inline float root_of(float x) { return vget_lane_f32(vsqrt_f32(vdup_n_f32(x)), 0); }
 
