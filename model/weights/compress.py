@@ -233,11 +233,12 @@ def quantise_inputs(params: T, activations: str | None) -> T:
     activations: key in `ACTIVATION_SCHEMES`, or None, which changes nothing.
 
     No array is copied. Unchanged are weights that are arrays, experts, an indexer's projections and those of
-    `UNCODED_NAMES`. Raises ValueError for a projection with other codes, and if there is none.
+    `UNCODED_NAMES`, and what is `Packed`: it was converted before. Raises ValueError for a projection with
+    other codes, and if none is quantised.
     """
     if activations is None:
         return params
-    kinds = InputQuantised, Quantised
+    kinds = InputQuantised, Packed, Quantised
     weights = [(path, w) for path, w in paths_and_leaves(params, kinds) if isinstance(w, kinds)]
     projections = {path: w for path, w in weights if may_quantise_inputs(path)}
     check_projection_codes(projections, activations)
@@ -255,8 +256,9 @@ def may_quantise_inputs(path: str) -> bool:
     return is_projection and not {"experts", "indexer"} & {*path.split(".")}
 
 
-def check_projection_codes(projections: Mapping[str, Quantised | InputQuantised], activations: str) -> None:
-    """Raise ValueError if codes of inputs cannot be multiplied by a projection, or if there is none."""
+def check_projection_codes(projections: Mapping[str, Any], activations: str) -> None:
+    """Raise ValueError if codes of inputs cannot be multiplied by a `Quantised` projection, or if there is
+    none of any form."""
     schemes = [name for name, scheme in SCHEMES.items() if activations in scheme.activations]
     refusal = f"activations={activations!r} is not allowed"
     allowed = " or ".join(f"quantization={name!r}" for name in schemes)

@@ -56,13 +56,14 @@ class DeviceForms:
         """Return the forms that parameters have."""
         head = getattr(served, "head", None)
         codes = head.codes if isinstance(head, Packed) and head.is_tied else None
-        nodes = jax.tree.leaves(served, is_leaf=lambda x: isinstance(x, InputQuantised))
+        kinds = InputQuantised, Packed
+        nodes = jax.tree.leaves(served, is_leaf=lambda x: isinstance(x, kinds))
         return cls(
             has_instance(served, Packed),
             codes and codes.scheme,
             has_instance(served, FusedQKV),
             has_instance(served, FixedTiled),
-            next((x.activations for x in nodes if isinstance(x, InputQuantised)), None),
+            next((x.activations for x in nodes if isinstance(x, kinds) and x.activations), None),
         )
 
 

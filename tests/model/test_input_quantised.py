@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from suite.marks import full
 
+from duetto.cpu_kernels.library import load_library
 from duetto.model.layers import einsum, einsums
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import has_instance, init_params, map_instances, paths_and_leaves
 from duetto.model.weights.compress import convert_weight_form, quantise_inputs, quantize_params
+from duetto.model.weights.cpu.panels import Packed
 from duetto.model.weights.device_forms import DeviceForms, convert_to_device_forms, restore_params
 from duetto.model.weights.input_quantised import InputQuantised, quantise_rows
 from duetto.model.weights.quant import Quantised, quantise_weight
@@ -177,3 +179,27 @@ def test_several_products_of_one_input_equal_single_ones():
 def test_quantised_projections_alone_are_converted():
     tree = quantize_params(init_params(jax.random.key(0), decoder_spec(RANDOM["tiny"])), "int8")
     assert len(converted_paths(quantise_inputs(tree, "int8"))) == 14
+
+
+@pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
+@pytest.mark.parametrize("dtype", [jnp.float32, full(jnp.bfloat16)])
+def test_kernels_of_a_cpu_have_the_bits_of_xla(dtype):
+    """Sums of integers are the same by both; so are the two scales behind them."""
+    given = jax.tree.map(lambda x: x.astype(dtype), params("tiny", None))
+    forms = DeviceForms(cpu_kernels=True, activations="int8")
+    plain = convert_weight_form(given, "int8", dtype)
+    coded, served = quantise_inputs(plain, "int8"), convert_to_device_forms(plain, forms)
+    packed, expected = served.layers[1].ffn.down, coded.layers[1].ffn.down
+    assert isinstance(packed, Packed) and packed.activations == "int8"
+    x = jnp.asarray(random(9, 96), dtype)
+    for out in (dtype, jnp.float32):
+        np.testing.assert_array_equal(
+            jax.jit(einsum, static_argnums=(0, 3))("...f,fd->...d", x, packed, out),
+            jax.jit(einsum, static_argnums=(0, 3))("...f,fd->...d", x, expected, out),
+        )
+    half = jnp.asarray(random(3, 96), jnp.float16)  # which kernels do not take
+    np.testing.assert_array_equal(*(einsum("...f,fd->...d", half, w) for w in (packed, expected)))
+    assert DeviceForms.from_params(served).activations == "int8"
+    assert convert_to_device_forms(served, DeviceForms.from_params(served)) is served
+    jax.tree.map(np.testing.assert_array_equal, restore_params(served), plain)
+    assert jax.tree.structure(restore_params(served)) == jax.tree.structure(plain)

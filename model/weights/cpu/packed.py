@@ -14,6 +14,7 @@ from ....cpu_kernels import library
 from ...transformer import Decoder
 from ...tree import map_by_path
 from ..compress import CONTRACTED_AXES, encode_weight, place_replacement
+from ..input_quantised import InputQuantised
 from ..nibbles import has_group_scales
 from ..quant import Quantised
 from ..schemes import SCHEMES
@@ -51,7 +52,7 @@ def pack_params(params: T, isa: str, donate: bool = False, tied_head: str | None
             return weight
         return place_replacement(weight, pack_weight(name, weight, target, is_expert), donate)
 
-    result = map_by_path(params, (Packed, Transposed, Quantised), pack_leaf)
+    result = map_by_path(params, (Packed, Transposed, Quantised, InputQuantised), pack_leaf)
     if isinstance(result, Decoder) and result.head is None and can_pack("head", result.embed):
         result = replace(result, head=pack_tied_head(result.embed, target, tied_head))
     if result is params:
@@ -65,6 +66,8 @@ def pack_weight(name: str, weight: Any, target: str, is_expert: bool = False) ->
         return pack_experts(weight, target)
     if name == "head":
         return pack_head(weight, target)
+    if isinstance(weight, InputQuantised):
+        return pack_codes(weight.weight, len(CONTRACTED_AXES[name]), target, weight.activations)
     if isinstance(weight, Quantised):
         return pack_codes(weight, len(CONTRACTED_AXES[name]), target)
     ready = weight if isinstance(weight, Transposed) else transpose_weight(weight, 2 if name == "o" else 1)
@@ -103,6 +106,8 @@ def can_pack(name: str, weight: Any, is_expert: bool = False) -> bool:
         return weight.array.dtype in PANEL_DTYPES
     if is_expert and name not in EXPERT_NAMES:
         return False
+    if isinstance(weight, InputQuantised):
+        return weight.activations == "int8" and can_pack(name, weight.weight)
     if isinstance(weight, Quantised):
         return name in TRANSPOSED_NAMES and can_pack_codes(weight, len(CONTRACTED_AXES[name]), is_expert)
     counts = (3,) if is_expert else AXIS_COUNTS.get(name, ())

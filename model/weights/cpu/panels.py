@@ -21,6 +21,7 @@ from ....cpu_kernels import library
 from ...layers import einsum, ragged_dot
 from ...sharding import fit_sharding
 from ...tree import pytree, static
+from ..input_quantised import InputQuantised
 from ..nibbles import pack_nibbles, unpack_nibbles
 from ..quant import Quantised
 from ..schemes import SCHEMES, spread_blocks
@@ -96,6 +97,16 @@ class Packed:
             return with_sharding(jax.eval_shape(restore, self), self.array.sharding)
         return restore(self)
 
+    @property
+    def activations(self) -> str | None:
+        """Return the scheme of the codes that kernels make of x, or None."""
+        return self.codes and self.codes.activations
+
+    @property
+    def unpacked(self) -> Any:
+        """Return the weight that XLA multiplies in the same way."""
+        return InputQuantised(self.original, self.activations) if self.activations else self.original
+
     def einsum(self, equation: str, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
         """Compute the product of x, whose last axes are the inputs. The equation ends in the outputs.
 
@@ -103,7 +114,7 @@ class Packed:
         """
         dtype = dtype or x.dtype
         if not self.can_multiply(x.dtype, dtype):
-            return einsum(equation, x, self.original, dtype)
+            return einsum(equation, x, self.unpacked, dtype)
         return multiply_panels([self], x, NO_SIZES, dtype)[0]
 
     def joint_einsum(
