@@ -30,6 +30,7 @@ from duetto.model.tree import Spec, is_spec
 from duetto.model.weights.compress import quantise_inputs, quantize_params
 from duetto.serve.engine.speculation.controller import Controller, StepTimeTable
 from duetto.serve.engine.startup import cpu_kernels, dtype, start
+from duetto.serve.host.streams import warn_once
 from duetto.serve.llm import loading
 from duetto.serve.options.engine import EngineOptions
 from duetto.serve.planner.roofline import targets
@@ -97,6 +98,12 @@ def given_with_kernels(*arguments: Any) -> loading.LoadedModel:
     """Take parameters as `LLM.from_params` does, for CPU kernels unless the options have none."""
     (*others, options) = arguments
     return partial(GIVEN, *others)({"cpu_kernels": True} | options)
+
+
+@pytest.fixture(autouse=True)
+def fresh_warnings() -> None:
+    """Says in each test what is said once a process: no test depends on those before it."""
+    warn_once.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="module")

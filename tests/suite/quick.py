@@ -67,7 +67,7 @@ config.update("jaxtyping_disable", True)
 from duetto.model import tree
 from duetto.serve.engine.startup import start
 from duetto.serve.host.identity import gather_facts
-from duetto.serve.kv.offload import realm
+from duetto.serve.kv.offload import page_finder, realm
 from duetto.serve.llm import llm
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled import lowering as lowering_module
@@ -161,6 +161,8 @@ MAY_SERVE_EARLY = start.may_serve_early
 # Which programs serve a test is to follow from the test: `early` has engines that serve while they compile.
 start.may_serve_early = lambda *_: False
 llm.trim_heap = lambda: None  # memory that the next engine takes again
+# Whether pages are fetched or computed is to follow from the test, not from when a machine brings them.
+page_finder.FETCH_PATIENCE = 4.0, 600.0
 
 executable_cache.can_create_folder(
     Path(os.environ["JAX_COMPILATION_CACHE_DIR"]) / "oracle"

@@ -146,12 +146,11 @@ class GrammarCompiler:
 
     def release(self, job: CompileJob) -> None:
         """Drop one request from a job; the last one stops it."""
-        with self._lock:
+        with self._lock:  # until the process is stopped: it would compile another job's grammar next
             job.num_waiting -= 1
-            lanes = () if job.num_waiting else (self.quick_lane, self.slow_lane)
-            probes = [lane.probe for lane in lanes if lane.job is job]
-        for probe in probes:
-            probe.stop()
+            for lane in () if job.num_waiting else (self.quick_lane, self.slow_lane):
+                if lane.job is job:
+                    lane.probe.stop()
 
     def close(self) -> None:
         """End both processes, and fail all waiting jobs."""

@@ -11,7 +11,6 @@ import pytest
 from cases.waiting import until
 from fakes.engine import ask
 
-from duetto.serve.host.streams import warn_once
 from duetto.serve.llm.driver import Driver
 from duetto.serve.llm.mailbox import Delivery
 from duetto.serve.llm.session import Session
@@ -256,7 +255,6 @@ def test_an_error_in_building_an_output_ends_that_request_alone(engine, session)
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_reader_that_fails_costs_no_other(engine, session, caplog, order):
-    warn_once.cache_clear()
     driver, reader = Driver(session), Noting()
     driver.pause()
     for one in [Noting(failing), reader][::order]:

@@ -14,7 +14,6 @@ from duetto import LLM, PoolingParams, SamplingParams
 from duetto.model.pooling import Pooler, pool_hidden_states
 from duetto.sampling.params import BeamSearchParams
 from duetto.serve.engine.core.request import NAN_LOGITS, ScoreLog
-from duetto.serve.host.streams import warn_once
 from duetto.serve.options.server import ServerOptions
 from duetto.serve.server.service.errors import HttpError
 from duetto.serve.server.service.service import Service
@@ -78,7 +77,6 @@ def test_pages_with_nan_are_not_found_again(llm):
 
 
 def test_nan_is_logged_once(llm, caplog):
-    warn_once.cache_clear()
     llm.generate(BROKEN, GREEDY, use_tqdm=False)
     llm.generate(BROKEN, GREEDY, use_tqdm=False)
     assert len([record for record in caplog.records if NAN_LOGITS in record.message]) == 1

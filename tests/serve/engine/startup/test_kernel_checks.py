@@ -1,10 +1,9 @@
 """Kernels that fail or lie are refused at the start, which goes on with the reference."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 import jax
@@ -295,7 +294,7 @@ def test_a_hanging_kernel_ends_the_start_and_is_refused_later(
         found = check_kernels(*given)
         free.set()
     assert [check.kernel for check in found.values()] == ["attention_decode"]
-    assert len(ran) == 1, "nothing is checked behind it"
+    assert len(ran) <= 1, "nothing is checked behind it"  # none yet if the machine is slow
     with pytest.raises(RuntimeError, match="attention_decode .* did not end within 0.3 s: start again"):
         require_no_hang(found)
     monkeypatch.setattr(kernel_checks, "RUN_SECONDS", 300.0)
@@ -308,16 +307,16 @@ def test_a_hanging_kernel_ends_the_start_and_is_refused_later(
 def test_a_slow_compilation_is_no_kernel_that_hangs(
     hopper: None, nowhere: None, monkeypatch: pytest.MonkeyPatch
 ):
-    kernel = attention.attend_gpu
+    kernel, threads = attention.attend_gpu, set()
 
-    def slowly(*given: Any) -> Any:
-        time.sleep(1.5)
+    def traced(*given: Any) -> Any:
+        threads.add(current_thread().name)
         return kernel(*given)
 
-    monkeypatch.setattr(attention, "attend_gpu", slowly)
-    monkeypatch.setattr(kernel_checks, "RUN_SECONDS", 1.4)
+    monkeypatch.setattr(attention, "attend_gpu", traced)
     found = check_kernels(*model(UNTURNED), SIZES)
     assert len(found) == 2 and not failed_kernel_names(found)
+    assert threads == {"kernel check"}  # not "kernel run", which has the limit
 
 
 def test_what_any_process_has_refused_is_refused_in_all(monkeypatch: pytest.MonkeyPatch):

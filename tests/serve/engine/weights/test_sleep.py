@@ -10,7 +10,7 @@ import pytest
 from cases.requests import SIZES
 
 from duetto import LLM, RequestOutput, SamplingParams
-from duetto.serve.engine.core import engine
+from duetto.serve.engine.core import compile_planner, engine
 from duetto.serve.engine.weights import sleep
 
 PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=10, logprobs=2)
@@ -186,6 +186,7 @@ def test_what_is_refused(llm):
 
 @pytest.mark.usefixtures("early")
 def test_no_programs_are_compared_while_there_are_no_parameters(tiny, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compile_planner, "IDLE_SECONDS", 1e6)  # or all are compared before it sleeps
     own = jax.tree.map(np.array, tiny.params)
     with LLM.from_params(tiny.config, jax.device_put(own), **SIZES) as llm:
         llm.sleep(level=2)

@@ -28,7 +28,6 @@ DEVICE = jax.devices()[0]
 def folder(tmp_path: Path):
     """A cache that nobody has used; jax's settings come back afterwards."""
     before = {name: jax.config.values[name] for name in NAMES}
-    warn_once.cache_clear()
     yield tmp_path / "cache"
     compilation_cache.reset_cache()
     for name, value in before.items():

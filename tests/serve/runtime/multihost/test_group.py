@@ -231,13 +231,19 @@ def child(code: str) -> subprocess.Popen[bytes]:
         (("75", "1"), 1),
         (("130", "0"), 130),
         (("os.kill(os.getpid(), 9)", "75"), LOST_EXIT_CODE),
-        (("75", "time.sleep(9999)"), LOST_EXIT_CODE),  # one that hangs is killed
         (("0", "75"), 0),  # all answers are there
     ],
 )
 def test_ranks_have_one_exit_code(codes: tuple[str, str], expected: int, monkeypatch):
+    monkeypatch.setattr(supervisor, "END_GRACE_SECONDS", SOON)
+    assert wait_for_children([child(f"import os, sys; sys.exit({code})") for code in codes]) == expected
+
+
+def test_a_rank_that_hangs_is_killed(monkeypatch):
     monkeypatch.setattr(supervisor, "END_GRACE_SECONDS", 0.5)
-    assert wait_for_children([child(f"import os, sys, time; sys.exit({code})") for code in codes]) == expected
+    codes = ["75", "time.sleep(9999)"]
+    ranks = [child(f"import sys, time; sys.exit({code})") for code in codes]
+    assert wait_for_children(ranks) == LOST_EXIT_CODE
 
 
 def test_a_lost_group_starts_again_while_answers_come(monkeypatch, capfd):
@@ -268,12 +274,12 @@ def test_ranks_of_one_machine_share_its_gpus(monkeypatch):
 def test_a_terminated_command_does_not_restart(monkeypatch):
     """While its ranks cannot answer a signal yet."""
 
-    def start(*_: object) -> subprocess.Popen[bytes]:
-        process = child("import time; time.sleep(9999)")
-        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-        return process
+    def wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return wait_for_children(ranks)
 
-    monkeypatch.setattr(supervisor, "start_child", start)
+    monkeypatch.setattr(supervisor, "start_child", lambda *_: child("import time; time.sleep(9999)"))
+    monkeypatch.setattr(supervisor, "wait_for_children", wait)
     assert supervise([], 2, 0, lambda: 0) == 128 + signal.SIGTERM
 
 

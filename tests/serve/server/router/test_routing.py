@@ -83,7 +83,7 @@ def test_a_replica_that_hangs_is_lost(routing):
         router.fakes[0].hangs_after = None
         await router.until(lambda: router.replicas[0].is_ready)
 
-    routing(test, health_timeout=0.5)
+    routing(test, health_timeout=2.0)
 
 
 def test_an_answer_ends_with_its_last_event(routing):

@@ -16,19 +16,26 @@ from fakes.replica import FakeReplica
 
 COUNT, TOKENS, CLIENTS = 50, 40, 12
 WHOLE = [*range(TOKENS)]
+HELD = '"text": "9 "'  # the token before which answers wait
 
 
-class SlowReplica(FakeReplica):
-    """A replica that says a token every 20 ms."""
+class HeldReplica(FakeReplica):
+    """A replica that says a few tokens, and the others once it may."""
+
+    def __init__(self, may: threading.Event):
+        super().__init__(TOKENS)
+        self.may = may
 
     async def _say(self, writer: asyncio.StreamWriter, text: str) -> None:
-        await asyncio.sleep(0.02)
+        while HELD in text and not self.may.is_set():
+            await super()._say(writer, ": ping\n\n")  # its clients wait 5 s for a sign of life
+            await asyncio.sleep(0.02)
         await super()._say(writer, text)
 
 
 @contextmanager
-def replicas() -> Iterator[list[FakeReplica]]:
-    """Replicas in an event loop of another thread."""
+def replicas(may: threading.Event) -> Iterator[list[FakeReplica]]:
+    """Replicas in an event loop of another thread, whose answers end once they may."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -36,7 +43,7 @@ def replicas() -> Iterator[list[FakeReplica]]:
     def wait(work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, loop).result(LIMIT)
 
-    fakes = [wait(SlowReplica(TOKENS).start()) for _ in range(COUNT)]
+    fakes = [wait(HeldReplica(may).start()) for _ in range(COUNT)]
     try:
         yield fakes
     finally:
@@ -51,7 +58,7 @@ def test_streams_of_a_killed_router_resume_through_the_other():
     (block,) = (one for one in blocks(ROOT / "docs" / "reliability.md") if one.language == "python")
     documented: dict[str, Any] = {}
     exec(block.text, documented)  # noqa: S102
-    came = threading.Semaphore(0)
+    came, may = threading.Semaphore(0), threading.Event()
 
     def read(urls: list[str], i: int) -> list[dict[str, Any]]:
         found = []
@@ -62,13 +69,14 @@ def test_streams_of_a_killed_router_resume_through_the_other():
         assert found.pop() == "[DONE]"
         return [json.loads(data) for data in found]
 
-    with replicas() as fakes, ThreadPoolExecutor(CLIENTS) as pool:
+    with replicas(may) as fakes, ThreadPoolExecutor(CLIENTS) as pool:
         words = [f"--replica={fake.url}" for fake in fakes]
         routers = [Process("route", "--port", "0", *words) for _ in range(2)]
         urls = [router.url for router in routers]
         asked = [pool.submit(read, urls, i) for i in range(CLIENTS)]
         assert all(came.acquire(timeout=LIMIT) for _ in range(CLIENTS))
         routers[0].end()
+        may.set()
         answers = [one.result(LIMIT) for one in asked]
         resumed = [body["resume"]["outputs"] for fake in fakes for body in fake.asked]
         assert routers[1].end(signal.SIGTERM) == 0
