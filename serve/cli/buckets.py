@@ -4,7 +4,6 @@ duetto buckets prompts.jsonl --programs 6      # edges for --prefill-buckets
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from ...checkpoints.hub import resolve_model
@@ -21,22 +20,12 @@ CONTRACT_EDGE_ROWS = 48  # rows; float32 products on CPUs have equal bits from t
 
 def read_request_lengths(file: str, folder: Path) -> list[tuple[int, int]]:
     """Return the prompt and output tokens of each line of a batch. Raises ValueError for a line that is not
-    allowed, and OSError."""
-    from ..jobs.batch.job import BatchOptions
-    from ..jobs.batch.job_input import JobInput
-    from ..jobs.batch.lines import decode_line, read_line_task
-    from ..text.openai.tasks import tokenize_prompt
+    allowed, and for a file that cannot be read."""
+    from ..jobs.batch.prompts import read_prompt_lines
     from ..text.tokenizer.tokenizer import Tokenizer
 
-    limit = BatchOptions().max_line_bytes
-    tokenizer = Tokenizer.from_folder(folder)
-    lengths = []
-    with JobInput.open(file, limit) as source:
-        for line in source.read_lines():
-            task = read_line_task(decode_line(line, limit), {}, seed=0)
-            ids = tokenize_prompt(task, tokenizer, max_tokens=sys.maxsize)
-            lengths.append((len(ids), task.params.max_tokens or 256))
-    return lengths
+    lines = read_prompt_lines(file, Tokenizer.from_folder(folder))
+    return [(len(line.ids), line.max_tokens or 256) for line in lines]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

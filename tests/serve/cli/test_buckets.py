@@ -159,3 +159,14 @@ def test_the_last_bucket_is_the_default_longest_prefill():
 def test_lengths_of_a_batch_file():
     found = read_request_lengths(str(ROOT / "examples" / "prompts.jsonl"), DEMO)
     assert found and all(p > 0 and n > 0 for p, n in found)
+
+
+def test_a_line_or_file_that_is_wrong_is_named(tmp_path, capsys):
+    (file := tmp_path / "lines").write_text('{"prompt": "a"}\n{"prompt": 5}\n')
+    for name, said in (
+        (file, f"{file}: line 2: prompt=5 is not allowed"),
+        (tmp_path / "none", "No such file"),
+    ):
+        assert main(["buckets", str(name)]) == 1
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
