@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from duetto.model.tree import init_params
-from duetto.model.weights.compress import form_spec
+from duetto.model.weights.compression.compress import form_spec
 from duetto.model.weights.lora import NO_ADAPTER, AdapterSizes
 from duetto.model.weights.transposed import transpose_params
 from duetto.serve.cli.bench import Bench, BenchModel, group_seconds

@@ -20,7 +20,7 @@ from ..model.config import GroupedQuery, ModelConfig
 from ..model.sharding import fit_sharding, place_on_devices
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import is_spec, leaves_by_path
-from ..model.weights.compress import compress_at_path, form_spec, weight_form_plan
+from ..model.weights.compression.compress import compress_at_path, form_spec, weight_form_plan
 from ..refusals import quote
 from .families import FAMILIES, llama
 from .families.family import BUFFER_PATTERNS, Family
@@ -58,8 +58,8 @@ def load_hf(
     shardings: one for all parameters, or a tree like theirs (`model.sharding`); None is the default device.
     place: moves one numpy array to its sharding. It may keep the array, which on a CPU becomes the
         parameter.
-    quantization: one of `model.weights.compress.WEIGHT_FORMS`. None keeps stored codes if records hold them
-        in less memory.
+    quantization: one of `WEIGHT_FORMS` of `model.weights.compression.compress`. None keeps stored codes if
+        records hold them in less memory.
     track: wraps the parameter groups while they are read, for progress.
 
     Raises CheckpointError for tensors that are missing, surplus, misshapen, cut off or not finite.

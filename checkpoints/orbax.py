@@ -20,7 +20,7 @@ from ..model.config import ModelConfig
 from ..model.sharding import fit_sharding
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import Spec, find_non_finite, is_spec, leaves_by_path, paths_and_leaves
-from ..model.weights.lowrank import LowRank
+from ..model.weights.compression.lowrank import LowRank
 from ..model.weights.quant import Quantised
 from ..model.weights.schemes import SCHEMES
 from ..refusals import quote

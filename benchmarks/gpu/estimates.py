@@ -14,7 +14,7 @@ from benchmarks.gpu.run import PAGE, Row, Run, guarded
 from duetto import LLM
 from duetto.model.gpus import NO_CUBLAS_OPTIONS, XLA_GPU_OPTIONS
 from duetto.model.tree import init_params
-from duetto.model.weights.compress import form_spec
+from duetto.model.weights.compression.compress import form_spec
 from duetto.model.weights.device_forms import convert_to_device_forms
 from duetto.serve.cli.bench import Bench, BenchModel, median_seconds
 from duetto.serve.engine.startup.model_folder import choose_device_forms, convert_to_engine_layout

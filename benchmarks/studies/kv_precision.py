@@ -25,7 +25,7 @@ from duetto.kvcache.pages import layer_token_bytes
 from duetto.kvcache.quantised import SCHEMES, QuantisedPool, choose_cache_format, round_to_pool
 from duetto.model.attention import Attend, AttentionParams, causal, dot_product_attention
 from duetto.model.tree import init_params
-from duetto.model.weights.compress import form_spec
+from duetto.model.weights.compression.compress import form_spec
 from duetto.model.weights.transposed import transpose_params
 from duetto.serve.cli.bench import Bench, BenchModel, group_seconds
 from duetto.serve.options.engine import EngineOptions

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from duetto.model.attention import Attend, causal
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, Layer, compute_logits, forward
 from duetto.model.tree import tree_bytes
-from duetto.model.weights.compress import (
+from duetto.model.weights.compression.compress import (
     CompressionMethod,
     CompressionPlan,
     compress,
@@ -129,7 +130,7 @@ def with_outliers(params: Decoder) -> Decoder:
     large = np.linspace(3, D - 5, OUTLIER_CHANNELS).astype(int)
     factor = jnp.ones(D, jnp.float32).at[large].set(OUTLIER_FACTOR)
 
-    def change(layer: Layer) -> Layer:
+    def change(layer: Any) -> Layer:
         attention, ffn, norms = layer.attention, layer.ffn, (layer.attention_norm, layer.ffn_norm)
         parts = {name: getattr(attention, name) / factor[:, None, None] for name in ("q", "k", "v")}
         gains = [replace(norm, gain=norm.gain * factor) for norm in norms]

@@ -1,4 +1,4 @@
-"""What a `quantization_config` says of activations, the inputs of its quantised products."""
+"""Schemes of activations, the inputs of quantised products, as a `quantization_config` states them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ...model.tree import Spec
-from ...model.weights.compress import contracted_axes
+from ...model.weights.compression.compress import contracted_axes
 from ...model.weights.quant import Quantised
 from ..layout import Parameter, ParameterGroup
 from ..tensors import JoinedViews, TensorSource, empty_aligned, read_into_views

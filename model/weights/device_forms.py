@@ -23,7 +23,7 @@ from ..experts import drop_expert_axes, with_expert_axes
 from ..gpus import gpu_from_device
 from ..sharding import array_devices, tree_devices
 from ..tree import has_instance, map_instances, pytree, static
-from .compress import place_replacement, quantise_inputs
+from .compression.compress import place_replacement, quantise_inputs
 from .cpu.kernel_norm import KernelNorm
 from .cpu.packed import Packed, pack_params
 from .fixed_tiles import FixedTiled, with_fixed_tiles

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from ..gpus import Kernel, import_jax_kernel, may_use_kernel
 from ..layers import einsum, ragged_dot
 from ..tree import map_by_path, pytree
-from .compress import CONTRACTED_AXES
+from .compression.compress import CONTRACTED_AXES
 from .quant import count_contracted_axes
 
 T = TypeVar("T")

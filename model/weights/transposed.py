@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from ..layers import einsum, ragged_dot
 from ..sharding import array_devices, fit_sharding
 from ..tree import map_by_path, pytree, static
-from .compress import CONTRACTED_AXES, place_replacement
+from .compression.compress import CONTRACTED_AXES, place_replacement
 
 T = TypeVar("T")
 TRANSPOSED_NAMES = ("q", "k", "v", "o", "gate", "up", "down")

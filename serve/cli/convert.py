@@ -16,8 +16,13 @@ from ...checkpoints.folders import atomic_folder, copy_description, require_free
 from ...checkpoints.hub import resolve_model
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder
-from ...model.weights.compress import DEQUANTIZE_FORM, WEIGHT_FORMS, convert_weight_form
-from ...model.weights.smoothing import InputNorm, find_input_norms, measure_norm_outputs, smooth_params
+from ...model.weights.compression.compress import DEQUANTIZE_FORM, WEIGHT_FORMS, convert_weight_form
+from ...model.weights.compression.smoothing import (
+    InputNorm,
+    find_input_norms,
+    measure_norm_outputs,
+    smooth_params,
+)
 from ..engine.startup.dtype import checkpoint_dtype, normalise_dtype_name
 from ..engine.startup.model_folder import read_model, read_param_shapes, write_orbax
 from ..engine.startup.model_source import remaining_quantization

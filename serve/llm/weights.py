@@ -11,7 +11,7 @@ from ...checkpoints.configuration.overrides import overridden_folder
 from ...checkpoints.folders import atomic_folder
 from ...model.config import ModelConfig
 from ...model.transformer import Decoder, decoder_spec
-from ...model.weights.compress import convert_weight_form
+from ...model.weights.compression.compress import convert_weight_form
 from ..engine.startup.model_folder import load_folder, write_orbax
 from ..engine.startup.model_source import ModelSource
 from ..engine.startup.start import check_param_placement, require_finite

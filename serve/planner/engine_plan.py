@@ -15,7 +15,7 @@ from ...model.draft_pair import PairConfig, target_params
 from ...model.sharding import Layout
 from ...model.transformer import Decoder, decoder_spec
 from ...model.tree import shapes_from_specs
-from ...model.weights.compress import form_spec
+from ...model.weights.compression.compress import form_spec
 from ...model.weights.device_forms import convert_to_device_forms
 from ..engine.lora.writer import add_lora_if_enabled
 from ..engine.startup.cpu_kernels import decide_cpu_kernels, explain_unused_cpu_kernels

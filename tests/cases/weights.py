@@ -14,7 +14,7 @@ from duetto.model.config import Dense, Experts, GroupedQuery, Latent, LayerKind,
 from duetto.model.layers import einsum
 from duetto.model.transformer import Decoder, compute_logits, decoder_spec, forward
 from duetto.model.tree import Spec, is_spec
-from duetto.model.weights.lowrank import LowRank
+from duetto.model.weights.compression.lowrank import LowRank
 from duetto.model.weights.quant import Quantised
 
 SCHEMES = ("int8", "int4", "fp8")

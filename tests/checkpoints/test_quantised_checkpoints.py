@@ -40,7 +40,7 @@ from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.attention import causal
 from duetto.model.transformer import Decoder, compute_logits, forward
 from duetto.model.tree import shapes_from_specs
-from duetto.model.weights.compress import dequantize_params
+from duetto.model.weights.compression.compress import dequantize_params
 
 
 def equal_models(quantised: Path, exact: Path) -> Decoder:

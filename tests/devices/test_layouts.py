@@ -28,7 +28,7 @@ from duetto.model.recurrent.linear import Terms
 from duetto.model.sharding import Layout, device_bytes, make_axis_rules, make_shardings, sharded_axes
 from duetto.model.tree import is_spec, tree_bytes
 from duetto.model.weights import device_forms as prepared_forms
-from duetto.model.weights.compress import compress, projection_plan
+from duetto.model.weights.compression.compress import compress, projection_plan
 from duetto.model.weights.device_forms import PaddedEmbedding, convert_to_device_forms
 from duetto.sampling.checks import LOGPROBS_MODES
 from duetto.sampling.params import request_knobs

@@ -16,7 +16,7 @@ from suite.marks import full
 from duetto import LLM, SamplingParams
 from duetto.model.layers import einsum
 from duetto.model.sharding import Layout
-from duetto.model.weights.compress import encode_weight
+from duetto.model.weights.compression.compress import encode_weight
 from duetto.serve.engine.startup.mesh import param_shardings, place_params, shard_params
 from duetto.serve.runtime.compiled import executable_cache
 from duetto.serve.runtime.compiled.lowering import LocalLowering

@@ -24,9 +24,9 @@ from duetto.model.draft_pair import PairConfig
 from duetto.model.sharding import device_bytes, fit_sharding, make_shardings
 from duetto.model.transformer import compute_logits, decoder_spec, forward
 from duetto.model.tree import is_spec, leaves_by_path, tree_bytes
-from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.compression.compress import quantize_params
+from duetto.model.weights.compression.lowrank import LowRank
 from duetto.model.weights.lora import lora_stacks
-from duetto.model.weights.lowrank import LowRank
 from duetto.model.weights.quant import Quantised
 from duetto.serve.cli.bench import Bench
 from duetto.serve.cli.bench import BenchModel as Measured

@@ -16,7 +16,7 @@ from duetto.checkpoints.huggingface import load_hf
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import leaves_by_path
-from duetto.model.weights.compress import (
+from duetto.model.weights.compression.compress import (
     CONTRACTED_AXES,
     CompressionPlan,
     compress,
@@ -24,7 +24,7 @@ from duetto.model.weights.compress import (
     projection_plan,
     quantize_params,
 )
-from duetto.model.weights.lowrank import factorise_weight
+from duetto.model.weights.compression.lowrank import factorise_weight
 
 ROOT = Path(__file__).resolve().parents[2]
 

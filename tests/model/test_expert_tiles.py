@@ -11,7 +11,7 @@ from cases.weights import random
 from suite.marks import full, full_if
 
 from duetto.model.weights import expert_tiles
-from duetto.model.weights.compress import encode_weight
+from duetto.model.weights.compression.compress import encode_weight
 from duetto.model.weights.expert_tiles import (
     EXPERT_TILE_ROWS,
     ExpertMatrices,

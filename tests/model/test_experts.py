@@ -30,7 +30,7 @@ from duetto.model.gpus import JAX_KERNELS_PACKAGE, disable_kernels
 from duetto.model.layers import Weight
 from duetto.model.tree import init_params
 from duetto.model.weights import grouped_matmul
-from duetto.model.weights.compress import compress_weight
+from duetto.model.weights.compression.compress import compress_weight
 from duetto.model.weights.expert_tiles import EXPERT_TILES_KERNEL, multiply_expert_arrays
 from duetto.model.weights.grouped_matmul import choose_expert_kernel, grouped_product
 

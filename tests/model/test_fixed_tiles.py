@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import leaves_by_path, shapes_from_specs
 from duetto.model.weights import fixed_tiles as module
-from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.compression.compress import quantize_params
 from duetto.model.weights.device_forms import restore_params
 from duetto.model.weights.fixed_tiles import (
     FIXED_TILE_ROWS,

@@ -12,7 +12,7 @@ from duetto.cpu_kernels.library import load_library
 from duetto.model.layers import einsum, einsums
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import has_instance, init_params, map_instances, paths_and_leaves
-from duetto.model.weights.compress import convert_weight_form, quantise_inputs, quantize_params
+from duetto.model.weights.compression.compress import convert_weight_form, quantise_inputs, quantize_params
 from duetto.model.weights.cpu.panels import Packed
 from duetto.model.weights.device_forms import DeviceForms, convert_to_device_forms, restore_params
 from duetto.model.weights.input_quantised import InputQuantised, quantise_rows

@@ -17,7 +17,7 @@ from suite.marks import full_if
 from duetto.model.layers import einsum
 from duetto.model.sharding import fit_sharding
 from duetto.model.weights import nibbles
-from duetto.model.weights.compress import dequantise_weight, encode_weight
+from duetto.model.weights.compression.compress import dequantise_weight, encode_weight
 from duetto.model.weights.nibbles import FLOAT16_LAYOUTS, NibbleTiles, choose_nibble_tiles
 from duetto.model.weights.quant import Quantised, einsum_by_kernel
 from duetto.serve.options.engine import EngineOptions

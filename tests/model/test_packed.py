@@ -22,7 +22,7 @@ from duetto.model.ffn import score_output
 from duetto.model.layers import einsum
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import leaves_by_path, shapes_from_specs
-from duetto.model.weights.compress import convert_weight_form, quantize_params
+from duetto.model.weights.compression.compress import convert_weight_form, quantize_params
 from duetto.model.weights.cpu.packed import (
     can_pack,
     kernel_isa,

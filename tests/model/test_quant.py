@@ -28,7 +28,7 @@ from duetto.model.ffn import FFN
 from duetto.model.sharding import make_shardings
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.tree import Spec, init_params, leaves_by_path, shapes_from_specs, tree_bytes
-from duetto.model.weights.compress import (
+from duetto.model.weights.compression.compress import (
     CONTRACTED_AXES,
     CompressionPlan,
     compress,

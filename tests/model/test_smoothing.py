@@ -22,8 +22,8 @@ from duetto.model.config import Experts, ModelConfig
 from duetto.model.layers import einsum, normalise
 from duetto.model.transformer import Decoder, compute_logits, decoder_spec, forward
 from duetto.model.tree import leaves_by_path, map_by_path, pytree
-from duetto.model.weights.compress import contracted_axes, dequantise_weight, encode_weight
-from duetto.model.weights.smoothing import (
+from duetto.model.weights.compression.compress import contracted_axes, dequantise_weight, encode_weight
+from duetto.model.weights.compression.smoothing import (
     NO_GAIN,
     NO_QUANTISED_READER,
     InputNorm,

@@ -27,7 +27,7 @@ from duetto import LLM
 from duetto.checkpoints.huggingface import load_hf
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import Spec, is_spec
-from duetto.model.weights.compress import quantise_inputs, quantize_params
+from duetto.model.weights.compression.compress import quantise_inputs, quantize_params
 from duetto.serve.engine.speculation.controller import Controller, StepTimeTable
 from duetto.serve.engine.startup import cpu_kernels, dtype, start
 from duetto.serve.host.streams import warn_once

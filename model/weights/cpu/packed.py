@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from ....cpu_kernels import library
 from ...transformer import Decoder
 from ...tree import map_by_path
-from ..compress import CONTRACTED_AXES, encode_weight, place_replacement
+from ..compression.compress import CONTRACTED_AXES, encode_weight, place_replacement
 from ..input_quantised import InputQuantised
 from ..nibbles import has_group_scales
 from ..quant import Quantised

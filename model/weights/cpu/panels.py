@@ -103,7 +103,7 @@ class Packed:
         return self.codes and self.codes.activations
 
     @property
-    def unpacked(self) -> Any:
+    def xla_weight(self) -> Any:
         """Return the weight that XLA multiplies in the same way."""
         return InputQuantised(self.original, self.activations) if self.activations else self.original
 
@@ -114,7 +114,7 @@ class Packed:
         """
         dtype = dtype or x.dtype
         if not self.can_multiply(x.dtype, dtype):
-            return einsum(equation, x, self.unpacked, dtype)
+            return einsum(equation, x, self.xla_weight, dtype)
         return multiply_panels([self], x, NO_SIZES, dtype)[0]
 
     def joint_einsum(

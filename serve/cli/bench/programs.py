@@ -26,7 +26,7 @@ from ....checkpoints.huggingface import read_config
 from ....model.config import ModelConfig
 from ....model.transformer import Decoder
 from ....model.tree import init_params
-from ....model.weights.compress import form_spec
+from ....model.weights.compression.compress import form_spec
 from ....sampling.params import SamplingParams
 from ...engine.startup.cpu_kernels import decide_cpu_kernels
 from ...engine.startup.dtype import compute_dtype

@@ -42,7 +42,7 @@ from ....model.rope import rotary_factors
 from ....model.transformer import Decoder
 from ....model.tree import paths_and_leaves
 from ....model.weights import expert_tiles, fixed_tiles, grouped_matmul, nibbles
-from ....model.weights.compress import CONTRACTED_AXES
+from ....model.weights.compression.compress import CONTRACTED_AXES
 from ....model.weights.device_forms import Lanes, device_lanes
 from ....model.weights.lora import drop_lora
 from ....model.weights.quant import Quantised, einsum_by_kernel, ragged_dot_by_kernel

@@ -19,7 +19,7 @@ from ....model.config import ModelConfig
 from ....model.sharding import place_on_devices
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import init_params, shapes_from_specs
-from ....model.weights.compress import convert_weight_form, quantise_inputs
+from ....model.weights.compression.compress import convert_weight_form, quantise_inputs
 from ....model.weights.device_forms import DeviceForms, lay_out_params
 from ....model.weights.schemes import SCHEMES
 from ....sampling.params import MAX_STOP_IDS, SamplingParams

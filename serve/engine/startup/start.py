@@ -22,7 +22,7 @@ from ....model.config import Experts, ModelConfig
 from ....model.draft_pair import EngineParams, PairConfig, target_params
 from ....model.transformer import Decoder, ObserveOptions
 from ....model.tree import find_non_finite, leaves_by_path
-from ....model.weights.compress import convert_weight_form
+from ....model.weights.compression.compress import convert_weight_form
 from ....model.weights.cpu.packed import kernel_isa
 from ....model.weights.device_forms import convert_to_device_forms
 from ....sampling.custom_processors import trace_processors

@@ -16,7 +16,7 @@ from ....model.draft_pair import PairConfig
 from ....model.sharding import Layout, device_bytes, make_shardings
 from ....model.transformer import Decoder, decoder_spec
 from ....model.tree import shapes_from_specs, tree_bytes
-from ....model.weights.compress import form_spec
+from ....model.weights.compression.compress import form_spec
 from ....model.weights.device_forms import TPU_LANES, Lanes
 from ...engine.startup.mesh import layout_axis_rules, make_layout, place_params
 from ...options.engine import EngineOptions

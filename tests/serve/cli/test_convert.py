@@ -17,7 +17,7 @@ from duetto import LLM, SamplingParams
 from duetto.checkpoints import huggingface, orbax
 from duetto.checkpoints.families import FAMILIES
 from duetto.checkpoints.folders import atomic_folder, list_files
-from duetto.model.weights.compress import CompressionPlan, compress, quantize_params
+from duetto.model.weights.compression.compress import CompressionPlan, compress, quantize_params
 from duetto.serve.cli.convert import convert_model
 from duetto.serve.cli.main import main
 

@@ -15,8 +15,8 @@ from suite.fixtures import Model
 from duetto.checkpoints import huggingface, orbax
 from duetto.checkpoints.folders import list_files
 from duetto.model.tree import leaves_by_path, map_by_path
-from duetto.model.weights.compress import quantize_params
-from duetto.model.weights.smoothing import find_input_norms, measure_norm_outputs, smooth_params
+from duetto.model.weights.compression.compress import quantize_params
+from duetto.model.weights.compression.smoothing import find_input_norms, measure_norm_outputs, smooth_params
 from duetto.serve.cli import convert
 from duetto.serve.cli.convert import convert_model
 from duetto.serve.cli.main import main

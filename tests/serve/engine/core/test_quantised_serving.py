@@ -26,7 +26,7 @@ from duetto.cpu_kernels.library import load_library
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import has_instance, is_spec, leaves_by_path, tree_bytes
-from duetto.model.weights.compress import WEIGHT_FORMS, dequantize_params, quantize_params
+from duetto.model.weights.compression.compress import WEIGHT_FORMS, dequantize_params, quantize_params
 from duetto.model.weights.input_quantised import InputQuantised
 from duetto.model.weights.quant import Quantised
 from duetto.serve.cli.convert import convert_model

@@ -26,7 +26,7 @@ from duetto.model.recurrent.kinds import DeltaNet, Mamba
 from duetto.model.sharding import make_axis_rules, make_shardings
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.weights import grouped_matmul, nibbles
-from duetto.model.weights.compress import quantize_params
+from duetto.model.weights.compression.compress import quantize_params
 from duetto.model.weights.fixed_tiles import with_fixed_tiles
 from duetto.serve.engine.startup import kernel_cases as cases_of
 from duetto.serve.engine.startup import kernel_checks, start

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
-from ..attention import Attention, causal
-from ..config import Experts, LayerKind, ModelConfig, NormKind
-from ..experts.mixture import MoE
-from ..ffn import FFN
-from ..latent import LatentAttention
-from ..layers import Norm, normalise
-from ..recurrent.convolution import ShortConvolution
-from ..recurrent.delta import DeltaAttention
-from ..recurrent.mamba import MambaMixer
-from ..transformer import Decoder, Layer, decoder_spec, forward
-from ..tree import Spec, leaves_by_path, map_by_path
+from ...attention import Attention, causal
+from ...config import Experts, LayerKind, ModelConfig, NormKind
+from ...experts.mixture import MoE
+from ...ffn import FFN
+from ...latent import LatentAttention
+from ...layers import Norm, normalise
+from ...recurrent.convolution import ShortConvolution
+from ...recurrent.delta import DeltaAttention
+from ...recurrent.mamba import MambaMixer
+from ...transformer import Decoder, Layer, decoder_spec, forward
+from ...tree import Spec, leaves_by_path, map_by_path
 from .compress import contracted_axes, place_replacement
 
 T = TypeVar("T")

@@ -16,16 +16,16 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Float
 
-from ...refusals import ensure
-from ..config import ModelConfig
-from ..sharding import fit_sharding
-from ..transformer import Decoder, decoder_spec
-from ..tree import Spec, has_instance, is_spec, map_by_path, map_instances, paths_and_leaves
-from .cpu.panels import Packed
-from .input_quantised import InputQuantised
+from ....refusals import ensure
+from ...config import ModelConfig
+from ...sharding import fit_sharding
+from ...transformer import Decoder, decoder_spec
+from ...tree import Spec, has_instance, is_spec, map_by_path, map_instances, paths_and_leaves
+from ..cpu.panels import Packed
+from ..input_quantised import InputQuantised
+from ..quant import Quantised, quantise_weight
+from ..schemes import ENCODED_SCHEMES, SCHEMES
 from .lowrank import LowRank, factorise_weight
-from .quant import Quantised, quantise_weight
-from .schemes import ENCODED_SCHEMES, SCHEMES
 
 T = TypeVar("T")
 CompressionMethod = str | float

@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..layers import einsum, ragged_dot
-from ..tree import pytree
+from ...layers import einsum, ragged_dot
+from ...tree import pytree
 
 
 @pytree

@@ -1,0 +1,1 @@
+"""Conversion of weights to fewer bits or numbers, and what prepares them for it."""
