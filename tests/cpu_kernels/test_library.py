@@ -70,15 +70,16 @@ def test_kernels_are_built_for_the_best_instruction_set(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
     assert build.processor_isas() == tuple(build.ISAS)  # the system does not say
     monkeypatch.setattr(build, "ISAS", build.ARM)
-    for flags, isas in (("fp asimd", ("neon",)), ("fp asimd bf16", ("neon_bf16",)), ("fp", ())):
+    for flags, isas in (("fp asimd", ("neon",)), ("fp asimd asimddp bf16", ("neon_bf16",)), ("fp", ())):
         build.CPUINFO.write_text(f"processor\t: 0\nFeatures\t: {flags}\n")
         assert build.processor_isas() == isas
     monkeypatch.setattr(build, "ISAS", build.X86)
     wide = "avx512f avx512bw avx512vl avx512dq"
-    narrow = f"avx2 fma {wide} avx512_bf16"
+    narrow = f"avx2 fma {wide} avx512_bf16 avx512_vnni"
     for flags, isas in (
         ("sse2 avx2 fma", ("avx2",)),
         (f"avx2 fma {wide}", ("avx512",)),
+        (f"avx2 fma {wide} avx512_bf16", ("avx512",)),  # no such processor is known
         (f"{narrow} amx_bf16", ("avx512_bf16",)),
         (f"{narrow} amx_bf16 amx_tile", ("avx512_bf16", "avx512_amx")),  # and what takes its place
         ("sse2 avx2", ()),

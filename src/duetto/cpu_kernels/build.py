@@ -48,7 +48,7 @@ COMPILER_FLAGS = (
 CPUINFO = Path("/proc/cpuinfo")
 FEATURES = {
     "avx512bf16": "avx512_bf16", "avx512vnni": "avx512_vnni", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16",
-    "arch=armv8-a": "asimd", "arch=armv8.2-a+bf16+dotprod": "bf16",
+    "arch=armv8-a": "asimd", "arch=armv8.2-a+bf16+dotprod": "bf16 asimddp",
 }  # fmt: skip
 COMPILER_SECONDS = 120  # timeout of a compiler call in seconds; it takes a few
 CHECKSUM_BYTES = hashlib.sha256().digest_size  # appended to the library: no loader reads there
@@ -89,7 +89,8 @@ def processor_isas() -> tuple[str, ...]:
     if flags is None:
         return tuple(ISAS)
     needed = {
-        isa: {FEATURES.get(x := o.removeprefix("-m"), x) for o in options} for isa, options in ISAS.items()
+        isa: set(" ".join(FEATURES.get(x := o.removeprefix("-m"), x) for o in options).split())
+        for isa, options in ISAS.items()
     }
     options = tuple(isa for isa, features in needed.items() if features <= flags)
     return options[-2:] if "avx512_amx" in options else options[-1:]
