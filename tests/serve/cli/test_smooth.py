@@ -14,7 +14,10 @@ from suite.fixtures import Model
 
 from duetto.checkpoints import huggingface, orbax
 from duetto.checkpoints.folders import list_files
+from duetto.model.config import ModelConfig
+from duetto.model.ffn import FFN
 from duetto.model.tree import leaves_by_path, map_by_path
+from duetto.model.weights.compression import smoothing
 from duetto.model.weights.compression.compress import quantize_params
 from duetto.model.weights.compression.smoothing import find_input_norms, measure_norm_outputs, smooth_params
 from duetto.serve.cli import convert
@@ -146,10 +149,6 @@ def test_norms_that_are_left_are_named(tmp_path, capsys):
 
 
 def test_norms_that_read_unknown_weights_are_left(monkeypatch):
-    from duetto.model.config import ModelConfig
-    from duetto.model.ffn import FFN
-    from duetto.model.weights import smoothing
-
     known = {kind: names for kind, names in smoothing.INPUT_WEIGHTS.items() if kind is not FFN}
     monkeypatch.setattr(smoothing, "INPUT_WEIGHTS", known)
     config = ModelConfig.uniform(50, 8, 16, 1, 2, 1, 4)
