@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...refusals import quote
+from ...refusals import ensure, quote
 from ..families.fields import Raw
+from .config import check_quantization
 from .known_fields import config_groups
 
 CODE_BITS = 8
@@ -15,8 +16,9 @@ def stated_activations(config: Mapping[str, Any]) -> str | None:
     """Return the scheme in which a `quantization_config` quantises activations; None if it does not.
 
     Scales of a file are not used: each token has its own. Raises ValueError for other schemes than int8 and
-    fp8, and for several.
+    fp8, for several, and for a config that `check_quantization` refuses.
     """
+    check_quantization({"quantization_config": config})
     schemes = set(list_activation_schemes(config))
     if len(schemes) > 1:
         raise ValueError(f"activations are in {' and '.join(sorted(map(str, schemes)))}, expected one scheme")
@@ -50,8 +52,11 @@ def group_scheme(activations: Raw) -> str | None:
     """Return the scheme of the `input_activations` of one of compressed-tensors' groups."""
     if not activations:
         return None
+    ensure(
+        isinstance(activations, Mapping), f"input_activations are {quote(activations)}, expected an object"
+    )
     kind, bits = activations.get("type", "int"), activations.get("num_bits", CODE_BITS)
-    if bits != CODE_BITS or kind not in SCHEME_NAMES:
+    if bits != CODE_BITS or kind not in [*SCHEME_NAMES]:
         raise ValueError(
             f"input_activations are {quote(kind)} of {quote(bits)} bits, expected int or float of 8"
         )

@@ -2,7 +2,8 @@
 
 An input's row has one scale, which depends on that row alone. Products of int8 codes are added up in int32,
 which is exact. So neither the number of rows, nor tiles, nor the number of devices changes a bit of them. On
-a mesh XLA all-reduces the row's largest number and the integers, both of which have no order.
+a mesh XLA all-reduces the row's largest number and the integers, both of which have no order. A shared expert
+whose inner dimension is split is the exception: each device scales its part of a row by itself.
 """
 
 from typing import Any, NamedTuple
@@ -75,6 +76,9 @@ def quantise_rows(x: Float[Array, "..."], inputs: int, scheme: ActivationScheme)
     Codes are products with one number for each row. A quotient would be rounded otherwise by some compilers.
     """
     x32, axes = x.astype(jnp.float32), tuple(range(x.ndim - inputs, x.ndim))
+    if x.dtype.itemsize == 2:  # else XLA may drop the rounding of x to 16 bits (excess precision)
+        kind = jnp.finfo(x.dtype)
+        x32 = jax.lax.reduce_precision(x32, kind.nexp, kind.nmant)
     largest = jnp.max(jnp.abs(x32), axis=axes, keepdims=True)
     # a row of zeros, or of numbers whose inverse is infinite, has codes of 0
     inverse = jnp.where(largest > scheme.min_magnitude, scheme.max_code / largest, 0.0)
@@ -100,9 +104,12 @@ def sum_code_products(equation: str, x: Num[Array, "..."], w: Num[Array, "..."])
         return jnp.einsum(reorder_contraction(equation), x, w, preferred_element_type=jnp.int32)
 
     def multiply(x: Num[Array, "..."], w: Num[Array, "..."]) -> Float[Array, "..."]:
-        return jnp.einsum(reorder_contraction(equation), x, w, preferred_element_type=jnp.float32)
+        # the highest precision keeps cuBLAS from sums of fewer bits
+        return jnp.einsum(
+            reorder_contraction(equation), x, w, precision="highest", preferred_element_type=jnp.float32
+        )
 
     def multiply_widened(x: Num[Array, "..."], w: Num[Array, "..."]) -> Float[Array, "..."]:
         return einsum(equation, x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), jnp.float32)
 
-    return jax.lax.platform_dependent(x, w, cuda=multiply, tpu=multiply, default=multiply_widened)
+    return jax.lax.platform_dependent(x, w, cuda=multiply, default=multiply_widened)

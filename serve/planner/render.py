@@ -2,14 +2,14 @@
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..runtime.compiled.lowering import StepArguments
+from ..runtime.compiled.lowering import StepArguments, xla_options
 from .engine_plan import EnginePlan
 from .roofline.cost_table import format_or_dash, render_cost_table, render_program_facts
 from .roofline.products import group_by_products
-from .roofline.targets import compiler_options
 from .stage_plans import (
     MAX_TOKEN_SECONDS,
     StagePlan,
@@ -29,7 +29,7 @@ def render_plan(plan: EnginePlan, arguments: StepArguments, stage_plans: list[St
     tiers = [render_tier(plan, tier) for tier in plan_tiers(plan, stage_plans[0].rows)]
     facts = [text for stage in stage_plans for text in render_facts(plan, stage)]
     parts = [
-        render_heading(plan),
+        render_heading(plan, xla_options(arguments) or {}),
         render_memory(plan, stage_plans),
         *tiers,
         *render_rooflines(plan, stage_plans),
@@ -40,8 +40,8 @@ def render_plan(plan: EnginePlan, arguments: StepArguments, stage_plans: list[St
     )
 
 
-def render_heading(plan: EnginePlan) -> str:
-    """Show the model, the target and the sizes of a plan."""
+def render_heading(plan: EnginePlan, compiler_flags: Mapping[str, str]) -> str:
+    """Show the model, the target, the sizes and XLA's options of a plan."""
     s, n = plan.sizes, len(plan.target.devices)
     pages = " and ".join(map(str, s.pages))
     device_note = f" (all figures are for one of {n} devices)" if n > 1 else ""
@@ -50,7 +50,7 @@ def render_heading(plan: EnginePlan) -> str:
     kernel_names = "; ".join(filter(None, (plan.cpu_kernel_isa, plan.no_cpu_kernels_reason)))
     kernels = f"\nproducts by CPU kernels ({kernel_names})" if plan.cpu_kernel_isa else ""
     kernels = f"\nwithout CPU kernels: {kernel_names}" if kernel_names and not kernels else kernels
-    options = "".join(f"\n{name}={value}" for name, value in compiler_options(plan.target).items())
+    options = "".join(f"\n{name}={value}" for name, value in compiler_flags.items())
     return (
         f"{plan.name} in {plan.dtype}{cache_note} on {plan.target.name}{device_note}\n"
         f"{shards}{s.max_num_seqs} requests of up to {s.max_model_len} tokens, "
@@ -174,7 +174,7 @@ def encode_plan(plan: EnginePlan, arguments: StepArguments, stage_plans: list[St
         "target": plan.target.name,
         "devices": len(plan.target.devices),
         "xla_flags": os.environ.get("XLA_FLAGS"),
-        "xla_options": compiler_options(plan.target),
+        "xla_options": xla_options(arguments) or {},
         "cpu_kernels": plan.cpu_kernel_isa,
         "without_cpu_kernels": plan.no_cpu_kernels_reason or None,
         "context": plan.context,

@@ -115,6 +115,8 @@ def test_activations_that_programs_state(writer: str):
             [{"type": "int", "num_bits": 4}],
             "input_activations are 'int' of 4 bits, expected int or float of 8",
         ),
+        (["int8"], "input_activations are 'int8', expected an object"),
+        ([{"type": ["int"]}], r"input_activations are \['int'\] of 8 bits"),
         ([{"type": "int"}, None], "activations are in None and int8, expected one scheme"),
         ([{"type": "int"}, {"type": "float"}], "activations are in fp8 and int8, expected one scheme"),
     ],

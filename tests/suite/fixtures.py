@@ -306,12 +306,17 @@ ONE_STEP = (
 )  # fmt: skip
 
 
+def activations_of(model: Model) -> str | None:
+    """The option of an engine that serves a model's parameters."""
+    return "int8" if model.name == "int8 activations" else None
+
+
 @pytest.fixture(scope="module")
 def serve(model, pytestconfig):
     """Starts an engine; the programs of the demo model are compiled as users' are."""
     as_served = model.name == "demo" or pytestconfig.getoption("--as-served")
     jax.config.update("jax_disable_most_optimizations", not as_served)
-    own = BASE | {"kv_cache_dtype": model.kv_cache_dtype}
+    own = BASE | {"kv_cache_dtype": model.kv_cache_dtype, "activations": activations_of(model)}
     if model.name in ONE_STEP:
         own["decode_steps"] = 1
     yield lambda **options: LLM.from_params(model.config, model.params, **(own | options))

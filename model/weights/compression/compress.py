@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from typing import Any, TypeVar
 
 import jax
@@ -42,6 +43,7 @@ CONTRACTED_AXES: dict[str, tuple[int, ...]] = {
 # Latent attention multiplies keys' and values' projections in two orders, of which one scales the input.
 UNCODED_NAMES = ("k_up", "v_up", "head")
 MAX_NAMED_WEIGHTS = 3  # weights that a message names
+MAX_CODE_INPUTS = (1 << 31) // (127 * 128)  # inputs of a product whose sum of codes fits int32
 
 
 @dataclass(frozen=True)
@@ -252,8 +254,9 @@ def quantise_inputs(params: T, activations: str | None) -> T:
 
 def may_quantise_inputs(path: str) -> bool:
     """Return True for the path of a weight whose products may quantise their input."""
-    is_projection = contracted_axes(path) is not None and path.rpartition(".")[2] not in UNCODED_NAMES
-    return is_projection and not {"experts", "indexer"} & {*path.split(".")}
+    first, *parents, name = path.split(".")
+    is_projection = first == "layers" and contracted_axes(path) is not None
+    return is_projection and name not in UNCODED_NAMES and not {"experts", "indexer"} & {*parents}
 
 
 def check_projection_codes(projections: Mapping[str, Any], activations: str) -> None:
@@ -272,11 +275,15 @@ def check_projection_codes(projections: Mapping[str, Any], activations: str) -> 
     ensure(
         not refused,
         f"{refusal}: {'; '.join(refused[:MAX_NAMED_WEIGHTS])}, {len(refused)} of {len(projections)} weights; "
-        f"expected {' or '.join(schemes)} codes with a scale for each output",
+        f"expected {' or '.join(schemes)} codes with a scale for each output, of at most {MAX_CODE_INPUTS} "
+        "inputs",
     )
 
 
 def has_output_scales(path: str, w: Quantised) -> bool:
-    """Return True if a projection has a scale for each output, or one for all, and no zeros."""
-    is_summed = all(w.scales.shape[axis] == 1 for axis in contracted_axes(path) or ())
-    return w.has_channel_scales and w.zeros is None and is_summed
+    """Return True if a projection has a scale for each output, or one for all, no zeros, and int32 holds its
+    sums."""
+    axes = contracted_axes(path) or ()
+    is_summed = all(w.scales.shape[axis] == 1 for axis in axes)
+    is_exact = prod(w.shape[axis] for axis in axes) <= MAX_CODE_INPUTS
+    return w.has_channel_scales and w.zeros is None and is_summed and is_exact

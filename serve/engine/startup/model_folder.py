@@ -28,7 +28,14 @@ from ...host.devices import default_device, memory_limit
 from ...options.engine import EngineOptions
 from ...runtime.multihost.rendezvous import check_same_weight_files
 from .cpu_kernels import build_kernels_if_requested
-from .dtype import TOO_LARGE, agree_on_dtype, check_kv_cache_dtype, may_overflow_float16, normalise_dtype_name
+from .dtype import (
+    TOO_LARGE,
+    agree_on_dtype,
+    check_kv_cache_dtype,
+    checkpoint_dtype,
+    may_overflow_float16,
+    normalise_dtype_name,
+)
 from .mesh import make_layout, param_shardings
 from .stage_shardings import with_last_stage_head
 
@@ -65,8 +72,9 @@ def load_folder(
         reason = TOO_LARGE if is_forced else "which this processor multiplies faster"
         progress.write_progress_line(f"computing in {chosen}, {reason}; the choice is dtype's")
     check_same_weight_files(path)
-    if not is_random:
-        quantise_inputs(read_param_shapes(path, chosen, options.quantization), options.activations)
+    if options.activations and not is_random:
+        stored_dtype = checkpoint_dtype(path) if isinstance(chosen, str) else chosen
+        quantise_inputs(read_param_shapes(path, stored_dtype, options.quantization), options.activations)
     config, params = read(path, chosen, placement, options.quantization)
     if not config.has_head:
         progress.write_progress_line(

@@ -24,7 +24,8 @@ from ....model.transformer import Decoder, ObserveOptions
 from ....model.tree import find_non_finite, leaves_by_path
 from ....model.weights.compression.compress import convert_weight_form
 from ....model.weights.cpu.packed import kernel_isa
-from ....model.weights.device_forms import convert_to_device_forms
+from ....model.weights.device_forms import DeviceForms, convert_to_device_forms
+from ....refusals import ensure
 from ....sampling.custom_processors import trace_processors
 from ...host import progress
 from ...host.devices import memory_limit
@@ -176,7 +177,13 @@ def prepare_engine_params(config: ModelConfig, params: Decoder, options: EngineO
     params = convert_weight_form(params, options.quantization, params.embed.dtype)
     check_expert_shardings(params)
     # `load_folder` has fused what it read. Parameters that a caller gives keep their projections apart.
-    return convert_to_device_forms(params, replace(choose_device_forms(options), fuse_qkv=False))
+    params = convert_to_device_forms(params, replace(choose_device_forms(options), fuse_qkv=False))
+    served = DeviceForms.from_params(params).activations
+    ensure(
+        served == options.activations,
+        f"activations={options.activations!r} is not allowed: the parameters are prepared for {served!r}",
+    )
+    return params
 
 
 def check_encoder_options(options: EngineOptions, num_groups: int, drafts_on_device: bool) -> None:

@@ -14,6 +14,7 @@ from ....kvcache.pages import page_bytes
 from ....kvcache.quantised import choose_cache_format
 from ....model.config import Experts, ModelConfig
 from ....model.transformer import Decoder
+from ....model.weights.compression.compress import quantise_inputs
 from ...options.engine import EngineOptions
 from ...runtime.compiled.shapes import Shape, doublings, engine_shapes
 from .memory_fit import FittedEngine, PlannedModel, fit_engine
@@ -177,7 +178,9 @@ class SearchSpace:
     def build_candidate(self, **changes: Any) -> Candidate:
         """Return the base with changes. Raises ValueError if it does not fit or is not allowed."""
         options = replace(self.base_options, **changes)
-        fitted = fit_engine(self.model, options, self.params(options.quantization))
+        params = self.params(options.quantization)
+        quantise_inputs(params, options.activations)  # raises ValueError if it cannot
+        fitted = fit_engine(self.model, options, params)
         adapted_options, sizes = fitted.options, fitted.sizes
         times = RooflineTimes(
             self.demands(adapted_options), self.model.target.peaks, fitted.layout, self.efficiency

@@ -26,11 +26,17 @@ from duetto.cpu_kernels.library import load_library
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import has_instance, is_spec, leaves_by_path, tree_bytes
-from duetto.model.weights.compression.compress import WEIGHT_FORMS, dequantize_params, quantize_params
+from duetto.model.weights.compression.compress import (
+    WEIGHT_FORMS,
+    dequantize_params,
+    quantise_inputs,
+    quantize_params,
+)
 from duetto.model.weights.input_quantised import InputQuantised
 from duetto.model.weights.quant import Quantised
 from duetto.serve.cli.convert import convert_model
 from duetto.serve.cli.main import main
+from duetto.serve.engine.startup import model_folder
 from duetto.serve.engine.startup.model_folder import read_model, read_param_shapes
 from duetto.serve.engine.weights.weight_update import make_root_hash
 from duetto.serve.kv.offload.realm import hash_page_realm
@@ -165,6 +171,24 @@ def test_activations_that_a_checkpoint_states(few_shapes, tmp_path: Path):
     state_activations(coded, {"type": "int", "num_bits": 4})
     with pytest.raises(ValueError, match="config.json: activations='auto': input_activations are 'int' of 4"):
         served("auto")
+
+
+@pytest.mark.parametrize("activations", [None, "int8"])
+def test_a_dtype_that_the_folder_decides(folder: Path, monkeypatch, activations: str | None):
+    """As on an accelerator, where "auto" stays."""
+    monkeypatch.setattr(model_folder, "agree_on_dtype", lambda *_: "auto")
+    options = EngineOptions(quantization="int8", activations=activations)
+    _, loaded, _ = model_folder.load_folder(folder, "auto", options=options)
+    assert loaded.embed.dtype == jnp.float32 and schemes(loaded) == {"int8"}
+    assert has_instance(loaded, InputQuantised) == bool(activations)
+
+
+def test_parameters_for_other_activations_are_refused(params):
+    coded = quantise_inputs(quantize_params(params, "int8"), "int8")
+    with pytest.raises(
+        ValueError, match="activations=None is not allowed: the parameters are prepared for 'int8'"
+    ):
+        LLM.from_params(CONFIG, coded, **SMALL)
 
 
 def state_activations(folder: Path, activations: dict[str, Any]) -> None:
