@@ -254,9 +254,9 @@ def quantise_inputs(params: T, activations: str | None) -> T:
 
 def may_quantise_inputs(path: str) -> bool:
     """Return True for the path of a weight whose products may quantise their input."""
-    first, *parents, name = path.split(".")
-    is_projection = first == "layers" and contracted_axes(path) is not None
-    return is_projection and name not in UNCODED_NAMES and not {"experts", "indexer"} & {*parents}
+    parts = path.split(".")
+    is_projection = parts[0] == "layers" and contracted_axes(path) is not None
+    return is_projection and not {"experts", "indexer", *UNCODED_NAMES} & {*parts}
 
 
 def check_projection_codes(projections: Mapping[str, Any], activations: str) -> None:

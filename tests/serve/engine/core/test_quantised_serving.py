@@ -32,6 +32,7 @@ from duetto.model.weights.compression.compress import (
     quantise_inputs,
     quantize_params,
 )
+from duetto.model.weights.device_forms import DeviceForms
 from duetto.model.weights.input_quantised import InputQuantised
 from duetto.model.weights.quant import Quantised
 from duetto.serve.cli.convert import convert_model
@@ -162,8 +163,8 @@ def test_activations_that_a_checkpoint_states(few_shapes, tmp_path: Path):
 
     def served(activations: str | None) -> list[list[int]]:
         with LLM(coded, dtype="float32", activations=activations, **SMALL) as llm:
-            is_coded = has_instance(llm.engine.params, InputQuantised)
-            assert is_coded == bool(activations) and llm.options.activations != "auto"
+            scheme = DeviceForms.from_params(llm.engine.params).activations
+            assert scheme == llm.options.activations == (activations and "int8")
             return tokens(llm)
 
     state_activations(coded, {"type": "int", "num_bits": 8, "strategy": "token", "dynamic": True})
