@@ -1,6 +1,7 @@
 """Where kernels do not make all bits, a trainer replays the engine's steps, with a plain derivative."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,12 @@ from duetto.train.scoring import score_by_xla
 pytestmark = pytest.mark.as_served
 SIZES = {"max_num_seqs": 8, "max_model_len": 160, "max_prefill_tokens": 64}
 PROMPT_SIZES = (5, 9, 130, 64, 20, 7, 66, 3, 12)  # more texts than rows of a step
-CASES = [("dense", MODELS["dense"], "bfloat16", False)]
+ONE_LAYER = replace(MODELS["dense"], layers=MODELS["dense"].layers[:1])
+CASES = [("dense", ONE_LAYER, "bfloat16", False)]
 MORE = [
     (name, config, dtype, has_kernels)
     for name, config, has_kernels in (
+        ("layers", MODELS["dense"], False),
         ("experts", MODELS["experts"], False),
         ("windows", MODELS["windows"], False),
         *((name, RANDOM[name], x) for name in ("latent", "recurrent", "borrowed") for x in (False, True)),
@@ -68,7 +71,7 @@ def test_reported_bits_with_the_derivative_of_a_plain_pass(served):
 @pytest.fixture(scope="module")
 def small() -> Iterator[LLM]:
     """An engine without kernels."""
-    config = MODELS["dense"]
+    config = ONE_LAYER
     with LLM.from_params(config, draw_params(config, 2), cpu_kernels=False, **SIZES) as llm:
         yield llm
 
