@@ -18,14 +18,27 @@ TEXT_MODEL_TYPES: Mapping[str, str] = {
     "llava": "llama",
     "llava_next": "llama",
     "internvl": "qwen2",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "smolvlm": "llama",
+    "idefics3": "llama",
+    "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
+    "kimi_k25": "deepseek_v3",
+    "lfm2_vl": "lfm2",
 }
+FLAT_MODEL_TYPES = ("qwen2_vl", "qwen2_5_vl")  # on the hub these state the text's fields beside the others
 SHARED_FIELDS = (  # fields that a folder may state outside of `text_config`
     "dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id",
     "pad_token_id",
 )  # fmt: skip
-TEXT_PREFIXES, HEAD_PREFIX = ("language_model.", "model.language_model."), "lm_head."
+# A text model's tensors, the part that a folder of this model alone has as "model.", and towers beside them.
+OUTER_PREFIX, INNER_PREFIXES = "language_model.", ("model.language_model.", "model.text_model.")
+TEXT_PREFIXES, HEAD_PREFIX, TOWER_PREFIX = (OUTER_PREFIX, *INNER_PREFIXES), "lm_head.", "visual."
 
 
 def is_nested(raw: Mapping[str, Any]) -> bool:
@@ -41,19 +54,25 @@ def text_fields(raw: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """
     if not is_nested(raw):
         return dict(raw)
-    inner = raw.get("text_config")
+    kind = raw["model_type"]
+    inner = raw.get("text_config", flat_text_fields(raw) if kind in FLAT_MODEL_TYPES else None)
     if not isinstance(inner, Mapping):
         raise CheckpointError(f"{file}: text_config is {quote(inner)}, expected an object")
     shared = {
         name: raw[name] for name in SHARED_FIELDS if raw.get(name) is not None and inner.get(name) is None
     }
-    return {"model_type": TEXT_MODEL_TYPES[raw["model_type"]], **inner, **shared}
+    return {"model_type": TEXT_MODEL_TYPES[kind], **inner, **shared}
+
+
+def flat_text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `config.json` without `text_config`, except the tower's."""
+    return {name: value for name, value in raw.items() if name not in ("model_type", "vision_config")}
 
 
 def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the tensors of the text model, under the names that a folder of this model alone has."""
     if not any(name.startswith(TEXT_PREFIXES) for name in tensors):
-        return dict(tensors)
+        return {n: tensor for n, tensor in tensors.items() if not n.startswith(TOWER_PREFIX)}
     return {
         text_tensor_name(n): tensor
         for n, tensor in tensors.items()
@@ -64,7 +83,7 @@ def text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
 def text_tensor_name(name: str) -> str:
     """Return the name that a tensor has in a folder of the text model alone; other names are returned
     unchanged."""
-    outer_prefix, inner_prefix = TEXT_PREFIXES
-    if name.startswith(inner_prefix):
-        return "model." + name.removeprefix(inner_prefix)
-    return name.removeprefix(outer_prefix)
+    for prefix in INNER_PREFIXES:
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    return name.removeprefix(OUTER_PREFIX)

@@ -13,6 +13,7 @@ MODEL_TYPES = (
     "ernie4_5", "ernie4_5_moe", "seed_oss", "dots1", "minimax_m2", "gpt2", "qwen2_moe", "olmo2", "olmo3",
     "olmoe", "granite", "granitemoe", "hunyuan_v1_dense", "ministral3", "starcoder2", "stablelm", "gpt_neox",
     "phi", "nemotron", "arcee", "cohere", "cohere2", "exaone4", "internlm3", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1",
+    "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1", "qwen2_vl_text", "qwen2_5_vl_text",
+    "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text",
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {name: import_module(f"{__package__}.{name}").FAMILY for name in MODEL_TYPES}

@@ -106,7 +106,7 @@ def parse_rope(raw: Raw, stated: Raw, name: str, size: int, theta: float) -> Rop
             rope = replace(rope, theta=rope.theta * number(stated, "alpha") ** (size / (size - 2)))
         elif kind == "dynamic":
             raise ValueError("rope_type is 'dynamic', which is supported with an alpha only")
-        if kind in ("default", "dynamic"):
+        if kind in ("default", "dynamic", "mrope"):  # mrope: three positions, which are equal for text
             return replace(rope, original_max_position=Rope().original_max_position)
         if kind == "linear":
             return Rope(rope.theta, "linear", number(stated, "factor"))

@@ -41,7 +41,8 @@ OF_EACH_LOADER = (
 LIKE_OTHERS = (
     "arcee", "dots1", "ernie4_5", "exaone4", "glm4_moe", "granitemoe",
     "internlm3", "kimi_k2", "lfm2_moe", "ministral3", "mistral", "mixtral", "qwen2", "qwen3_5_text",
-    "qwen3_moe", "seed_oss",
+    "qwen3_moe", "seed_oss", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text",
+    "glm4v_moe_text",
 )  # fmt: skip
 
 

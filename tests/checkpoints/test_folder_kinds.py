@@ -99,6 +99,7 @@ NESTED = {  # names of a text model's tensor, as the hub's folders and as transf
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
     ),
     "base model": lambda name: name.replace("model.", "language_model.", 1),
+    "SmolVLM": lambda name: name.replace("model.", "model.text_model.", 1),
 }
 
 
@@ -116,6 +117,22 @@ def test_the_text_model_of_an_image_model_loads(
     assert same(tmp_path, whole)
     load_folder(tmp_path, "float32")
     assert "of a folder of llava the text's model is read" in capsys.readouterr().err
+
+
+def test_text_beside_a_tower_loads(tensors: Tensors, tmp_path: Path):
+    """Folders of Qwen2-VL and Qwen2.5-VL on the hub."""
+    raw = json.loads((tmp_path / "config.json").read_text())
+    flat = raw | {"model_type": "qwen2_5_vl", "vision_config": {"hidden_size": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    biases = {
+        f"{name.removesuffix('weight')}bias": np.ones(len(tensor), np.float32)
+        for name, tensor in tensors.items()
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    }
+    beside = {"visual.patch_embed.proj.weight": np.zeros((7, 3), np.float32)}
+    save_file(tensors | biases | beside, tmp_path / "model.safetensors")
+    config, params = load_folder(tmp_path, "float32")[:2]
+    assert config.layers[0].mixer.bias and (params.layers[0].attention.q_bias == 1).all()
 
 
 def test_a_copy_in_a_publishers_format_is_not_mixed_in(tensors: Tensors, whole: Path, tmp_path: Path):

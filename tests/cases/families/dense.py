@@ -334,4 +334,25 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_theta": 700.0,
         "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
     },
+    "qwen2_vl_text": {
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]},
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+        "rope_theta": 300.0,
+    },
+    "qwen2_5_vl_text": {
+        "rope_scaling": {"rope_type": "default", "type": "mrope", "mrope_section": [1, 1, 1]},
+    },
+    "qwen3_vl_text": {
+        "head_dim": 8,
+        "attention_bias": True,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+    },
+    "glm4v_text": {
+        "hidden_size": 40,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 200.0,
+        "rope_scaling": {"type": "default", "mrope_section": [1, 1, 0]},
+    },
 }

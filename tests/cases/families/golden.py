@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases.families import dense, mixtures, recurrent
+from cases.families import dense, mixtures, pictured, recurrent
 from safetensors.numpy import load_file, save_file
 
 FILE = Path(__file__).with_name("golden.json")
@@ -96,14 +96,19 @@ def expected_outputs(
     """Last logits and greedy tokens as Transformers computes them; nothing where two tokens are likely within
     `margin`."""
     torch, transformers = optional("torch"), optional("transformers")
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder,
-        config=their_config(folder),
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        output_loading_info=True,
-    )
+    options = {
+        "dtype": torch.float32,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+        "output_loading_info": True,
+    }
+    raw = json.loads((folder / "config.json").read_text())
+    if raw["model_type"] in pictured.OUTER:
+        model, report = pictured.load_whole(transformers, raw, folder, **options)
+    else:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=their_config(folder), **options
+        )
     assert not report["missing_keys"] and not report["unexpected_keys"], report
     last, greedy = [], []
     for prompt in prompts():
@@ -124,9 +129,14 @@ def expected_outputs(
 def make_golden(name: str, folder: Path) -> dict[str, Any]:
     """The first seed whose continuations have clear margins and are not one token again and again."""
     transformers = optional("transformers")
-    (folder / "config.json").write_text(json.dumps(hub_config(name)))
-    transformers.AutoModelForCausalLM.from_config(their_config(folder)).save_pretrained(folder)
-    v5 = json.loads((folder / "config.json").read_text()) | {"model_type": hub_config(name)["model_type"]}
+    raw = hub_config(name)
+    (folder / "config.json").write_text(json.dumps(raw))
+    if raw["model_type"] in pictured.OUTER:
+        v5 = pictured.draw_text(transformers, raw, folder)
+    else:
+        transformers.AutoModelForCausalLM.from_config(their_config(folder)).save_pretrained(folder)
+        v5 = json.loads((folder / "config.json").read_text())
+    v5 |= {"model_type": raw["model_type"]}
     shapes = {n: list(x.shape) for n, x in sorted(load_file(folder / "model.safetensors").items())}
     for seed in range(200):
         write_folder(folder, hub_config(name), shapes, seed)
