@@ -22,6 +22,7 @@ from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import is_spec, leaves_by_path
 from ..model.weights.compression.compress import compress_at_path, form_spec, weight_form_plan
 from ..refusals import quote
+from .configuration.nearest_family import unknown_family_error
 from .families import FAMILIES, llama
 from .families.family import BUFFER_PATTERNS, Family
 from .folders import read_config_json
@@ -266,11 +267,14 @@ def read_family_config(folder: Path) -> tuple[Family, dict[str, Any], ModelConfi
 
 
 def model_type(raw: Mapping[str, Any]) -> str:
-    """Return the `model_type` of a `config.json`. Raises ValueError for a family that is not supported."""
+    """Return the `model_type` of a `config.json`. Raises ValueError for a family that is not supported.
+
+    The error names the family whose fields are nearest.
+    """
     kind = raw.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return kind
-    raise ValueError(f"model_type is {quote(kind)}, expected one of {', '.join(FAMILIES)}")
+    raise unknown_family_error(raw)
 
 
 def known_dtype(dtype: Any) -> np.dtype:

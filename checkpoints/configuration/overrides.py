@@ -20,6 +20,7 @@ from ..folders import read_config_json, read_json
 from ..huggingface import model_type
 from ..quantised.config import check_quantization
 from ..tensors import CheckpointError
+from .field_log import FieldLog
 from .text_models import SHARED_FIELDS, is_nested
 
 # Names of one setting, as paths in config.json.
@@ -229,19 +230,6 @@ def perturb_value(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     return [2 * value + 1, value + 1] if isinstance(value, int | float) else ["?"]
-
-
-class FieldLog(dict[str, Any]):
-    """Fields that record the names which are read, of nested fields too."""
-
-    def __init__(self, fields: Raw, names: set[str]):
-        super().__init__(fields)
-        self.names = names
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.names.add(key)
-        value = super().get(key, default)
-        return FieldLog(value, self.names) if isinstance(value, dict) else value
 
 
 def explain_no_effect(path: Sequence[str], raw: Raw) -> str:

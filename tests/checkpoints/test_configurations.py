@@ -69,6 +69,14 @@ def test_both_styles_of_configuration_are_read(folder, fields, changes):
     [
         ({"model_type": "mamba"}, "model_type is 'mamba', expected one of llama"),
         ({"model_type": "absent"}, "model_type is None"),
+        (
+            {"model_type": "Yi", "architectures": ["YiForCausalLM"], "use_cache": True, "note": 3},
+            "the nearest is 'llama', which does not read note: hf_overrides={\"model_type\": ",
+        ),
+        (
+            {"model_type": "tele", "architectures": ["Qwen2ForCausalLM"]},
+            "the nearest is 'qwen2', which does not read attention_bias, mlp_bias: hf_overrides",
+        ),
         ({"model_type": ["llama"]}, "model_type is ['llama']"),
         ({"hidden_act": "mish"}, "hidden_act is 'mish', which is not supported: expected one of 'silu'"),
         ({"sliding_window": 128}, "sliding_window is 128, which is not supported: expected null"),

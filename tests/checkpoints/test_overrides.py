@@ -192,6 +192,13 @@ def test_an_override_whose_neighbours_mean_the_same_is_kept(case, changes):
     check_override_effects(raw, changes)
 
 
+def test_an_unknown_family_is_read_as_a_known_one(folder):
+    file, expected = folder / "config.json", read_config(folder)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "yi"}))
+    with overridden_folder(folder, {"model_type": "llama"}) as changed:
+        assert read_config(changed) == expected
+
+
 def test_an_override_may_state_what_holds_already(folder):
     stated = json.loads((folder / "config.json").read_text())
     for changes in (stated, {"attention_bias": False}, {"max_position_embeddings": 64}, {"eos_token_id": 3}):
