@@ -91,6 +91,7 @@ def test_texts_are_cut_and_counted(source, tmp_path, monkeypatch, capsys):
         ([{"prompt": []}], "line 1: "),
         ([{"prompt": [5, 99999]}], "line 1: token 99999 is not allowed: 0 to "),
         ([{"prompt": [5, -1]}], "line 1: token -1 is not allowed: 0 to "),
+        (['"' + "a" * (8 << 20) + '"\n'], "line 1: the line has 8388611 bytes, at most 8388608 are allowed"),
     ],
 )
 @pytest.mark.usefixtures("unread")
