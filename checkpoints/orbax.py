@@ -21,7 +21,7 @@ from ..model.sharding import fit_sharding
 from ..model.transformer import Decoder, decoder_spec
 from ..model.tree import Spec, find_non_finite, is_spec, leaves_by_path, paths_and_leaves
 from ..model.weights.compression.lowrank import LowRank
-from ..model.weights.quant import Quantised
+from ..model.weights.quant import LOST_CODES, Quantised, find_lost_codes
 from ..model.weights.schemes import SCHEMES
 from ..refusals import quote
 from .folders import list_files, read_json
@@ -101,7 +101,10 @@ def load_orbax(path: str | Path, dtype: Any = "auto", shardings: Any = None) -> 
             f"{store}: parameter {bad} holds NaN or infinity as {leaves[bad].dtype}, expected finite numbers"
         )
     treedef = jax.tree.structure(specs, is_leaf=is_spec)
-    return config, jax.tree.unflatten(treedef, [leaves[path] for path in targets])
+    params = jax.tree.unflatten(treedef, [leaves[path] for path in targets])
+    if (lost := find_lost_codes(params)) is not None:
+        raise CheckpointError(f"{store}: parameter {lost} {LOST_CODES}")
+    return config, params
 
 
 def read_orbax_dtype(path: str | Path) -> np.dtype:

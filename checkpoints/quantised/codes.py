@@ -16,9 +16,9 @@ import numpy as np
 
 from ...model.tree import Spec
 from ...model.weights.compression.compress import contracted_axes
-from ...model.weights.quant import Quantised
+from ...model.weights.quant import LOST_CODES, Quantised, find_lost_codes
 from ..layout import Parameter, ParameterGroup
-from ..tensors import JoinedViews, TensorSource, empty_aligned, read_into_views
+from ..tensors import CheckpointError, JoinedViews, TensorSource, empty_aligned, read_into_views
 
 AxisIndices = tuple[np.ndarray, ...]
 
@@ -175,7 +175,7 @@ class QuantisedGroup:
 
     def read_records(self) -> dict[str, Quantised]:
         """Read the records by path, with numpy arrays. Raises CheckpointError for codes or scales that are
-        not finite."""
+        not finite, and for scales of 0 beside codes."""
         shapes = [self.part_specs(p) for p in self.group.parameters]
         values = [empty_aligned(value.shape, np.dtype(value.dtype)) for value, *_ in shapes]
         others = [
@@ -192,7 +192,10 @@ class QuantisedGroup:
                             self.scale_indices[p.path][i]
                         ]
         arrays = zip(self.group.parameters, values, others, strict=True)
-        return {p.path: self.make_record(p, codes, *scale_arrays) for p, codes, scale_arrays in arrays}
+        records = {p.path: self.make_record(p, codes, *scale_arrays) for p, codes, scale_arrays in arrays}
+        if (path := find_lost_codes(records)) is not None:
+            raise CheckpointError(f"{self.codes[0].source.file}: parameter {path} {LOST_CODES}")
+        return records
 
 
 def select_quantised_group(

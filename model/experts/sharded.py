@@ -16,7 +16,8 @@ from ..config import Experts
 from ..ffn import FFN
 from ..layers import Weight
 from ..sharding import automatic_axes, sharded_axes
-from ..tree import map_instances
+from ..tree import has_instance, map_instances
+from ..weights.input_quantised import InputQuantised
 from .mixture import LocalExperts, MoE, count_experts, run_routed_experts, run_shared_expert, weighted_sum
 
 
@@ -96,10 +97,15 @@ def sum_sharded_experts(
     weight moves.
 
     Every device computes what it holds, and one all-reduce adds up each token's outputs. Under a `shard_map`
-    whose shards have tokens of their own, experts may be split over these shards too.
+    whose shards have tokens of their own, experts may be split over these shards too. A shared expert whose
+    rows are coded is left to XLA's partitioner: a row has one scale on all devices.
     """
     mesh, replicated = jax.typeof(x).sharding.mesh, PartitionSpec()
     names = automatic_axes(mesh)
+    if names and has_instance(shared_ffn := local_experts.shared_ffn, InputQuantised):
+        routed_axes, routed = expert_axes._replace(shared=()), local_experts._replace(shared_ffn=None)
+        total = sum_sharded_experts(routed_axes, routed, x, weights, chosen, c, tile)
+        return total + run_shared_expert(shared_ffn, c, x)
     local_sum = partial(sum_local_experts, c=c, tile=tile, expert_axes=expert_axes, names=names)
     if not names:
         return local_sum(local_experts, x, weights, chosen)

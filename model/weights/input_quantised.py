@@ -2,8 +2,7 @@
 
 An input's row has one scale, which depends on that row alone. Products of int8 codes are added up in int32,
 which is exact. So neither the number of rows, nor tiles, nor the number of devices changes a bit of them. On
-a mesh XLA all-reduces the row's largest number and the integers, both of which have no order. A shared expert
-whose inner dimension is split is the exception: each device scales its part of a row by itself.
+a mesh XLA all-reduces the row's largest number and the integers, both of which have no order.
 """
 
 from typing import Any, NamedTuple

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from ..gpus import may_use_kernel
 from ..layers import einsum, ragged_dot
 from ..sharding import is_manual_shard, is_multi_device, sharded_axes
+from ..tree import paths_and_leaves
 from . import expert_tiles, nibbles
 from .schemes import SCHEMES, spread_blocks
 
@@ -90,6 +91,20 @@ class Quantised:
         """Return True if 8-bit codes have one scale for each number of an axis, or one for all."""
         sizes = zip(self.scales.shape, self.values.shape, strict=True)
         return SCHEMES[self.scheme].codes_per_byte == 1 and all(n in (1, size) for n, size in sizes)
+
+    @property
+    def has_lost_codes(self) -> bool:
+        """Return True if a scale is 0 where 8-bit codes are not 0.
+
+        False for scales of fewer exponents than float32: of numbers near 0 they may be 0 beside any codes.
+        """
+        is_checked = (
+            SCHEMES[self.scheme].codes_per_byte == 1
+            and self.zeros is None
+            and self.scales.dtype.name in ("float32", "bfloat16")
+            and has_zero_scale(self.scales)  # else the codes need not be read
+        )
+        return is_checked and bool(has_codes_of_scale_zero(self.values, self.scales))
 
     def ragged_dot(
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], row_experts: Int[Array, " rows"]
@@ -223,6 +238,30 @@ def quantise_weight(
     assert encode is not None, f"weights are not encoded in {scheme}"
     encoded = encode(weight.astype(jnp.float32), contracted)
     return encoded and Quantised(encoded.values, encoded.scales, None, scheme, encoded.packed)
+
+
+# ---------------------------------------------------------------- checks
+
+LOST_CODES = "has scales of 0 beside codes that are not 0, expected scales other than 0"
+
+
+def find_lost_codes(params: Any) -> str | None:
+    """Return the path of the first weight of this process with `has_lost_codes`, or None."""
+    weights = ((path, w) for path, w in paths_and_leaves(params, Quantised) if isinstance(w, Quantised))
+    local = ((path, w) for path, w in weights if getattr(w.values, "is_fully_addressable", True))
+    return next((path for path, w in local if w.has_lost_codes), None)
+
+
+@jax.jit
+def has_zero_scale(scales: Float[Array, "..."]) -> Bool[Array, ""]:
+    """Return True if a number is 0."""
+    return (scales == 0).any()
+
+
+@jax.jit
+def has_codes_of_scale_zero(values: Num[Array, "..."], scales: Float[Array, "..."]) -> Bool[Array, ""]:
+    """Return True if a code is not 0, and its scale is."""
+    return (spread_blocks(scales == 0, values.shape) & (values.astype(jnp.float32) != 0)).any()
 
 
 # ---------------------------------------------------------------- on several devices

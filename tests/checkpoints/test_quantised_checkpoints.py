@@ -251,6 +251,11 @@ def with_fp8_group(config: dict[str, Any]) -> None:
     method["config_groups"] = {**method["config_groups"], "b": {"weights": {"type": "float", "num_bits": 8}}}
 
 
+def with_zero(scales: np.ndarray) -> np.ndarray:
+    return np.concatenate([scales[:3], 0 * scales[3:4], scales[4:]]).astype(np.float32)
+
+
+LOST = "layers.0.attention.q has scales of 0 beside codes that are not 0, expected scales other than 0"
 REFUSED: dict[str, tuple[str, Change, str]] = {
     "no scale": ("fp8 blocks", without("weight_scale_inv"), "has no _scale_inv or _scale beside it"),
     "scale shape": (
@@ -278,6 +283,8 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "infinite scales": (
         "gptq", replace_part("scales", lambda s: np.full_like(s, np.inf)), "scales' holds NaN or infinity",
     ),
+    "scales of 0": ("fp8 blocks", replace_part("weight_scale_inv", np.zeros_like), LOST),
+    "one scale of 0": ("bytes", replace_part("weight_scale", with_zero), LOST),
     "two names of a scale": (
         "fp8 blocks",
         lambda config, tensors: tensors.update({Q + "weight_scale": tensors[Q + "weight_scale_inv"]}),
@@ -416,9 +423,8 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_in_one_sentence(case: str, tmp_path: Path):
-    name, change, message = REFUSED[case]
+def changed_folder(name: str, change: Change, path: Path) -> Path:
+    """A small llama, stored as one of LLAMA_CASES and then changed."""
     method, pack = LLAMA_CASES[name]
     config, tensors = llama_folder()
     stored: Parts = {}
@@ -426,6 +432,24 @@ def test_what_does_not_fit_is_refused_in_one_sentence(case: str, tmp_path: Path)
         stored |= pack(key, w)[0] if projection(key) else {key: w}
     config["quantization_config"] = dict(method)
     change(config, stored)
+    return write(path, config, stored)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_in_one_sentence(case: str, tmp_path: Path):
+    name, change, message = REFUSED[case]
     with pytest.raises(CheckpointError, match=message) as refused:
-        load_hf(write(tmp_path / "made", config, stored))
+        load_hf(changed_folder(name, change, tmp_path / "made"))
     assert "\n" not in str(refused.value) and str(tmp_path) in str(refused.value)
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(np.float32, 0), (np.float16, 5)])
+def test_scales_may_be_0_where_numbers_are_and_negative(dtype: type, code: int, tmp_path: Path):
+    """In float16 the scale of numbers close to 0 is 0, whatever their codes are."""
+
+    def change(config: dict[str, Any], tensors: Parts) -> None:
+        tensors[Q + "weight"][3] = code
+        tensors[Q + "weight_scale"] = -with_zero(tensors[Q + "weight_scale"]).astype(dtype)
+
+    found = load_hf(changed_folder("bytes", change, tmp_path / "made"), jnp.float32)[1].layers[0].attention.q
+    assert found.scales.dtype == dtype and not np.asarray(found.dequantise(jnp.float32))[:, 0, 3].any()

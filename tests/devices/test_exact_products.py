@@ -1,5 +1,7 @@
 """Products of codes with codes have the bits of one device, however the weight is split."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +12,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from suite.fixtures import random_model
 
 from duetto import LLM, SamplingParams
+from duetto.model.config import Experts
+from duetto.model.experts import MoE, experts_spec, run_moe
 from duetto.model.layers import einsum
-from duetto.model.tree import has_instance
+from duetto.model.sharding import make_axis_rules, make_shardings, sharded_axes
+from duetto.model.tree import has_instance, init_params, is_spec
+from duetto.model.weights.compression.compress import quantize_params
+from duetto.model.weights.device_forms import DeviceForms, convert_to_device_forms
 from duetto.model.weights.input_quantised import InputQuantised
 from duetto.model.weights.quant import quantise_weight
+from duetto.serve.engine.startup.mesh import place_params
 
 DEVICES = 4
 SIZES = {"max_model_len": 160, "max_num_seqs": 4, "max_prefill_tokens": 64, "page_size": 16}
@@ -40,6 +48,31 @@ def test_a_split_weight_gives_the_bits_of_one_device(count: int, axis: int):
     rows = placed(x, 2 if axis == 0 else -1)
     product = jax.block_until_ready(jax.jit(einsum, static_argnums=0)(equation, rows, split))
     np.testing.assert_array_equal(product, expected)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("by_expert", [False, True], ids=["parts", "whole"])
+def test_a_split_shared_expert_gives_the_bits_of_one_device(count: int, by_expert: bool):
+    """Beside routed experts that add nothing, whose own sums are of floats."""
+    kind, mesh = Experts(4, 2, 64, shared=64), Mesh(np.array(jax.devices()[:count]), ("tensor",))
+    specs = jax.tree.map(lambda s: replace(s, scale=0.3), experts_spec(kind, 48, 4), is_leaf=is_spec)
+    drawn = init_params(jax.random.key(0), specs)
+    whole = replace(drawn, experts=jax.tree.map(jnp.zeros_like, drawn.experts))
+    split = place_params(make_shardings(specs, mesh, make_axis_rules(mesh, by_expert)), whole)
+    whole, split = code_layer(whole), code_layer(split)
+    assert isinstance(split.shared.down, InputQuantised) and sharded_axes(split.shared.down.weight.values, 0)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(5, 1, 48)), jnp.bfloat16)
+    everywhere = jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    run = jax.jit(partial(run_moe, c=kind))
+    expected, found = run(whole, x=x), jax.block_until_ready(run(split, x=everywhere))
+    assert np.asarray(expected).any()
+    np.testing.assert_array_equal(found, expected)
+
+
+def code_layer(layer: MoE) -> Any:
+    """The layer as an engine serves it with activations in int8."""
+    tree = quantize_params({"layers": {"ffn": layer}}, "int8")
+    return convert_to_device_forms(tree, DeviceForms(activations="int8"))["layers"]["ffn"]
 
 
 def test_served_tokens_are_those_of_one_device():

@@ -102,6 +102,18 @@ def test_largest_magnitudes_become_the_largest_code(scheme):
     np.testing.assert_array_equal(largest, np.full(6, ACTIVATION_SCHEMES[scheme].max_code))
 
 
+def test_codes_are_of_rounded_inputs_in_any_program():
+    """Of a program that multiplies in float32, and would code its products before they are rounded."""
+    x, gain = (jnp.asarray(random(16, 96, seed=seed), jnp.bfloat16) for seed in (0, 1))
+
+    def code_rows(x: jax.Array) -> Any:
+        return quantise_rows(x, 1, ACTIVATION_SCHEMES["int8"])
+
+    apart = jax.jit(code_rows)(jax.jit(jnp.multiply)(x, gain))
+    together = jax.jit(lambda x, gain: code_rows(x * gain))(x, gain)
+    jax.tree.map(np.testing.assert_array_equal, together, apart)
+
+
 # ---------------------------------------------------------------- trees
 
 

@@ -25,6 +25,7 @@ from ....model.tree import find_non_finite, leaves_by_path
 from ....model.weights.compression.compress import convert_weight_form
 from ....model.weights.cpu.packed import kernel_isa
 from ....model.weights.device_forms import DeviceForms, convert_to_device_forms
+from ....model.weights.quant import LOST_CODES, find_lost_codes
 from ....refusals import ensure
 from ....sampling.custom_processors import trace_processors
 from ...host import progress
@@ -384,12 +385,15 @@ def require_arrays(params: Decoder) -> None:
 
 
 def require_finite(params: Decoder) -> None:
-    """Raise ValueError with the name of a parameter of this process that holds NaN or infinity."""
+    """Raise ValueError with the name of a parameter of this process that holds NaN or infinity, or codes
+    without a scale."""
     local_params = {path: leaf for path, leaf in leaves_by_path(params).items() if leaf.is_fully_addressable}
     if (path := find_non_finite(local_params)) is not None:
         raise ValueError(
             f"parameter {path} holds NaN or infinity as {local_params[path].dtype}, expected finite numbers"
         )
+    if (path := find_lost_codes(params)) is not None:
+        raise ValueError(f"parameter {path} {LOST_CODES}")
 
 
 def require_same_devices(params: Any) -> None:

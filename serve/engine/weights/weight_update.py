@@ -99,9 +99,10 @@ def adapt_new_params(decoder: Decoder, new_decoder: Decoder, donate: bool = Fals
     """Return the parameters `new_decoder` in the forms of the parameters `decoder`, with the adapters of
     these. With `donate` a weight is deleted once another form of it is ready.
 
-    Raises ValueError like `require_matching_params`.
+    Raises ValueError like `require_codes` and `require_matching_params`.
     """
     weights = drop_lora(decoder)
+    require_codes(weights, new_decoder)
     new_decoder = convert_to_device_forms(new_decoder, DeviceForms.from_params(weights), donate)
     require_matching_params(weights, new_decoder)
     stacks = lora_stacks(decoder)
@@ -113,6 +114,21 @@ def adapt_new_params(decoder: Decoder, new_decoder: Decoder, donate: bool = Fals
         if stacks
         else new_decoder
     )
+
+
+def require_codes(old_decoder: Decoder, new_decoder: Decoder) -> None:
+    """Raise ValueError for an array in place of a weight that is served in codes."""
+    before, after = (
+        dict(paths_and_leaves(restore_params(shapes_with_shardings(decoder)), Quantised))
+        for decoder in (old_decoder, new_decoder)
+    )
+    schemes = {path: weight.scheme for path, weight in before.items() if isinstance(weight, Quantised)}
+    arrays = (path for path in schemes if isinstance(after.get(path), jax.ShapeDtypeStruct))
+    if (path := next(arrays, None)) is not None:
+        raise ValueError(
+            f"update_params: {path} is {describe_array(after[path])}, expected codes in {schemes[path]}: "
+            "arrays are quantised only if the option quantization names a scheme"
+        )
 
 
 def zeros_if_released(x: Any) -> jax.Array:

@@ -1,6 +1,7 @@
 """The fingerprint of a batch job: the facts that decide its answers, except its input and its own flags."""
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from hashlib import sha256
@@ -38,18 +39,34 @@ def job_fingerprint(
     """Return the fingerprint by names of facts: hashes of folders, the engine's flags, device, versions and
     settings. Raises OSError."""
     tokenizer_hash = {} if tokenizer is None else {"tokenizer": hash_folder(tokenizer)}
-    flags = {JOURNAL_NAMES.get(k, k): str(v) for k, v in asdict(options).items() if k not in IGNORED_OPTIONS}
     return {
         "model": hash_folder(model),
         **tokenizer_hash,
         **gather_facts("job", default_device()),
         **kernel_facts(options),
         "--dtype": dtype,
-        **{f"--{name.replace('_', '-')}": value for name, value in flags.items()},
+        **flag_facts(options),
         **speculation_facts(options),
         **adapter_hashes(options),
         **processor_facts(model, options),
     }
+
+
+def flag_facts(options: EngineOptions) -> dict[str, str]:
+    """Return the values of the options that decide answers, by flags."""
+    flags = {JOURNAL_NAMES.get(k, k): str(v) for k, v in asdict(options).items() if k not in IGNORED_OPTIONS}
+    return {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+
+
+def fingerprint_differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+    """Return a line of text for each fact in which two fingerprints differ; "" if they are equal.
+
+    A flag that is not in one, because another version wrote it, has its default there.
+    """
+    defaults = flag_facts(EngineOptions())
+    old, new = defaults | {**old}, defaults | {**new}
+    names = [name for name in old | new if old.get(name) != new.get(name)]
+    return "\n".join(f"  {n}: was {old.get(n, 'not set')}, is {new.get(n, 'not set')}" for n in names)
 
 
 def kernel_facts(options: EngineOptions) -> dict[str, str]:

@@ -20,6 +20,7 @@ import msgspec
 
 from ...host.append_log import AppendLog
 from ...host.files import PRIVATE_MODE, JobError, sync_folder, wrap_os_errors
+from .fingerprint import fingerprint_differences
 
 MAGIC = b"duetto-journal-1 "
 MAX_BUFFER_BYTES = 1 << 20  # bytes of answers that may wait for the disk between two steps
@@ -222,9 +223,3 @@ def parse_journal_header(line: bytes) -> Header | None:
     except ValueError:  # msgspec's are too
         return None
     return header if header and TOKEN_PATTERN.fullmatch(header.token) else None
-
-
-def fingerprint_differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """Return a line of text for each fact in which two fingerprints differ; "" if they are equal."""
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return "\n".join(f"  {n}: was {old.get(n, 'not set')}, is {new.get(n, 'not set')}" for n in names)

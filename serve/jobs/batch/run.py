@@ -22,9 +22,10 @@ from ....sampling.params import SamplingParams
 from ...host.files import PRIVATE_MODE, JobError, file_status, wrap_os_errors, write_atomically
 from ...host.signals import Interrupted, Interrupts
 from ...host.streams import print_stderr
+from .fingerprint import fingerprint_differences
 from .job import AnswerSink, BatchEngine, BatchJob, BatchOptions, OrderedStream
 from .job_input import JobInput, hash_file
-from .journal import Header, Journal, fingerprint_differences
+from .journal import Header, Journal
 from .lines import INTERNAL_ERROR
 
 Report = dict[str, Any]
@@ -241,7 +242,7 @@ def is_job_complete(files: JobFiles, fingerprint: Mapping[str, str]) -> bool:
         report = read_job_report(files.report)
         return bool(
             report
-            and report["fingerprint"] == fingerprint
+            and not fingerprint_differences(report["fingerprint"], fingerprint)
             and files.output.is_file()
             and report["output"]["sha256"] == hash_file(files.output)
         )

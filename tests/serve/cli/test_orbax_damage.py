@@ -18,6 +18,8 @@ from duetto.checkpoints import huggingface, orbax
 from duetto.checkpoints.folders import copy_description, list_files
 from duetto.checkpoints.tensors import CheckpointError
 from duetto.model.layers import Norm
+from duetto.model.tree import map_by_path
+from duetto.model.weights.compression.compress import quantize_params
 from duetto.serve.engine.startup.model_folder import read_model
 
 LIMIT = 600.0  # seconds
@@ -156,6 +158,17 @@ def test_a_killed_writer_leaves_whole_folders_or_none(source, tmp_path):
         else:
             with pytest.raises(CheckpointError):
                 read_model(found, "auto", jax.devices()[0])
+
+
+def test_codes_without_scales_are_refused(source, tmp_path):
+    params = quantize_params(huggingface.load_hf(source)[1], "int8")
+    copy_description(source, tmp_path)
+    damaged = map_by_path(
+        params, (), lambda path, x: x.at[0, 3].set(0) if path == "layers.1.ffn.up.scales" else x
+    )
+    orbax.save_orbax(tmp_path, damaged)
+    with pytest.raises(CheckpointError, match="params: parameter layers.1.ffn.up has scales of 0 beside"):
+        orbax.load_orbax(tmp_path)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])

@@ -20,6 +20,7 @@ from duetto.model.tree import leaves_by_path, map_by_path
 from duetto.model.weights.compression import smoothing
 from duetto.model.weights.compression.compress import quantize_params
 from duetto.model.weights.compression.smoothing import find_input_norms, measure_norm_outputs, smooth_params
+from duetto.serve.cli import calibration as texts
 from duetto.serve.cli import convert
 from duetto.serve.cli.convert import convert_model
 from duetto.serve.cli.main import main
@@ -71,8 +72,8 @@ def test_weights_are_smoothed_then_quantised(source, calibration, tmp_path, caps
 
 
 def test_texts_are_cut_and_counted(source, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(convert, "MAX_TEXTS", 2)
-    monkeypatch.setattr(convert, "MAX_TEXT_TOKENS", 5)
+    monkeypatch.setattr(texts, "MAX_TEXTS", 2)
+    monkeypatch.setattr(texts, "MAX_TEXT_TOKENS", 5)
     file = write_lines(tmp_path / "texts", {"prompt": [1] * 7}, "\n", {"prompt": [2, 3]}, "no JSON\n")
     convert_model(source, tmp_path / "new", smooth=file)
     assert "2 prompts of at most 2, 7 tokens, at most 5 of a prompt" in capsys.readouterr().err
@@ -90,6 +91,7 @@ def test_texts_are_cut_and_counted(source, tmp_path, monkeypatch, capsys):
         ([{"prompt": []}], "line 1: "),
         ([{"prompt": [5, 99999]}], "line 1: token 99999 is not allowed: 0 to "),
         ([{"prompt": [5, -1]}], "line 1: token -1 is not allowed: 0 to "),
+        (['"' + "a" * (8 << 20) + '"\n'], "line 1: the line has 8388611 bytes, at most 8388608 are allowed"),
     ],
 )
 @pytest.mark.usefixtures("unread")

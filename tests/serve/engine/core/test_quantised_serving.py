@@ -25,7 +25,7 @@ from duetto.checkpoints.huggingface import load_hf, save_hf
 from duetto.cpu_kernels.library import load_library
 from duetto.model.config import ModelConfig
 from duetto.model.transformer import decoder_spec
-from duetto.model.tree import has_instance, is_spec, leaves_by_path, tree_bytes
+from duetto.model.tree import has_instance, is_spec, leaves_by_path, map_by_path, tree_bytes
 from duetto.model.weights.compression.compress import (
     WEIGHT_FORMS,
     dequantize_params,
@@ -145,6 +145,13 @@ def test_activations_of_a_folder(few_shapes, folder: Path, params, tmp_path: Pat
     convert_model(folder, tmp_path / "orbax", quantization="int8")
     with LLM(tmp_path / "orbax", dtype="float32", activations="int8", **SMALL) as llm:
         assert tokens(llm) == expected
+        with pytest.raises(
+            ValueError,
+            match=r"update_params: layers.0.attention.q is float32\[.*\], expected codes in int8: ",
+        ):
+            llm.update_params(params)
+        llm.update_params(quantize_params(params, "int8"))
+        assert tokens(llm) == expected
     with pytest.raises(ValueError, match="the model has no quantised projections; set quantization='int8'"):
         LLM(folder, activations="int8", **SMALL)
     with pytest.raises(
@@ -189,6 +196,23 @@ def test_parameters_for_other_activations_are_refused(params):
     with pytest.raises(
         ValueError, match="activations=None is not allowed: the parameters are prepared for 'int8'"
     ):
+        LLM.from_params(CONFIG, coded, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0.0, "layers.1.ffn.up has scales of 0 beside codes that are not 0, expected scales other than 0"),
+        (np.nan, "layers.1.ffn.up.scales holds NaN or infinity as float32"),
+    ],
+)
+def test_codes_without_scales_are_refused_by_name(params, value: float, said: str):
+    coded = map_by_path(
+        quantize_params(params, "int8"),
+        (),
+        lambda path, x: x.at[0, 3].set(value) if path == "layers.1.ffn.up.scales" else x,
+    )
+    with pytest.raises(ValueError, match=f"parameter {said}"):
         LLM.from_params(CONFIG, coded, **SMALL)
 
 

@@ -37,6 +37,18 @@ def test_another_jobs_journal_is_refused_field_by_field(run, capsys):
     assert run(LINES).code == 0
 
 
+def test_a_flag_that_the_journals_version_lacks_has_its_default(run, capsys):
+    """So has one in the report of a finished job."""
+    plain, coded = ({**MODEL, "--activations": scheme} for scheme in ("None", "int8"))
+    with pytest.raises(RuntimeError):
+        run(LINES, FakeEngine(die_after=1))
+    capsys.readouterr()
+    assert "\n  --activations: was None, is int8\n" in refused(run(LINES, model=coded), capsys)
+    assert run(LINES, model=plain).code == 0
+    assert run(LINES).code == 0 and "already complete" in capsys.readouterr().err
+    assert "\n  --activations: was None, is int8\n" in refused(run(LINES, model=coded), capsys)
+
+
 def test_a_journal_without_answers_is_no_hindrance(run):
     with pytest.raises(RuntimeError):
         run(LINES[:3], FakeEngine(die_after=0))

@@ -12,7 +12,7 @@ import pytest
 from cases.targets import LAYERS, found_target, job_for
 from jax.sharding import SingleDeviceSharding
 
-from duetto.model.layers import einsums
+from duetto.model.layers import einsum, einsums
 from duetto.model.weights.input_quantised import InputQuantised
 from duetto.model.weights.quant import quantise_weight
 from duetto.serve.options.engine import EngineOptions
@@ -121,18 +121,35 @@ def test_products_of_codes_read_less_than_three_quarters():
     assert coded < 0.75 * plain and kernels < more <= kernels + 8
 
 
+def abstract_operands(target: str, rows: int, scheme: str) -> tuple[Any, Any, InputQuantised]:
+    """Shapes on a target's first device: rows, a weight, and the weight in codes whose products code rows."""
+    sharding = SingleDeviceSharding(found_target(target).devices[0])
+    shape = partial(jax.ShapeDtypeStruct, sharding=sharding)
+    plain = shape((4096, 14336), jnp.bfloat16)
+    weight = jax.eval_shape(partial(quantise_weight, contracted=(-2,), scheme=scheme), plain)
+    coded = InputQuantised(jax.tree.map(lambda x: shape(x.shape, x.dtype), weight), scheme)
+    return shape((rows, 4096), jnp.bfloat16), plain, coded
+
+
 @pytest.mark.extras
 def test_products_of_codes_take_fewer_cycles_of_a_tpu():
     """By XLA's own estimate for a v5e: two products of one input, which is coded once."""
-    sharding = SingleDeviceSharding(found_target("v5e:1x1").devices[0])
-    shape = partial(jax.ShapeDtypeStruct, sharding=sharding)
-    plain = shape((4096, 14336), jnp.bfloat16)
-    weight = jax.eval_shape(partial(quantise_weight, contracted=(-2,), scheme="int8"), plain)
-    coded = InputQuantised(jax.tree.map(lambda x: shape(x.shape, x.dtype), weight))
+    rows, plain, coded = abstract_operands("v5e:1x1", 512, "int8")
 
     def cycles(weight: Any) -> int:
         multiply = jax.jit(lambda x, w, v: einsums("td,df->tf", x, (w, v)))
-        program = multiply.lower(shape((512, 4096), jnp.bfloat16), weight, weight).compile()
+        program = multiply.lower(rows, weight, weight).compile()
         return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', program.as_text() or "")))
 
     assert 0 < cycles(coded) < 0.6 * cycles(plain)
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize(("triton", "product"), [(True, " dot("), (False, "__cublas$lt$matmul$f8")])
+def test_sums_of_float8_codes_have_the_highest_precision(triton: bool, product: str):
+    """On an H200, in the kernels of Triton and of cuBLASLt: cuBLASLt else keeps fewer bits of a sum."""
+    rows, _, coded = abstract_operands("h200", 64, "fp8")
+    lowered = jax.jit(partial(einsum, "td,df->tf")).lower(rows, coded)
+    text = lowered.compile({"xla_gpu_enable_triton_gemm": triton}).as_text() or ""
+    (line,) = (line for line in text.splitlines() if product in line)
+    assert re.search(r"operand_precision\W+highest\W+highest\b", line, re.IGNORECASE)
