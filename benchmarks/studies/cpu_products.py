@@ -1,5 +1,5 @@
-"""What a product takes by duetto's CPU kernels, by the form of its weight: microseconds of a processor, on one
-thread.
+"""What a product takes by duetto's CPU kernels, by the form of its weight: microseconds of one thread's
+processor.
 
     python benchmarks/studies/cpu_products.py [--turns 9] [--rows 1 8 32 512] [--sizes 576x1536 960x2560]
 

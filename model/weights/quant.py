@@ -86,7 +86,7 @@ class Quantised:
         )
 
     def group_size(self, inputs: int) -> int:
-        """Return the number of numbers that share a scale among those of the first `inputs` axes."""
+        """Return the number of inputs that share a scale. They are the first `inputs` axes."""
         return prod(self.shape[:inputs]) // prod(self.scales.shape[:inputs])
 
     @property

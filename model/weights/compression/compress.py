@@ -285,8 +285,8 @@ def check_projection_codes(projections: Mapping[str, Any], activations: str) -> 
 
 
 def can_sum_codes(path: str, w: Quantised) -> bool:
-    """Return True if a projection has no zeros, int32 holds its sums, and its scales multiply them: each that
-    of an output, or one for all; of 4-bit codes those of groups of inputs."""
+    """Return True if a projection's sums fit int32, and no zeros but scales follow: of outputs, or one for
+    all; of groups of inputs for 4-bit codes."""
     inputs = len(contracted_axes(path) or ())
     if w.zeros is not None or w.group_size(inputs) > MAX_CODE_INPUTS:
         return False
