@@ -10,6 +10,7 @@ order, in float32. So a number's bits depend neither on rows nor on tiles, but o
 """
 
 from functools import reduce
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -135,22 +136,21 @@ def add_scaled_groups(
     dtype: Any,
 ) -> Float[Array, "..."]:
     """Add up each group's products, exactly, and then the groups, each times its scale: to 0, in order."""
-    G, K, *size = codes.shape
+    (G, K, *size), rows = codes.shape, x.shape[:-2]
     together = next(n for n in range(min(G, GROUPS_AT_ONCE), 0, -1) if G % n == 0)
-    rows, columns = x.reshape(-1, G // together, together, K), (G // together, together, -1)
+    steps = G // together, together
     parts = (
-        jnp.moveaxis(rows, 0, 2),
-        codes.reshape(*columns[:2], K, -1),
-        scales.astype(jnp.float32).reshape(*columns[:2], 1, -1),
+        jnp.moveaxis(x.reshape(prod(rows), *steps, K), 0, 2),
+        codes.reshape(*steps, K, prod(size)),
+        scales.astype(jnp.float32).reshape(*steps, 1, prod(size)),
     )
 
     def add_part(total: Float[Array, "M F"], part: Any) -> tuple[Float[Array, "M F"], None]:
         sums = jnp.einsum("gmk,gkf->gmf", *part[:2], preferred_element_type=jnp.int32)
         return reduce(jnp.add, prevent_fma(sums.astype(jnp.float32) * part[2]), total), None
 
-    total = jnp.zeros((len(rows), parts[1].shape[-1]), jnp.float32)
-    total, _ = jax.lax.scan(add_part, total, parts)
-    return total.reshape(*x.shape[:-2], *size).astype(dtype)
+    total, _ = jax.lax.scan(add_part, jnp.zeros((prod(rows), prod(size)), jnp.float32), parts)
+    return total.reshape(*rows, *size).astype(dtype)
 
 
 partitioned_groups = partition_product(add_scaled_groups)
