@@ -40,7 +40,7 @@ TIGHT = {  # so few pages that requests are preempted
 }  # fmt: skip
 SEVERAL = CHUNKS | {"decode_steps": 4}
 FEWER = {  # of models whose layers have both in another; what is their own is shown by this one
-    **dict.fromkeys(("int8", "int8 activations"), CHUNKS),  # products of sixteen rows
+    **dict.fromkeys(("int8", "int8 activations", "int4, int8 activations"), CHUNKS),  # sixteen rows
     "windows": TIGHT,
     "longrope": TIGHT,  # keys of prompts that became longer before they are computed again
     "windows, int8 cache": SEVERAL,
@@ -57,7 +57,7 @@ MORE = {  # of a small model: the demo model has optimised programs in engines e
         "max_num_seqs": 2, "enable_prefix_caching": False, "max_model_len": 230,
     },
 }  # fmt: skip
-CODED = "int8", "int8 activations", "latent, fp8_e5m2 cache"
+CODED = "int8", "int8 activations", "int4, int8 activations", "latent, fp8_e5m2 cache"
 Scores = tuple[tuple[int, float, int | None], ...]  # of a token and those likeliest beside it
 
 

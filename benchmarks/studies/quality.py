@@ -41,8 +41,8 @@ DEMO = ROOT / "checkpoints" / "demo"
 WINDOW, ROWS = 256, 8
 OUTLIER_CHANNELS, OUTLIER_FACTOR = 4, 30.0
 CASES = (
-    "int8", "int8 x int8", "fp8", "fp8 x fp8", "int4", "0.9", "0.75", "0.5", "0.25", "ffn int4", "ffn 0.5",
-    "head int8", "head int4",
+    "int8", "int8 x int8", "fp8", "fp8 x fp8", "int4", "int4 x int8", "0.9", "0.75", "0.5", "0.25",
+    "ffn int4", "ffn 0.5", "head int8", "head int4",
 )  # fmt: skip
 
 

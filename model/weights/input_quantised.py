@@ -1,10 +1,15 @@
-"""Products of codes with codes (W8A8): quantised weights whose products quantise their input too.
+"""Products of codes with codes (W8A8, W4A8): quantised weights whose products quantise their input too.
 
 An input's row has one scale, which depends on that row alone. Products of int8 codes are added up in int32,
 which is exact. So neither the number of rows, nor tiles, nor the number of devices changes a bit of them. On
 a mesh XLA all-reduces the row's largest number and the integers, both of which have no order.
+
+Of 4-bit codes the sums of groups of inputs are exact. Multiplied by the groups' scales they are added up in
+order, in float32. So a number's bits depend neither on rows nor on tiles, but on a split of the inputs.
 """
 
+from functools import reduce
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +19,17 @@ from jaxtyping import Array, Float, Int, Num
 
 from ..layers import einsum, prevent_fma, reorder_contraction
 from ..tree import pytree, static
-from .quant import Quantised, align_scales, count_contracted_axes, split_equation
-from .schemes import ACTIVATION_SCHEMES, ActivationScheme
+from .quant import (
+    Quantised,
+    align_scales,
+    count_contracted_axes,
+    multiply_on_mesh,
+    partition_product,
+    split_equation,
+)
+from .schemes import ACTIVATION_SCHEMES, SCHEMES, ActivationScheme
+
+GROUPS_AT_ONCE = 8  # groups whose sums are in memory at once, at most
 
 
 class RowCodes(NamedTuple):
@@ -33,7 +47,8 @@ class RowCodes(NamedTuple):
 class InputQuantised:
     """A weight as codes, whose products quantise their input as well.
 
-    weight: codes with a scale for each output, or one for all.
+    weight: codes with a scale for each output, or one for all; of 4 bits with one for each group of inputs
+        of an output.
     activations: key in `ACTIVATION_SCHEMES`.
     """
 
@@ -87,14 +102,57 @@ def quantise_rows(x: Float[Array, "..."], inputs: int, scheme: ActivationScheme)
 
 
 def multiply_codes(equation: str, x: RowCodes, w: Quantised, dtype: Any) -> Float[Array, "..."]:
-    """Compute the product of rows and a weight, both in codes. Sums are scaled by the output, then by the
-    row, in float32."""
+    """Compute the product of rows and a weight, both in codes. Sums are scaled by the output or by groups
+    of inputs, then by the row, in float32."""
     _, letters, out = split_equation(equation)
-    sums = sum_code_products(equation, x.values, w.values).astype(jnp.float32)
     inputs = count_contracted_axes(equation)
     row_scales = x.scales.reshape(*x.scales.shape[: x.scales.ndim - inputs], *(1,) * (len(letters) - inputs))
-    product = sums * align_scales(w.scales, letters, out, sums.shape) * row_scales
-    return prevent_fma(product).astype(dtype)
+    if SCHEMES[w.scheme].codes_per_byte > 1:
+        product = sum_scaled_groups(x.values, w, inputs, letters[inputs:])
+    else:
+        sums = sum_code_products(equation, x.values, w.values).astype(jnp.float32)
+        product = sums * align_scales(w.scales, letters, out, sums.shape)
+    return prevent_fma(product * row_scales).astype(dtype)
+
+
+def sum_scaled_groups(x: Int[Array, "..."], w: Quantised, inputs: int, outputs: str) -> Float[Array, "..."]:
+    """Add up products of codes by groups of inputs. The weight's outputs have the letters `outputs`."""
+    group, size = w.group_size(inputs), w.shape[inputs:]
+    operands = (
+        x.reshape(*x.shape[: x.ndim - inputs], -1, group),
+        w.signed_codes().reshape(-1, group, *size),
+        w.scales.reshape(-1, 1, *size),
+    )
+    equation = f"...GK,GK{outputs}->...{outputs}"
+    return multiply_on_mesh(add_scaled_groups, partitioned_groups, *operands, equation, jnp.float32)
+
+
+def add_scaled_groups(
+    x: Int[Array, "... G K"],
+    codes: Int[Array, "G K ..."],
+    scales: Float[Array, "G 1 ..."],
+    equation: str,
+    dtype: Any,
+) -> Float[Array, "..."]:
+    """Add up each group's products, exactly, and then the groups, each times its scale: to 0, in order."""
+    (G, K, *size), rows = codes.shape, x.shape[:-2]
+    together = next(n for n in range(min(G, GROUPS_AT_ONCE), 0, -1) if G % n == 0)
+    steps = G // together, together
+    parts = (
+        jnp.moveaxis(x.reshape(prod(rows), *steps, K), 0, 2),
+        codes.reshape(*steps, K, prod(size)),
+        scales.astype(jnp.float32).reshape(*steps, 1, prod(size)),
+    )
+
+    def add_part(total: Float[Array, "M F"], part: Any) -> tuple[Float[Array, "M F"], None]:
+        sums = jnp.einsum("gmk,gkf->gmf", *part[:2], preferred_element_type=jnp.int32)
+        return reduce(jnp.add, prevent_fma(sums.astype(jnp.float32) * part[2]), total), None
+
+    total, _ = jax.lax.scan(add_part, jnp.zeros((prod(rows), prod(size)), jnp.float32), parts)
+    return total.reshape(*rows, *size).astype(dtype)
+
+
+partitioned_groups = partition_product(add_scaled_groups)
 
 
 def sum_code_products(equation: str, x: Num[Array, "..."], w: Num[Array, "..."]) -> Num[Array, "..."]:

@@ -86,6 +86,10 @@ class Quantised:
             and not (is_manual_shard(self.values) and is_multi_device(self.values))
         )
 
+    def group_size(self, inputs: int) -> int:
+        """Return the number of inputs that share a scale. They are the first `inputs` axes."""
+        return prod(self.shape[:inputs]) // prod(self.scales.shape[:inputs])
+
     @property
     def has_channel_scales(self) -> bool:
         """Return True if 8-bit codes have one scale for each number of an axis, or one for all."""
@@ -138,21 +142,29 @@ def einsum_by_xla(x: Float[Array, "..."], w: Quantised, equation: str, dtype: An
     left, letters, out = split_equation(equation)
     scaled_letters = {letter for letter, size in zip(letters, w.scales.shape, strict=True) if size > 1}
     if scaled_letters <= set(out):
-        is_split = is_multi_device(w.values) and w.has_channel_scales
-        is_split = is_split and not is_manual_shard(w.values)
-        multiply = partial(scaled_product, equation=equation, dtype=dtype)
-        if not is_split:
-            return multiply(x, w.signed_codes(), w.scales)
-
-        def multiply_split(x: Any, codes: Any, scales: Any) -> Float[Array, "..."]:
-            return partitioned_scaled_product(x, codes, scales, equation, dtype)
-
-        # a TPU's partitioner cannot call back into jax
-        return jax.lax.platform_dependent(x, w.signed_codes(), w.scales, tpu=multiply, default=multiply_split)
+        operands = x, w.signed_codes(), w.scales, equation, dtype
+        if w.has_channel_scales:
+            return multiply_on_mesh(scaled_product, partitioned_scaled_product, *operands)
+        return scaled_product(*operands)
     if scaled_letters <= set(left):
         x = (x.astype(jnp.float32) * align_scales(w.scales, letters, left, x.shape)).astype(x.dtype)
         return einsum(equation, x, w.signed_codes().astype(x.dtype), dtype)
     return einsum(equation, x, w.dequantise(x.dtype), dtype)
+
+
+def multiply_on_mesh(
+    multiply: Any, partitioned: Any, x: Any, codes: Any, scales: Any, equation: str, dtype: Any
+) -> Float[Array, "..."]:
+    """Compute a product that is `partitioned` if its weight is on several devices."""
+    whole = partial(multiply, equation=equation, dtype=dtype)
+    if not is_multi_device(codes) or is_manual_shard(codes):
+        return whole(x, codes, scales)
+
+    def multiply_split(x: Any, codes: Any, scales: Any) -> Float[Array, "..."]:
+        return partitioned(x, codes, scales, equation, dtype)
+
+    # a TPU's partitioner cannot call back into jax
+    return jax.lax.platform_dependent(x, codes, scales, tpu=whole, default=multiply_split)
 
 
 def scaled_product(
@@ -266,14 +278,13 @@ def has_codes_of_scale_zero(values: Num[Array, "..."], scales: Float[Array, "...
 
 # ---------------------------------------------------------------- on several devices
 
-partitioned_scaled_product = custom_partitioning(scaled_product, static_argnums=(3, 4))
 
+def partition_scaled_product(
+    multiply: Any, equation: str, dtype: Any, mesh: Any, shapes: Any, result: Any
+) -> Any:
+    """Partition a product: each device scales its product with the codes that it holds.
 
-def partition_scaled_product(equation: str, dtype: Any, mesh: Any, shapes: Any, result: Any) -> Any:
-    """Partition the product: each device scales its product with the codes that it holds.
-
-    Sums over devices are then of the model's dtype. XLA's partitioner would all-reduce unscaled sums in
-    float32.
+    Sums over devices are then of `dtype`. XLA's partitioner would all-reduce unscaled sums in float32.
     """
     x, codes, scales = shapes
     left, letters, out = split_equation(equation)
@@ -289,7 +300,7 @@ def partition_scaled_product(equation: str, dtype: Any, mesh: Any, shapes: Any, 
     def multiply_local(
         x: Float[Array, "..."], codes: Num[Array, "..."], scales: Float[Array, "..."]
     ) -> Float[Array, "..."]:
-        product = scaled_product(x, codes, scales, equation, dtype)
+        product = multiply(x, codes, scales, equation, dtype)
         return jax.lax.psum(product, over) if over else product
 
     shardings = (
@@ -310,4 +321,11 @@ def scaled_product_rule(equation: str, dtype: Any, mesh: Any, values: Any, resul
     return ", ".join(map(" ".join, operands)) + " -> " + " ".join([*rows, *out])
 
 
-partitioned_scaled_product.def_partition(partition_scaled_product, sharding_rule=scaled_product_rule)
+def partition_product(multiply: Any) -> Any:
+    """Return a product of x, codes, scales, an equation and a dtype that XLA's partitioner splits."""
+    product = custom_partitioning(multiply, static_argnums=(3, 4))
+    product.def_partition(partial(partition_scaled_product, multiply), sharding_rule=scaled_product_rule)
+    return product
+
+
+partitioned_scaled_product = partition_product(scaled_product)

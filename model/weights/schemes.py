@@ -177,6 +177,7 @@ SCHEMES = {
             code_deviation=4.0,
             nibble_format=INT4_NIBBLES,
             has_cpu_kernel=True,
+            activations=("int8",),
         ),
         WeightScheme(
             "fp8",

@@ -173,6 +173,42 @@ static void multiply_codes(const Products& kernels, bool is_bf16, int64_t M, int
   }
 }
 
+// Rows in codes with 4-bit codes, whose groups are added up in floats, in order.
+static void multiply_nibbles(const Products& kernels, int64_t M, int64_t N, int64_t K, int64_t group, bool scales_are_bf16) {
+  int64_t panels = (N + COLS - 1) / COLS, groups = K / group, parts = 1;
+  while (group / parts > kernels.longest_unit || group % (8 * parts)) parts++;
+  int64_t unit = group / parts, units = K / unit;
+  Numbers x = some(M * K, false, 0.37f), scales(panels * groups * COLS, scales_are_bf16);
+  for (int64_t i = 0; i < M * K; i++) x.put(i, x[i] * (1 + float(i % 127) / 128));
+  for (int64_t i = 0; i < scales.size(); i++) scales.put(i, 0.013f * small());
+  std::vector<CodedRow> rows(M);
+  std::vector<int8_t> codes(M * K), matrix(N * K);
+  std::vector<uint32_t> starts(M * units);
+  std::vector<uint8_t> w(panels * COLS * K / 2);
+  std::vector<float> y(M * N);
+  for (int64_t i = 0; i < N * K; i++) {
+    int64_t n = i / K, k = i % K;
+    matrix[i] = int8_t(i < K ? (k % 8 < 4 ? -8 : 7) : i * 91 % 16 - 8);  // the largest sums too
+    w[((n / COLS * (K / 8) + k / 8) * COLS + n % COLS) * 4 + k % 4] |= uint8_t((matrix[i] + 8) << (k % 8 / 4 * 4));
+  }
+  for (int64_t i = 0; i < K && M; i++) x.put(i, i % 8 < 4 ? -1.0f : 1.0f);
+  Product p{codes.data(), w.data(), scales.bytes.data(), y.data(), M, N, K, group, false, scales_are_bf16, NIBBLES, rows.data(), unit, starts.data()};
+  kernels.code_f32({x.bytes.data(), K, codes.data(), rows.data()}, 0, M);
+  kernels.start_units(codes.data(), M * units, unit, starts.data());
+  Threads pool;
+  parallel(pool, panels, panels, [&](int64_t i) { kernels.bf16[NIBBLES](p, i, i + 1); });
+  for (int64_t i = 0; i < M * N; i++) {
+    int64_t m = i / N, n = i % N;
+    float total = 0;
+    for (int64_t g = 0; g < groups; g++) {
+      int32_t sum = 0;
+      for (int64_t k = g * group; k < (g + 1) * group; k++) sum += codes[m * K + k] * matrix[n * K + k];
+      total += float(sum) * scales[(n / COLS * groups + g) * COLS + n % COLS];
+    }
+    expect("product of nibbles", y[i], total * rows[m].scale, 0);
+  }
+}
+
 // How a float is rounded to bfloat16, and that NaN stays NaN and denormals count as zero.
 static void round_all(const Products& kernels) {
   const uint32_t given[] = {0x3f808000, 0x3f818000, 0x3f808001, 0x7f800001, 0x00400000, 0xbf808000};
@@ -207,6 +243,8 @@ static void multiply_all(const Products& kernels) {
   multiply_nan(kernels);
   for (bool is_bf16 : {false, true})
     for (Form form : {NUMBERS, INT8, INT4}) multiply_alone(kernels, is_bf16, form);
+  for (int64_t M : {0, 1, 3, 8, 26})
+    for (int64_t group : {8, 32, 72, 128, 640}) multiply_nibbles(kernels, M, M % 2 ? 33 : 70, group < 640 ? 5 * group : 1280, group, M % 2);
   for (int64_t M : {0, 1, 2, 7, 13, 32, 250})
     for (int64_t N : {1, 33, 100})
       for (int64_t K : {1, 7, 64, 385, 1025, 1028})

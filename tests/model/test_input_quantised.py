@@ -1,5 +1,6 @@
 """Products of codes with codes: exact sums, scales of each row by itself."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -35,26 +36,32 @@ def weight(equation: str, scheme: str = "int8") -> InputQuantised:
     _, shape, summed = EQUATIONS[equation]
     quantised = quantise_weight(jnp.asarray(random(*shape, seed=1)), summed, scheme)
     assert isinstance(quantised, Quantised)
-    return InputQuantised(quantised, scheme)
+    return InputQuantised(quantised, "fp8" if scheme == "fp8" else "int8")
 
 
 def numpy_product(x: np.ndarray, w: InputQuantised, inputs: int) -> np.ndarray:
-    """The definition: codes by one inverse a row, sums of int64, scales of outputs and then of rows."""
+    """The definition: codes by one inverse a row, sums of int64, scales of outputs and then of rows. Groups
+    of inputs are scaled, and added up one after the other."""
     K, f32 = int(np.prod(w.shape[:inputs])), np.float32
     rows = x.astype(f32).reshape(-1, K)
     largest = np.abs(rows).max(1, keepdims=True)
     inverse = np.where(largest > 0, f32(127) / np.where(largest > 0, largest, 1), f32(0))
-    sums = np.round(rows * inverse).astype(np.int64) @ np.asarray(w.weight.values, np.int64).reshape(K, -1)
-    scales = np.broadcast_to(np.asarray(w.weight.scales), (*[1] * inputs, *w.shape[inputs:]))
-    product = sums.astype(f32) * scales.reshape(1, -1) * (largest * f32(1 / 127))
+    codes = np.asarray(w.weight.signed_codes(), np.int64).reshape(K, -1)
+    scales = np.asarray(w.weight.scales).astype(f32).reshape(-1, codes.shape[1])
+    total, group = f32(0), K // len(scales)
+    for i, scale in enumerate(scales):
+        part = slice(i * group, (i + 1) * group)
+        total = total + (np.round(rows * inverse).astype(np.int64)[:, part] @ codes[part]).astype(f32) * scale
+    product = total * (largest * f32(1 / 127))
     return product.reshape(*x.shape[: x.ndim - inputs], *w.shape[inputs:])
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, full(jnp.bfloat16)])
-def test_products_equal_the_definition_bit_by_bit(equation, dtype):
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_products_equal_the_definition_bit_by_bit(equation, dtype, scheme):
     shape, _, summed = EQUATIONS[equation]
-    x, w = jnp.asarray(random(*shape), dtype), weight(equation)
+    x, w = jnp.asarray(random(*shape), dtype), weight(equation, scheme)
     expected = jnp.asarray(numpy_product(np.asarray(x), w, len(summed))).astype(dtype)
     for multiply in (einsum, jax.jit(einsum, static_argnums=0)):
         product = multiply(equation, x, w)
@@ -66,7 +73,7 @@ def test_products_equal_the_definition_bit_by_bit(equation, dtype):
 @pytest.mark.parametrize("equation", EQUATIONS)
 def test_products_are_near_those_of_the_weight(equation):
     shape, _, _ = EQUATIONS[equation]
-    x, bounds = jnp.asarray(random(*shape)), {"int8": 0.02, "fp8": 0.06}
+    x, bounds = jnp.asarray(random(*shape)), {"int8": 0.02, "fp8": 0.06, "int4": 0.02}
     for scheme, bound in bounds.items():
         w = weight(equation, scheme)
         exact = einsum(equation, x, w.original.dequantise(jnp.float32))
@@ -75,8 +82,9 @@ def test_products_are_near_those_of_the_weight(equation):
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 33, 64])
-def test_a_row_has_its_bits_among_any_others(count):
-    w, rows = weight("...d,df->...f"), random(64, 40)
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_row_has_its_bits_among_any_others(count, scheme):
+    w, rows = weight("...d,df->...f", scheme), random(64, 40)
     together = jax.jit(einsum, static_argnums=0)("...d,df->...f", rows, w)
     for first in (0, 64 - count):
         some = jax.jit(einsum, static_argnums=0)("...d,df->...f", rows[first : first + count], w)
@@ -153,7 +161,7 @@ def test_forms_are_read_from_parameters_and_taken_back():
     ("scheme", "activations", "reason"),
     [
         (None, "int8", "the model has no quantised projections; set quantization='int8'"),
-        ("int4", "int8", r"layers\.0\.attention\.q has int4 codes \[48, 6, 8\].*14 of 14 .*expected int8"),
+        ("int4", "fp8", r"layers\.0\.attention\.q has int4 codes \[48, 6, 8\].*14 of 14 .*expected fp8"),
         ("int8", "fp8", r"layers\.0\.attention\.q has int8 codes .*expected fp8 codes with a scale for each"),
     ],
 )
@@ -163,12 +171,15 @@ def test_codes_that_no_product_takes_are_refused_by_path(scheme, activations, re
 
 
 def test_scales_of_inputs_and_zeros_are_refused():
-    def refused(change: Any) -> None:
-        with pytest.raises(ValueError, match="expected int8 codes with a scale for each output"):
-            quantise_inputs(map_instances(params("tiny"), Quantised, change), "int8")
+    def refused(change: Any, scheme: str = "int8") -> None:
+        expected = "expected int8 codes with a scale for each output or int4 codes with scales for groups"
+        with pytest.raises(ValueError, match=expected):
+            quantise_inputs(map_instances(params("tiny", scheme), Quantised, change), "int8")
 
     refused(lambda w: Quantised(w.values, jnp.ones(w.shape), None, "int8"))
     refused(lambda w: Quantised(w.values, w.scales, jnp.zeros(w.scales.shape, jnp.int8), "int8"))
+    refused(lambda w: replace(w, zeros=jnp.zeros(w.scales.shape, jnp.int8)), "int4")
+    refused(lambda w: replace(w, scales=jnp.ones((1,) * w.scales.ndim)), "int4")
 
 
 def test_abstract_parameters_are_checked_like_arrays():
@@ -195,11 +206,12 @@ def test_quantised_projections_alone_are_converted():
 
 @pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
 @pytest.mark.parametrize("dtype", [jnp.float32, full(jnp.bfloat16)])
-def test_kernels_of_a_cpu_have_the_bits_of_xla(dtype):
-    """Sums of integers are the same by both; so are the two scales behind them."""
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_kernels_of_a_cpu_have_the_bits_of_xla(dtype, scheme):
+    """Sums of integers are the same by both; so are the scales behind them."""
     given = jax.tree.map(lambda x: x.astype(dtype), params("tiny", None))
     forms = DeviceForms(cpu_kernels=True, activations="int8")
-    plain = convert_weight_form(given, "int8", dtype)
+    plain = convert_weight_form(given, scheme, dtype)
     coded, served = quantise_inputs(plain, "int8"), convert_to_device_forms(plain, forms)
     packed, expected = served.layers[1].ffn.down, coded.layers[1].ffn.down
     assert isinstance(packed, Packed) and packed.activations == "int8"

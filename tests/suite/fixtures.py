@@ -239,6 +239,7 @@ OTHERWISE = {  # parameters of the model "tiny", kept in another way
     "bfloat16": lambda params: jax.tree.map(lambda x: x.astype(jnp.bfloat16), params),
     "int8": lambda params: quantize_params(params, "int8"),
     "int8 activations": lambda params: quantise_inputs(quantize_params(params, "int8"), "int8"),
+    "int4, int8 activations": lambda params: quantise_inputs(quantize_params(params, "int4"), "int8"),
 }
 RARELY = {  # in tests that ask for them by name
     "int4": lambda params: quantize_params(params, "int4"),
@@ -308,7 +309,7 @@ ONE_STEP = (
 
 def activations_of(model: Model) -> str | None:
     """The option of an engine that serves a model's parameters."""
-    return "int8" if model.name == "int8 activations" else None
+    return "int8" if model.name.endswith("int8 activations") else None
 
 
 @pytest.fixture(scope="module")

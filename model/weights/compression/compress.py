@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from math import prod
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +23,7 @@ from ...transformer import Decoder, decoder_spec
 from ...tree import Spec, has_instance, is_spec, map_by_path, map_instances, paths_and_leaves
 from ..cpu.panels import Packed
 from ..input_quantised import InputQuantised
+from ..nibbles import has_group_scales
 from ..quant import Quantised, quantise_weight
 from ..schemes import ENCODED_SCHEMES, SCHEMES
 from .lowrank import LowRank, factorise_weight
@@ -43,6 +43,10 @@ CONTRACTED_AXES: dict[str, tuple[int, ...]] = {
 # Latent attention multiplies keys' and values' projections in two orders, of which one scales the input.
 UNCODED_NAMES = ("k_up", "v_up", "head")
 MAX_NAMED_WEIGHTS = 3  # weights that a message names
+CODE_SCALES = {  # scales of codes whose products are added up with those of inputs
+    **dict.fromkeys(("int8", "fp8"), "with a scale for each output"),
+    "int4": "with scales for groups of inputs",
+}
 MAX_CODE_INPUTS = (1 << 31) // (127 * 128)  # inputs of a product whose sum of codes fits int32
 
 
@@ -265,25 +269,27 @@ def check_projection_codes(projections: Mapping[str, Any], activations: str) -> 
     schemes = [name for name, scheme in SCHEMES.items() if activations in scheme.activations]
     refusal = f"activations={activations!r} is not allowed"
     allowed = " or ".join(f"quantization={name!r}" for name in schemes)
+    expected = " or ".join(f"{name} codes {CODE_SCALES[name]}" for name in schemes)
     ensure(bool(projections), f"{refusal}: the model has no quantised projections; set {allowed}")
     refused = [
         f"{path} has {w.scheme} codes {list(w.shape)} with scales {list(w.scales.shape)}"
         + ("" if w.zeros is None else " and zeros")
         for path, w in projections.items()
-        if isinstance(w, Quantised) and not (w.scheme in schemes and has_output_scales(path, w))
+        if isinstance(w, Quantised) and not (w.scheme in schemes and can_sum_codes(path, w))
     ]
     ensure(
         not refused,
         f"{refusal}: {'; '.join(refused[:MAX_NAMED_WEIGHTS])}, {len(refused)} of {len(projections)} weights; "
-        f"expected {' or '.join(schemes)} codes with a scale for each output, of at most {MAX_CODE_INPUTS} "
-        "inputs",
+        f"expected {expected}, without zeros, of at most {MAX_CODE_INPUTS} inputs",
     )
 
 
-def has_output_scales(path: str, w: Quantised) -> bool:
-    """Return True if a projection has a scale for each output, or one for all, no zeros, and int32 holds its
-    sums."""
-    axes = contracted_axes(path) or ()
-    is_summed = all(w.scales.shape[axis] == 1 for axis in axes)
-    is_exact = prod(w.shape[axis] for axis in axes) <= MAX_CODE_INPUTS
-    return w.has_channel_scales and w.zeros is None and is_summed and is_exact
+def can_sum_codes(path: str, w: Quantised) -> bool:
+    """Return True if a projection's sums fit int32, and no zeros but scales follow: of outputs, or one for
+    all; of groups of inputs for 4-bit codes."""
+    inputs = len(contracted_axes(path) or ())
+    if w.zeros is not None or w.group_size(inputs) > MAX_CODE_INPUTS:
+        return False
+    if SCHEMES[w.scheme].codes_per_byte > 1:
+        return has_group_scales(w.shape, w.scales.shape, inputs)
+    return w.has_channel_scales and set(w.scales.shape[:inputs]) == {1}

@@ -32,6 +32,7 @@ AXIS_COUNTS = {
     "output_gate": (1,),
     "project": (3,),
 }
+LONGEST_GROUP = 1 << 14  # inputs of a group of 4-bit codes that kernels multiply by codes: of products.h
 QUANTISED_ROWS_AT_ONCE = 8192  # rows of an embedding that are quantised at once: their floats take memory
 
 
@@ -107,7 +108,7 @@ def can_pack(name: str, weight: Any, is_expert: bool = False) -> bool:
     if is_expert and name not in EXPERT_NAMES:
         return False
     if isinstance(weight, InputQuantised):
-        return weight.activations == "int8" and can_pack(name, weight.weight)
+        return can_pack(name, weight.weight) and can_pack_coded_rows(name, weight)
     if isinstance(weight, Quantised):
         return name in TRANSPOSED_NAMES and can_pack_codes(weight, len(CONTRACTED_AXES[name]), is_expert)
     counts = (3,) if is_expert else AXIS_COUNTS.get(name, ())
@@ -132,6 +133,13 @@ def can_pack_codes(quantised: Quantised, inputs: int, is_expert: bool) -> bool:
         and has_group_scales(shape, scales, inputs)
         and prod(shape[:inputs]) // prod(scales[:inputs]) % 2 == 0
     )
+
+
+def can_pack_coded_rows(name: str, weight: InputQuantised) -> bool:
+    """Return True for activations and groups of inputs whose codes are multiplied by kernels."""
+    group = weight.weight.group_size(len(CONTRACTED_AXES[name]))
+    is_narrow = SCHEMES[weight.weight.scheme].codes_per_byte > 1
+    return weight.activations == "int8" and not (is_narrow and (group % 8 or group > LONGEST_GROUP))
 
 
 def kernel_isa(params: Any) -> str | None:

@@ -56,9 +56,10 @@ class Packed:
     """A weight [*inputs, *outputs] in panels of PANEL_COLUMNS outputs. The last panel is padded with zeros.
 
     array: [panels, inputs, PANEL_COLUMNS]; in bfloat16 and int8 [panels, pairs of inputs, PANEL_COLUMNS, 2];
-        in int8 for activations in codes [panels, fours of inputs, PANEL_COLUMNS, 4]; of 4-bit codes
-        [panels, pairs of inputs, PANEL_COLUMNS], with a pair in a byte. Some kernels read bfloat16 in the
-        form of `bf12`. Experts' weights have one more axis, before all others.
+        of 4-bit codes [panels, pairs of inputs, PANEL_COLUMNS], with a pair in a byte. For activations in
+        codes [panels, fours or eights of inputs, PANEL_COLUMNS, 4], with inputs i and i + 4 of eight 4-bit
+        codes in a byte. Some kernels read bfloat16 in the form of `bf12`. Experts' weights have one more
+        axis, before all others.
     scales: of codes, [panels, groups of inputs, PANEL_COLUMNS], or None.
     inputs: sizes of the axes that a product sums over.
     outputs: sizes of the other axes.
@@ -85,8 +86,8 @@ class Packed:
     @property
     def expert_shape(self) -> tuple[int, ...]:
         """Return the number of experts as the first sizes of a shape: (E,), or ()."""
-        is_pair = self.array.dtype in (jnp.bfloat16, jnp.uint16, jnp.int8)
-        return self.array.shape[: self.array.ndim - (4 if is_pair else 3)]
+        has_4_axes = self.activations or self.array.dtype in (jnp.bfloat16, jnp.uint16, jnp.int8)
+        return self.array.shape[: self.array.ndim - (4 if has_4_axes else 3)]
 
     @property
     def original(self) -> Any:
@@ -178,7 +179,10 @@ def panels_from_codes(
     outputs = quantised.shape[inputs:]
     is_narrow = SCHEMES[quantised.scheme].codes_per_byte > 1
     codes = unpack_nibbles(quantised.values, quantised.packed) if is_narrow else quantised.values
-    panels = panels_from_matrix(codes.reshape(-1, prod(outputs)).T, 4 if activations else None)
+    adjacent = (8 if is_narrow else 4) if activations else None
+    panels = panels_from_matrix(codes.reshape(-1, prod(outputs)).T, adjacent)
+    if is_narrow and activations:  # the first four inputs of eight in the low bits
+        panels = panels.reshape(*panels.shape[:-1], 2, 4).swapaxes(-1, -2)
     is_kept = is_narrow and quantised.scales.dtype == jnp.bfloat16
     scales = quantised.scales if is_kept else quantised.scales.astype(jnp.float32)
     scales = spread_blocks(scales, (*scales.shape[:inputs], *outputs)).reshape(-1, prod(outputs))
@@ -192,6 +196,8 @@ def weight_from_panels(w: Packed) -> Any:
     form, K, N = w.codes, prod(w.inputs), prod(w.outputs)
     is_narrow = form is not None and SCHEMES[form.scheme].codes_per_byte > 1
     panels = unpack_nibbles(w.array[..., None], -1) if is_narrow else w.array
+    if is_narrow and w.activations:
+        panels = panels.swapaxes(-1, -2).reshape(*panels.shape[:-2], 8)
     if panels.dtype == jnp.uint16:
         panels = bf12.decode_bf12(panels)
     matrix = jnp.moveaxis(panels, 2, 1).reshape(panels.shape[0] * PANEL_COLUMNS, -1)[:N, :K]
@@ -252,7 +258,7 @@ def pack_matrix(
 
 def pack_codes(quantised: Quantised, inputs: int, target: str, activations: str | None = None) -> Packed:
     """Pack codes whose product sums over their first axes, for activations in x's dtype or in codes."""
-    assert activations is None or (activations, quantised.scheme) == ("int8", "int8")
+    assert activations in (None, "int8")
     layout = partial(to_code_panels, inputs=inputs, activations=activations)
     array, scales = apply_or_eval_shape(layout, quantised)
     form = CodesForm(

@@ -27,7 +27,7 @@ SOURCE_FOLDER = Path(__file__).parent
 LIBRARY_NAME = "kernels.so"
 # Version of the bits, of the layout of packed weights and of the calls. It is part of the handlers' names, in
 # the library and for XLA. A change of any of the three needs a new version.
-VERSION = 7
+VERSION = 8
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")  # processors that have one have both

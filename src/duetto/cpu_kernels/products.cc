@@ -39,7 +39,7 @@ inline float as_float(uint32_t bits) {
 // Weights that no scale makes numbers. Their sums begin with 0.
 struct Unscaled {
   struct Scale {};
-  static constexpr bool KEEPS = false;
+  static constexpr bool KEEPS = false, HAS_TOTALS = false;
   static Scale scale(const Product&, int64_t, int64_t, int64_t) { return {}; }
   static Floats start(const Product&, int64_t) { return zeros(); }
   static Floats number(const Product& p, int64_t, Floats sum, Floats scale) { return p.form == INT8 ? mul(sum, scale) : sum; }
@@ -165,9 +165,33 @@ struct Codes : Unscaled {
   }
 };
 
-// Weights that become numbers of x's kind.
+struct Eight {  // codes, of four inputs in each lane, and of the next four
+  Bits low, high;
+};
+
+// 4-bit codes with rows of codes. A tile's sums are whole numbers of a unit of inputs, in turn; its totals are of groups.
+struct Nibbles : Codes {
+  using Plain = Nibbles;
+  using Row = Eight;
+  using X = Eight;
+  static constexpr bool HAS_TOTALS = true;
+  static constexpr int PAIR = 8, BITS = 4;
+  static Row row(const char* w, Scale) {
+    Bits both = load_bits(w);
+    return {nibbles<0>(both), nibbles<1>(both)};
+  }
+  static X inputs(const Number* x) { return {Codes::inputs(x), Codes::inputs(x + 4)}; }
+  static Floats add(X x, Row w, Floats sum) { return as_floats(add_nibbles(x.high, w.high, add_nibbles(x.low, w.low, as_bits(sum)))); }
+  static Floats start(const Product&, int64_t) { return zeros(); }
+  static Floats unit_start(const Product& p, int64_t row, int64_t unit) { return all(as_float(p.starts[row * (p.K / p.unit) + unit])); }
+  static Floats number(const Product& p, int64_t row, Floats total, Floats) { return mul(total, all(p.rows[row].scale)); }
+};
+
+// Weights that a tile unpacks, and those that become numbers of x's kind by that.
 template <class T>
-constexpr bool IS_WIDENED = T::BITS < 8 * sizeof(typename T::Number);
+constexpr bool IS_UNPACKED = T::BITS < 8 * sizeof(typename T::Number);
+template <class T>
+constexpr bool IS_WIDENED = IS_UNPACKED<T> && !T::HAS_TOTALS;
 
 // A tile's weights, which the next tiles of its panel find as numbers.
 template <class T>
@@ -224,12 +248,13 @@ struct Outliers<12, PANELS> {
 using Bf12 = Bf16;
 #endif
 
-// Calls f(from, to, group) for the inputs [from,to) of each group of 4-bit codes; for all of them at once elsewhere.
+// Calls f(from, to, group) for the inputs [from,to) of each group, or unit, of 4-bit codes; for all at once elsewhere.
 template <class T, class F>
 inline __attribute__((always_inline)) void by_groups(const Product& p, int64_t from, int64_t to, F f) {
   if constexpr (T::BITS != 4) return f(from, to, 0);
+  const int64_t size = T::HAS_TOTALS ? p.unit : p.group;
   while (from < to) {
-    int64_t group = from / p.group, end = (group + 1) * p.group;
+    int64_t group = from / size, end = (group + 1) * size;
     if (end > to) end = to;
     f(from, end, group);
     from = end;
@@ -250,6 +275,23 @@ void put(const Product& p, int64_t row, int64_t column, Floats v) {
   for (int64_t i = 0; i < left; i++) {
     if (p.y_is_bf16) ((uint16_t*)p.y)[at + i] = narrow[i];
     else ((float*)p.y)[at + i] = wide[i];
+  }
+}
+
+// Adds the sums of a unit of NIBBLES to those of its group, and the group's to the totals when it ends.
+template <int R, int C>
+inline __attribute__((always_inline)) void add_unit(const Product& p, int64_t panel, int64_t unit, const Floats (&sums)[R][C], Floats (&groups)[R][C], Floats (&totals)[R][C]) {
+  int64_t parts = p.group / p.unit, group = unit;
+  bool begins = true, ends = true;
+  if (parts > 1) group = unit / parts, begins = unit % parts == 0, ends = unit % parts == parts - 1;
+  UNROLL(c, C) {
+    Floats scale = scales_of(p, panel + c / VECTORS, c % VECTORS, group);
+    UNROLL(r, R) {
+      Floats sum = floats_of(whole_sums(as_bits(sums[r][c])));
+      if (!begins) sum = add(groups[r][c], sum);
+      if (ends) totals[r][c] = add(totals[r][c], mul(sum, scale));
+      else groups[r][c] = sum;
+    }
   }
 }
 
@@ -279,12 +321,20 @@ void tile(const Product& p, const Place& place) {
   const int64_t K = p.K;
   const auto* x = (const typename T::Number*)p.x + at.row * K;
   const int64_t panel = panel_bytes<T>(p.K);
-  Floats sums[R][C];
-  UNROLL(r, R) UNROLL(c, C) sums[r][c] = at.from ? load(at.sums + r * COLS + c * LANES) : T::start(p, at.row + r);
+  Floats sums[R][C], groups[R][C], totals[R][C];
+  auto& results = [&]() -> Floats (&)[R][C] {
+    if constexpr (T::HAS_TOTALS) return totals;
+    else return sums;
+  }();
+  if constexpr (T::HAS_TOTALS)
+    UNROLL(r, R) UNROLL(c, C) groups[r][c] = zeros();
+  UNROLL(r, R) UNROLL(c, C) results[r][c] = at.from ? load(at.sums + r * COLS + c * LANES) : T::start(p, at.row + r);
   [[maybe_unused]] Outliers<T::BITS, PANELS> outliers(p, at.panel, at.from);
   by_groups<T>(p, at.from, at.to, [&](int64_t k, int64_t end, int64_t group) __attribute__((always_inline)) {
     typename T::Scale scales[C];
     UNROLL(c, C) scales[c] = T::scale(p, at.panel + c / VECTORS, c % VECTORS, group);
+    if constexpr (T::HAS_TOTALS)
+      UNROLL(r, R) UNROLL(c, C) sums[r][c] = T::unit_start(p, at.row + r, group);
     auto step = [&](auto inputs_of) __attribute__((always_inline)) {
       const char* w = at.w + (k - at.from) * COLS * T::BITS / 8;
       auto row = [&](int c) __attribute__((always_inline)) {
@@ -297,7 +347,7 @@ void tile(const Product& p, const Place& place) {
         if constexpr (T::KEEPS) T::keep((typename T::Number*)at.numbers + (k - at.from) * COLS, c, found);
         return found;
       };
-      if constexpr (ADDS_FROM_MEMORY && !(IS_WIDENED<T> && REGISTERS == 16)) {
+      if constexpr (ADDS_FROM_MEMORY && !(IS_UNPACKED<T> && REGISTERS == 16)) {
         typename T::Row rows[C];
         UNROLL(c, C) rows[c] = row(c);
         UNROLL(r, R) {
@@ -316,12 +366,13 @@ void tile(const Product& p, const Place& place) {
     for (; k + T::PAIR <= end; k += T::PAIR) step(T::inputs);
     if constexpr (T::PAIR == 2)
       if (k < end) step(T::last);
+    if constexpr (T::HAS_TOTALS) add_unit(p, at.panel, group, sums, groups, totals);
   });
   if (at.to < p.K) {
-    UNROLL(r, R) UNROLL(c, C) store(at.sums + r * COLS + c * LANES, sums[r][c]);
+    UNROLL(r, R) UNROLL(c, C) store(at.sums + r * COLS + c * LANES, results[r][c]);
     return;
   }
-  put_all<T>(p, at, sums);
+  put_all<T>(p, at, results);
 }
 
 template <class T, int PANELS, int R>
@@ -375,7 +426,8 @@ void many_rows(const Product& p, int64_t panel, int64_t first, int64_t last, typ
   alignas(64) Number numbers[IS_WIDENED<T> ? (BLOCK + BLOCK / 2 + 1) * COLS : 1];
   int64_t rows = last - first, tiles = (rows + TALL - 1) / TALL, from = 0;
   do {
-    int64_t to = from + BLOCK + BLOCK / 2 < p.K ? from + BLOCK : p.K;
+    int64_t block = T::HAS_TOTALS ? (p.group < BLOCK ? BLOCK / p.group : 1) * p.group : BLOCK;  // of whole groups
+    int64_t to = from + block + block / 2 < p.K ? from + block : p.K;
     const char* w = (const char*)p.w + panel * panel_bytes<T>(p.K) + from * COLS * T::BITS / 8;
     const char* next = (const char*)p.w + panel * panel_bytes<T>(p.K) + to * COLS * T::BITS / 8;  // or the next panel
     int64_t bytes = (to - from) * COLS * T::BITS / 8;
@@ -447,13 +499,27 @@ void code_rows(const RowCoding& c, int64_t first, int64_t last) {
   }
 }
 
+// -8 times the sums of units: of all codes, or of those that are added up in each half.
+void start_units(const int8_t* codes, int64_t units, int64_t unit, uint32_t* starts) {
+  for (int64_t u = 0; u < units; u++, codes += unit) {
+    int32_t low = 0, high = 0;
+    for (int64_t k = 0; k < unit; k += 4) {
+      low += codes[k] + codes[k + 1];
+      high += codes[k + 2] + codes[k + 3];
+    }
+    starts[u] = HALVES_FIT ? uint16_t(-8 * low) | uint32_t(-8 * high) << 16 : uint32_t(-8 * (low + high));
+  }
+}
+
 }  // namespace
 
 const Products products = {
-    {panels<Bf16>, panels<Int8<Bf16>>, panels<Int4<Bf16>>, HAS_BF12 ? panels<Bf12> : nullptr, panels<Codes>},
-    {panels<F32>, panels<Int8<F32Pairs>>, panels<Int4<F32Pairs>>, nullptr, panels<Codes>},
+    {panels<Bf16>, panels<Int8<Bf16>>, panels<Int4<Bf16>>, HAS_BF12 ? panels<Bf12> : nullptr, panels<Codes>, panels<Nibbles>},
+    {panels<F32>, panels<Int8<F32Pairs>>, panels<Int4<F32Pairs>>, nullptr, panels<Codes>, panels<Nibbles>},
     code_rows<uint16_t>,
     code_rows<float>,
+    start_units,
+    HALVES_FIT ? HALVES_FIT : LONGEST_GROUP,
 };
 
 }  // namespace ISA

@@ -19,7 +19,7 @@ static int64_t last_of(const In& x) { return x.dimensions().size() ? x.dimension
 static Form form_of(const In& w) {
   switch (w.element_type()) {
     case ffi::DataType::S8: return w.dimensions().size() && w.dimensions().back() == 4 ? CODES : INT8;
-    case ffi::DataType::U8: return INT4;
+    case ffi::DataType::U8: return w.dimensions().size() && w.dimensions().back() == 4 ? NIBBLES : INT4;
     case ffi::DataType::U16: return BF12;
     default: return NUMBERS;
   }
@@ -34,7 +34,8 @@ static int64_t bits_of(Form form, int64_t number_bits) {
   switch (form) {
     case INT8:
     case CODES: return 8;
-    case INT4: return 4;
+    case INT4:
+    case NIBBLES: return 4;
     case BF12: return 12;
     default: return number_bits;
   }
@@ -73,26 +74,26 @@ static void add_ragged(const Product& all, const In& sizes, int64_t x_bytes, int
 
 // Adds the product of x [...,K] with a packed weight, with scales [panels,groups,COLS] of codes, of no elements
 // otherwise. With sizes [E] both have E before their axes, otherwise sizes has no elements. A weight in 12 bits has a
-// pair of inputs more, of Exponents. CODES have no sizes.
+// pair of inputs more, of Exponents. With rows in codes there are no sizes.
 static ffi::Error add_products(const In& x, const In& sizes, const In& w, const In& scales, const In& y,
                                std::vector<Product>& products) {
   using ffi::DataType;
   bool is_bf16 = x.element_type() == DataType::BF16, is_ragged = sizes.element_count() > 0;
   auto packed = w.dimensions(), scaled = scales.dimensions();
   Form form = form_of(w);
-  bool has_column_scales = form == INT8 || form == CODES, are_codes = has_column_scales || form == INT4;
-  size_t axes = is_ragged + (has_column_scales || (form != INT4 && is_bf16) ? 4 : 3);
-  if ((!is_bf16 && (x.element_type() != DataType::F32 || form == BF12)) || (form == CODES && is_ragged) || (form == NUMBERS && w.element_type() != x.element_type()) ||
+  bool has_column_scales = form == INT8 || form == CODES, has_groups = form == INT4 || form == NIBBLES, are_codes = has_column_scales || has_groups;
+  size_t axes = is_ragged + (has_column_scales || form == NIBBLES || (form != INT4 && is_bf16) ? 4 : 3);
+  if ((!is_bf16 && (x.element_type() != DataType::F32 || form == BF12)) || (has_coded_rows(form) && is_ragged) || (form == NUMBERS && w.element_type() != x.element_type()) ||
       packed.size() != axes || scaled.size() != size_t(3 + (are_codes && is_ragged)))
     return ffi::Error::InvalidArgument("a product of other arrays than it is compiled for");
   int64_t K = last_of(x), N = last_of(y), M = y.element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
   int64_t groups = are_codes ? scaled[1 + is_ragged] : 1, group = K / std::max<int64_t>(groups, 1);
   Product p{x.untyped_data(), w.untyped_data(), scales.untyped_data(), y.untyped_data(), M, N, K, group,
             y.element_type() == DataType::BF16, scales.element_type() == DataType::BF16, form};
-  int64_t depth = form == CODES ? (K + 3) / 4 : are_codes || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
+  int64_t depth = form == CODES ? (K + 3) / 4 : form == NIBBLES ? K / 8 : are_codes || is_bf16 ? (K + 1) / 2 : K, scale_count = p.panels() * groups * COLS;
   if (form == BF12) p.scales = (const char*)p.w + p.panels() * depth * COLS * 4;
   if (packed[is_ragged] != p.panels() || packed[is_ragged + 1] != depth + (form == BF12) || int64_t(x.element_count()) != M * K ||
-      (is_ragged && int64_t(sizes.element_count()) != E) || (has_column_scales && groups != 1) || (form == INT4 && group % 2) ||
+      (is_ragged && int64_t(sizes.element_count()) != E) || (has_column_scales && groups != 1) || (has_groups && group % (form == INT4 ? 2 : 8)) || (form == NIBBLES && group > LONGEST_GROUP) ||
       (are_codes && (int64_t(scales.element_count()) != E * scale_count || group * groups != K)))
     return ffi::Error::InvalidArgument("a product of other shapes than it is compiled for");
   int64_t w_bytes = w.size_bytes() / std::max<int64_t>(E, 1);
@@ -102,29 +103,60 @@ static ffi::Error add_products(const In& x, const In& sizes, const In& w, const 
   return ffi::Error::Success();
 }
 
-// Rows of x in codes, which the products of all CODES of a call share.
+// Rows of x in codes, which products of a call share. `starts` are of products of NIBBLES, one of each size of units.
 struct Coded {
   std::unique_ptr<int8_t[]> codes;
   std::unique_ptr<CodedRow[]> rows;
+  std::vector<std::unique_ptr<uint32_t[]>> starts;
 };
 
+// The longest part of a group, in eights, whose sums a kernel has room for.
+static int64_t unit_of(int64_t group, int64_t longest) {
+  int64_t parts = std::max<int64_t>((group + longest - 1) / longest, 1);
+  while (group % (8 * parts)) parts++;
+  return group / parts;
+}
+
+// Gives a product of NIBBLES its unit, and the starts of one before it with the same, or new ones.
+static void share_starts(Product& p, int64_t longest, std::vector<Product>& units, Coded& made) {
+  p.unit = unit_of(p.group, longest);
+  auto same = std::find_if(units.begin(), units.end(), [&](const Product& other) { return other.unit == p.unit; });
+  if (same != units.end()) {
+    p.starts = same->starts;
+    return;
+  }
+  made.starts.emplace_back(new uint32_t[p.M * (p.K / p.unit)]);
+  p.starts = made.starts.back().get();
+  units.push_back(p);
+}
+
 static Coded code_rows(const Products& kernels, ffi::ThreadPool& pool, const In& x, std::vector<Product>& products) {
-  auto first = std::find_if(products.begin(), products.end(), [](const Product& p) { return p.form == CODES; });
+  auto first = std::find_if(products.begin(), products.end(), [](const Product& p) { return has_coded_rows(p.form); });
   if (first == products.end()) return {};
   int64_t M = first->M;
   RowCoding coding{x.untyped_data(), first->K, nullptr, nullptr};
-  Coded made{std::unique_ptr<int8_t[]>(new int8_t[M * coding.width()]), std::unique_ptr<CodedRow[]>(new CodedRow[M])};
+  Coded made{std::unique_ptr<int8_t[]>(new int8_t[M * coding.width()]), std::unique_ptr<CodedRow[]>(new CodedRow[M]), {}};
   coding.codes = made.codes.get();
   coding.rows = made.rows.get();
-  CodeRows code = x.element_type() == ffi::DataType::BF16 ? kernels.code_bf16 : kernels.code_f32;
-  int64_t parts = std::clamp<int64_t>(M * coding.K / LEAST_NUMBERS, 1, std::max<int64_t>(M, 1));
-  parallel(pool, parts, parts, [&](int64_t i) { code(coding, M * i / parts, M * (i + 1) / parts); });
+  std::vector<Product> units;  // one of each size
   for (Product& p : products) {
-    if (p.form != CODES) continue;
+    if (!has_coded_rows(p.form)) continue;
     p.x = coding.codes;
     p.rows = coding.rows;
-    p.K = p.group = coding.width();
+    p.K = coding.width();
+    if (p.form == CODES) p.group = p.K;
+    else share_starts(p, kernels.longest_unit, units, made);
   }
+  CodeRows code = x.element_type() == ffi::DataType::BF16 ? kernels.code_bf16 : kernels.code_f32;
+  int64_t parts = std::clamp<int64_t>(M * coding.K / LEAST_NUMBERS, 1, std::max<int64_t>(M, 1));
+  parallel(pool, parts, parts, [&](int64_t i) {
+    int64_t from = M * i / parts, to = M * (i + 1) / parts;
+    code(coding, from, to);
+    for (const Product& p : units) {
+      int64_t each = p.K / p.unit;
+      kernels.start_units(coding.codes + from * p.K, (to - from) * each, p.unit, (uint32_t*)p.starts + from * each);
+    }
+  });
   return made;
 }
 
@@ -154,24 +186,32 @@ static ffi::Error product(const Products& kernels, ffi::ThreadPool& pool, In x, 
   return ffi::Error::Success();
 }
 
-// Whether sums of codes are right. They are the same on every processor.
+// Whether sums of codes are right, of 8 bits and of 4 in groups. They are the same on every processor.
 static bool are_codes_right(const Products& kernels) {
-  constexpr int64_t M = 13, N = 35, K = 71, WIDTH = 72;
-  float x[M * K], scales[2 * COLS], y[M * N];
+  constexpr int64_t M = 13, N = 35, K = 71, WIDTH = 72, GROUP = 24, UNITS = WIDTH / GROUP;
+  float x[M * K], scales[2 * UNITS * COLS], y[M * N];
   int8_t w[2 * WIDTH * COLS] = {}, codes[M * WIDTH];
+  uint8_t nibbles[2 * WIDTH * COLS / 2] = {};
+  uint32_t starts[M * UNITS];
   CodedRow rows[M];
   auto code = [](int64_t i) { return int8_t(i % 71 ? i * i * 3 % 255 - 127 : -127); };  // each row has a largest one
   for (int64_t i = 0; i < M * K; i++) x[i] = code(i);
   for (float& scale : scales) scale = 1;
   for (int64_t i = 0; i < N * K; i++) w[((i / K / COLS * WIDTH + i % K / 4 * 4) * COLS) + i / K % COLS * 4 + i % K % 4] = int8_t(5 * i - 128);
+  for (int64_t i = 0; i < N * WIDTH; i++) nibbles[(i / WIDTH / COLS * (WIDTH / 8) + i % WIDTH / 8) * COLS * 4 + i / WIDTH % COLS * 4 + i % 4] |= (7 * i % 16) << (i % 8 / 4 * 4);
   kernels.code_f32({x, K, codes, rows}, 0, M);
-  kernels.f32[CODES]({codes, w, scales, y, M, N, WIDTH, WIDTH, false, false, CODES, rows}, 0, 2);
-  for (int64_t i = 0; i < M * N; i++) {
-    int32_t sum = 0;
-    for (int64_t k = 0; k < K; k++) sum += code(i / N * K + k) * int8_t(5 * (i % N * K + k) - 128);
-    if (y[i] != float(sum) * (127 * (1.0f / 127))) return false;
-  }
-  return true;
+  kernels.start_units(codes, M * UNITS, GROUP, starts);
+  auto are_right = [&](const void* weights, Form form, auto weight) {
+    kernels.f32[form]({codes, weights, scales, y, M, N, WIDTH, form == CODES ? WIDTH : GROUP, false, false, form, rows, GROUP, starts}, 0, 2);
+    for (int64_t i = 0; i < M * N; i++) {
+      int32_t sum = 0;
+      for (int64_t k = 0; k < K; k++) sum += code(i / N * K + k) * weight(i % N, k);
+      if (y[i] != float(sum) * (127 * (1.0f / 127))) return false;
+    }
+    return true;
+  };
+  return are_right(w, CODES, [](int64_t n, int64_t k) { return int8_t(5 * (n * K + k) - 128); }) &&
+         are_right(nibbles, NIBBLES, [](int64_t n, int64_t k) { return 7 * (n * WIDTH + k) % 16 - 8; });
 }
 
 // Whether products of small numbers, which no order of sums rounds, are right.

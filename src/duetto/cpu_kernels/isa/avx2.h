@@ -113,6 +113,12 @@ inline Bits add_bytes(Bits x, Bits w, Bits sum) {
   Bits pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+// The same of w's numbers 0..15, to two sums of 16 bits in each lane. Those less 8 have room for HALVES_FIT inputs.
+constexpr int HALVES_FIT = 64;
+inline Bits add_nibbles(Bits x, Bits w, Bits sums) { return _mm256_add_epi16(sums, _mm256_maddubs_epi16(w, x)); }
+inline Bits whole_sums(Bits v) { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
+template <int I>
+inline Bits nibbles(Bits v) { return _mm256_and_si256(I ? _mm256_srli_epi16(v, 4) : v, _mm256_set1_epi8(15)); }
 inline Floats floats_of(Bits v) { return _mm256_cvtepi32_ps(v); }
 inline Bits larger_bits(Bits a, Bits b) { return _mm256_max_epu32(a, b); }
 inline void store_codes(int8_t* p, Floats v) {  // nearest whole numbers, to even

@@ -99,6 +99,10 @@ constexpr int BYTE_OFFSET = 128;
 inline Bits add_bytes(Bits x, Bits w, Bits sum) {
   return _mm512_dpbusd_epi32(sum, _mm512_xor_si512(w, _mm512_set1_epi8(-128)), x);
 }
+// The same of w's numbers 0..15.
+constexpr int HALVES_FIT = 0;
+inline Bits add_nibbles(Bits x, Bits w, Bits sum) { return _mm512_dpbusd_epi32(sum, w, x); }
+inline Bits whole_sums(Bits v) { return v; }
 #else
 constexpr int BYTE_OFFSET = 0;
 inline Bits add_bytes(Bits x, Bits w, Bits sum) {
@@ -106,7 +110,13 @@ inline Bits add_bytes(Bits x, Bits w, Bits sum) {
   Bits pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), with_sign);
   return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
 }
+// The same of w's numbers 0..15, to two sums of 16 bits in each lane. Those less 8 have room for HALVES_FIT inputs.
+constexpr int HALVES_FIT = 64;
+inline Bits add_nibbles(Bits x, Bits w, Bits sums) { return _mm512_add_epi16(sums, _mm512_maddubs_epi16(w, x)); }
+inline Bits whole_sums(Bits v) { return _mm512_madd_epi16(v, _mm512_set1_epi16(1)); }
 #endif
+template <int I>
+inline Bits nibbles(Bits v) { return _mm512_and_si512(I ? _mm512_srli_epi16(v, 4) : v, _mm512_set1_epi8(15)); }
 inline Floats floats_of(Bits v) { return _mm512_cvtepi32_ps(v); }
 inline Bits larger_bits(Bits a, Bits b) { return _mm512_max_epu32(a, b); }
 inline void store_codes(int8_t* p, Floats v) {  // nearest whole numbers, to even

@@ -91,6 +91,15 @@ inline Bits add_bytes(Bits x, Bits w, Bits sum) {
   return vreinterpretq_u32_s32(vpadalq_s16(to, pairs));
 #endif
 }
+// The same of w's numbers 0..15.
+constexpr int HALVES_FIT = 0;
+inline Bits add_nibbles(Bits x, Bits w, Bits sum) { return add_bytes(x, w, sum); }
+inline Bits whole_sums(Bits v) { return v; }
+template <int I>
+inline Bits nibbles(Bits v) {
+  uint8x16_t bytes = vreinterpretq_u8_u32(v);
+  return vreinterpretq_u32_u8(I ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15)));
+}
 inline Floats floats_of(Bits v) { return vcvtq_f32_s32(vreinterpretq_s32_u32(v)); }
 inline Bits larger_bits(Bits a, Bits b) { return vmaxq_u32(a, b); }
 inline void store_codes(int8_t* p, Floats v) {  // nearest whole numbers, to even

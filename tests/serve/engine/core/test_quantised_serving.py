@@ -115,14 +115,16 @@ def root_of_pages(llm: LLM) -> bytes:
     return make_root_hash(llm.engine.config, llm.engine.all_params, llm.options.kv_cache_dtype)
 
 
+@pytest.mark.parametrize("scheme", ["int8", full("int4")])
 @greedy_programs()
-def test_activations_are_quantised_beside_weights(few_shapes, params):
-    with LLM.from_params(CONFIG, params, quantization="int8", cpu_kernels=False, **SMALL) as llm:
+def test_activations_are_quantised_beside_weights(few_shapes, params, scheme: str):
+    with LLM.from_params(CONFIG, params, quantization=scheme, cpu_kernels=False, **SMALL) as llm:
         weights_alone, pages = tokens(llm), root_of_pages(llm)
         realms = {hash_page_realm(llm.engine.programs, llm.engine.params, llm.options, e) for e in (0, 1)}
         facts = engine_facts(llm.engine, llm.options)
-    with LLM.from_params(CONFIG, params, cpu_kernels=False, **ACTIVATIONS, **SMALL) as llm:
-        assert has_instance(llm.engine.params, InputQuantised) and schemes(llm.params) == {"int8"}
+    coded = ACTIVATIONS | {"quantization": scheme, "cpu_kernels": False}
+    with LLM.from_params(CONFIG, params, **coded, **SMALL) as llm:
+        assert has_instance(llm.engine.params, InputQuantised) and schemes(llm.params) == {scheme}
         first = tokens(llm)
         assert root_of_pages(llm) != pages and first != weights_alone
         realms |= {hash_page_realm(llm.engine.programs, llm.engine.params, llm.options, e) for e in (0, 1)}
