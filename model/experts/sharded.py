@@ -102,7 +102,8 @@ def sum_sharded_experts(
     """
     mesh, replicated = jax.typeof(x).sharding.mesh, PartitionSpec()
     names = automatic_axes(mesh)
-    if names and has_instance(shared_ffn := local_experts.shared_ffn, InputQuantised):
+    shared_ffn = local_experts.shared_ffn
+    if names and shared_ffn is not None and has_instance(shared_ffn, InputQuantised):
         routed_axes, routed = expert_axes._replace(shared=()), local_experts._replace(shared_ffn=None)
         total = sum_sharded_experts(routed_axes, routed, x, weights, chosen, c, tile)
         return total + run_shared_expert(shared_ffn, c, x)

@@ -14,8 +14,8 @@ from ..engine.startup.dtype import checkpoint_dtype, normalise_dtype_name
 from ..engine.startup.model_folder import read_model, read_param_shapes, write_orbax
 from ..engine.startup.model_source import remaining_quantization
 from ..host.signals import restore_interrupt_handler
+from ..jobs.calibration import Calibration
 from ..options.engine import STORED_QUANTIZATIONS
-from .calibration import Calibration
 
 FORMATS = ("orbax", "huggingface")
 

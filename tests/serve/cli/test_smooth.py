@@ -20,10 +20,10 @@ from duetto.model.tree import leaves_by_path, map_by_path
 from duetto.model.weights.compression import smoothing
 from duetto.model.weights.compression.compress import quantize_params
 from duetto.model.weights.compression.smoothing import find_input_norms, measure_norm_outputs, smooth_params
-from duetto.serve.cli import calibration as texts
 from duetto.serve.cli import convert
 from duetto.serve.cli.convert import convert_model
 from duetto.serve.cli.main import main
+from duetto.serve.jobs import calibration as texts
 
 
 def write_lines(path: Path, *lines: Any) -> str:

@@ -19,8 +19,8 @@ from ...model.weights.compression.smoothing import (
     smooth_params,
 )
 from ..host.progress import PATIENCE_SECONDS, track_items, write_progress_line
-from ..jobs.batch.prompts import PromptLine, read_prompt_lines
 from ..text.tokenizer.tokenizer import Tokenizer
+from .batch.prompts import PromptLine, read_prompt_lines
 
 MAX_TEXTS, MAX_TEXT_TOKENS = 128, 512  # of a calibration; tokens of one text
 MIN_PADDED_TOKENS = 64  # tokens; a text is padded to a power of two, so that few programs are compiled
