@@ -1,5 +1,7 @@
 """Feed-forward layers, gated or plain, and their activations."""
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -7,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .config import Dense
-from .layers import Weight, add_bias, apply_scale, einsum, einsums, prevent_fma
+from .layers import Weight, add_bias, apply_scale, einsum, einsums, mapped_einsum, prevent_fma
 from .tree import Spec, pytree
 
 CLAMPED_SLOPE = 1.702  # of the sigmoid in gpt-oss
@@ -66,6 +68,26 @@ def activate(
     return (inner if gate is None else inner * up).astype(dtype)
 
 
+def project_down(
+    w: FFN, c: Dense, gate: Float[Array, "*rows F"] | None, up: Float[Array, "*rows F"]
+) -> Float[Array, "*rows D"]:
+    """Compute the product of the inner values, without a bias."""
+    equation = "...f,fd->...d"
+    if c.activation == "gelu":  # Triton's compiler has no erfc
+        return einsum(equation, activate(c, gate, up), w.down)
+    inputs = [x for x in (gate, up) if x is not None]
+    return mapped_einsum(equation, activation(c), inputs, w.down)
+
+
+@cache
+def activation(c: Dense) -> Callable[..., Float[Array, "..."]]:
+    """Return the activation as a function of the gate, if there is one, and of the up projection.
+
+    Equal layers have the same function.
+    """
+    return partial(activate, c) if c.gated else partial(activate, c, None)
+
+
 def score_output(gate: Float[Array, " D"] | Weight, x: Float[Array, "*rows D"]) -> Float[Array, "*rows 1"]:
     """Compute the score of an output gate in float32."""
     if isinstance(gate, Weight):
@@ -78,8 +100,7 @@ def feed_forward(w: FFN, c: Dense, x: Float[Array, "*rows D"]) -> Float[Array, "
     """Compute a feed-forward layer, its output gate included."""
     gate, up = einsums("...d,df->...f", x, (w.gate, w.up))
     gate = None if gate is None else apply_scale(add_bias(gate, w.gate_bias), c.gate_scale)
-    up = add_bias(up, w.up_bias)
-    out = apply_scale(add_bias(einsum("...f,fd->...d", activate(c, gate, up), w.down), w.down_bias), c.scale)
+    out = apply_scale(add_bias(project_down(w, c, gate, add_bias(up, w.up_bias)), w.down_bias), c.scale)
     if w.output_gate is None:
         return out
     score = score_output(w.output_gate, x)

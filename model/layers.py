@@ -1,6 +1,6 @@
 """Small pure functions that every decoder is made of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,6 +64,20 @@ class JointWeight(Weight, Protocol):
 
 
 @runtime_checkable
+class MappingWeight(Weight, Protocol):
+    """A weight that multiplies a function of arrays, and may compute it where it reads them."""
+
+    def mapped_einsum(
+        self, equation: str, function: Callable[..., Any], inputs: Sequence[Float[Array, "..."]]
+    ) -> Float[Array, "..."]:
+        """Compute the product of a function of arrays, entry by entry.
+
+        Of zeros it is 0, and Triton's compiler has all its operations.
+        """
+        ...
+
+
+@runtime_checkable
 class PerRowWeight(Weight, Protocol):
     """A weight that differs for each row of a batch. `base` is the part that all rows share."""
 
@@ -118,6 +132,18 @@ def einsums(
     else:
         products = iter([einsum(equation, x, w) for w in present])
     return [None if w is None else next(products) for w in weights]
+
+
+def mapped_einsum(
+    equation: str,
+    function: Callable[..., Any],
+    inputs: Sequence[Float[Array, "..."]],
+    w: Float[Array, "..."] | Weight,
+) -> Float[Array, "..."]:
+    """Compute the product of a function of arrays and a weight, as `MappingWeight`."""
+    if isinstance(w, MappingWeight):
+        return w.mapped_einsum(equation, function, inputs)
+    return einsum(equation, function(*inputs), w)
 
 
 def plain_einsum(

@@ -29,6 +29,7 @@ from .cpu.packed import Packed, pack_params
 from .fixed_tiles import FixedTiled, with_fixed_tiles
 from .input_quantised import InputQuantised
 from .transposed import Transposed, abstract_like, transpose_params
+from .transposed_codes import transpose_code_params
 
 T = TypeVar("T")
 TPU_LANES, TPU_SUBLANES = 128, 8  # lanes and sublanes of a TPU's tile
@@ -77,6 +78,8 @@ def lay_out_params(params: T, forms: DeviceForms, donate: bool = False) -> T:
     if forms.cpu_kernels and is_on_cpu(params):
         params = pack_params(params, load_library().isa, donate, forms.tied_head)
     params = transpose_params(params, donate)
+    if forms.activations is not None and is_on_one_gpu(params):
+        params = transpose_code_params(params, donate)
     return fuse_qkv(params, donate) if forms.fuse_qkv else params
 
 

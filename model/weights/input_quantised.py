@@ -89,16 +89,21 @@ def quantise_rows(x: Float[Array, "..."], inputs: int, scheme: ActivationScheme)
 
     Codes are products with one number for each row. A quotient would be rounded otherwise by some compilers.
     """
-    x32, axes = x.astype(jnp.float32), tuple(range(x.ndim - inputs, x.ndim))
-    if x.dtype.itemsize == 2:  # else XLA may drop the rounding of x to 16 bits (excess precision)
-        kind = jnp.finfo(x.dtype)
-        x32 = jax.lax.reduce_precision(x32, kind.nexp, kind.nmant)
+    x32, axes = widen_rounded(x), tuple(range(x.ndim - inputs, x.ndim))
     largest = jnp.max(jnp.abs(x32), axis=axes, keepdims=True)
     # a row of zeros, or of numbers whose inverse is infinite, has codes of 0
     inverse = jnp.where(largest > scheme.min_magnitude, scheme.max_code / largest, 0.0)
     scaled = x32 * inverse
     codes = jnp.round(scaled) if jnp.issubdtype(scheme.dtype, jnp.integer) else scaled
     return RowCodes(codes.astype(scheme.dtype), largest * np.float32(1 / scheme.max_code))
+
+
+def widen_rounded(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Widen x to float32. 16-bit numbers stay rounded: XLA may drop their rounding (excess precision)."""
+    if x.dtype.itemsize != 2:
+        return x.astype(jnp.float32)
+    kind = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x.astype(jnp.float32), kind.nexp, kind.nmant)
 
 
 def multiply_codes(equation: str, x: RowCodes, w: Quantised, dtype: Any) -> Float[Array, "..."]:

@@ -29,6 +29,7 @@ from duetto.model.gpus import (
     refusal_reason,
     target_gpu,
 )
+from duetto.model.weights.code_tiles import CODE_PRODUCT_KERNEL, ROW_CODES_KERNEL
 from duetto.model.weights.expert_tiles import EXPERT_TILES_KERNEL
 from duetto.model.weights.fixed_tiles import FIXED_KERNEL
 from duetto.model.weights.grouped_matmul import GROUPED_KERNEL
@@ -43,6 +44,8 @@ TRITON = {
     TRITON_LATENT_PREFILL,
     STEP_KERNEL,
     NIBBLE_KERNEL,
+    ROW_CODES_KERNEL,
+    CODE_PRODUCT_KERNEL,
     EXPERT_TILES_KERNEL,
 }
 MOSAIC = {FIXED_KERNEL, GROUPED_KERNEL, HOPPER_PREFILL}

@@ -1,10 +1,10 @@
 """The kernels that an engine would use on an NVIDIA GPU or a TPU, each with small arrays of the engine's own
 sizes and its reference."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,34 +47,14 @@ from ....model.weights.device_forms import Lanes, device_lanes
 from ....model.weights.lora import drop_lora
 from ....model.weights.quant import Quantised, einsum_by_kernel, ragged_dot_by_kernel
 from ...runtime.compiled.shapes import Sizes
+from .code_cases import code_cases
+from .kernel_case import KernelCase, must_interpret, random_normal
 
 CACHED_TOKENS, CHUNK_TOKENS = (150, 7), 96  # tokens of two rows in the cache; tokens of a row in a prefill
 LONG_CHUNK_TOKENS = 160  # tokens of a row in a prefill whose heads Hopper's kernel takes one by one
 # Tokens of the first row in the cache if kernels are compiled: several blocks and parts.
 MANY_CACHED_TOKENS = 5000
 MAX_EXPERTS = 4  # maximum experts in the check of a product
-
-
-class KernelCase(NamedTuple):
-    """A kernel with sizes of the engine.
-
-    sizes: description of the sizes.
-    reason: why programs do not use the kernel, whatever its check says; None if they would.
-    inputs: makes the arguments of `run` and of `reference`.
-    run: calls the kernel.
-    reference: computes the same result without it.
-    """
-
-    kernel: Kernel
-    sizes: str
-    reason: str | None
-    inputs: Callable[[], tuple[Any, ...]]
-    run: Callable[..., Any]
-    reference: Callable[..., Any]
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel.name} {self.sizes}"
 
 
 def kernel_cases(config: ModelConfig, params: Decoder, sizes: Sizes) -> Iterator[KernelCase]:
@@ -95,10 +75,7 @@ def kernel_cases(config: ModelConfig, params: Decoder, sizes: Sizes) -> Iterator
             yield from state_cases(mixer)
     yield from expert_cases(params, dtype)
     yield from weight_cases(params, dtype)
-
-
-def random_normal(seed: int, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-    return jax.random.normal(jax.random.key(seed), shape, dtype)
+    yield from code_cases(config, params, dtype)
 
 
 def attention_cases(
@@ -164,12 +141,6 @@ def attention_kernels(
 def expand_rank(rank: int, rows: Array, _: Array) -> tuple[Array, Array]:
     """Return latent rows as keys, and their first `rank` numbers as values."""
     return rows, rows[..., :rank]
-
-
-def must_interpret() -> bool:
-    """Return True on a CPU, which can only interpret a kernel."""
-    default: Any = jax.config.values["jax_default_device"] or jax.local_devices()[0]
-    return getattr(default, "platform", default) == "cpu"  # the setting may be a platform's name
 
 
 def attention_inputs(

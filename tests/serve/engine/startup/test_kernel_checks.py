@@ -25,8 +25,10 @@ from duetto.model.gpus import may_use_kernel
 from duetto.model.recurrent.kinds import DeltaNet, Mamba
 from duetto.model.sharding import make_axis_rules, make_shardings
 from duetto.model.transformer import Decoder, decoder_spec
-from duetto.model.weights import grouped_matmul, nibbles
+from duetto.model.weights import device_forms, grouped_matmul, nibbles
+from duetto.model.weights.code_tiles import CODE_PRODUCT_KERNEL, ROW_CODES_KERNEL
 from duetto.model.weights.compression.compress import quantize_params
+from duetto.model.weights.device_forms import DeviceForms, convert_to_device_forms
 from duetto.model.weights.fixed_tiles import with_fixed_tiles
 from duetto.serve.engine.startup import kernel_cases as cases_of
 from duetto.serve.engine.startup import kernel_checks, start
@@ -134,6 +136,18 @@ def test_products_of_four_bits_are_checked(hopper: None, monkeypatch: pytest.Mon
     products = [case for case in cases if case.kernel.name == "int4_product"]
     assert products
     assert {check_kernel_case(case).reason for case in products} == {""}
+
+
+def test_products_of_codes_are_checked(hopper: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_forms, "is_on_one_gpu", lambda params: True)
+    config, params = model(HEADS)
+    served = convert_to_device_forms(quantize_params(params, "int8"), DeviceForms(activations="int8"))
+    cases = [case for case in kernel_cases(config, served, SIZES) if "int8" in case.kernel.name]
+    assert {case.kernel for case in cases} == {ROW_CODES_KERNEL, CODE_PRODUCT_KERNEL}
+    assert any("silu" in case.sizes for case in cases)
+    for case in cases:
+        found = check_kernel_case(case)
+        assert found.reason == "" and found.difference is not None and found.difference < 0.01, case.name
 
 
 @pytest.mark.parametrize(

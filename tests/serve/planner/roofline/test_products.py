@@ -102,8 +102,8 @@ def test_fixed_products_are_alike_at_every_number_of_rows():
 @pytest.mark.extras
 @pytest.mark.usefixtures("greedy_only")
 def test_products_of_codes_read_less_than_three_quarters():
-    """A layer of 8B in decode, by the difference of two layers and one: no weight is copied, and at most
-    eight kernels code inputs and scale sums."""
+    """A layer of 8B in decode, by the difference of two layers and one: no weight is copied, sums are scaled
+    where they are made, and four kernels more quantise inputs. One product makes gate and up."""
 
     def layer_cost(**options: Any) -> tuple[float, int]:
         costs = []
@@ -118,7 +118,7 @@ def test_products_of_codes_read_less_than_three_quarters():
         return two - one, kernels - others
 
     (plain, kernels), (coded, more) = layer_cost(), layer_cost(quantization="int8", activations="int8")
-    assert coded < 0.75 * plain and kernels < more <= kernels + 8
+    assert coded < 0.72 * plain and (kernels, more) == (11, 14)
 
 
 def abstract_operands(target: str, rows: int, scheme: str) -> tuple[Any, Any, InputQuantised]:
