@@ -30,7 +30,7 @@ from .code_tiles import (
 from .compression.compress import CONTRACTED_AXES, place_replacement
 from .input_quantised import InputQuantised, RowCodes, quantise_rows, sum_code_products
 from .quant import Quantised
-from .schemes import ACTIVATION_SCHEMES
+from .schemes import ACTIVATION_SCHEMES, SCHEMES
 from .transposed import abstract_like
 
 T = TypeVar("T")
@@ -169,18 +169,27 @@ def multiply_codes_by_xla(
 
 
 def transpose_code_params(params: T, donate: bool = False) -> T:
-    """Return parameters, or ShapeDtypeStructs, with each `InputQuantised` as `TransposedCodes`.
+    """Return parameters, or ShapeDtypeStructs, with each `InputQuantised` of 8 bits as `TransposedCodes`.
 
     With `donate` each weight is deleted when its copy is ready.
     """
 
     def transpose_leaf(path: str, weight: Any) -> Any:
-        if not isinstance(weight, InputQuantised) or isinstance(weight, TransposedCodes):
+        if not can_transpose_codes(weight):
             return weight
         inputs = len(CONTRACTED_AXES[path.rpartition(".")[2]])
         return place_replacement(weight, transpose_codes(weight, inputs), donate)
 
     return map_by_path(params, InputQuantised, transpose_leaf)
+
+
+def can_transpose_codes(weight: Any) -> bool:
+    """Return True for an `InputQuantised` of 8-bit codes that is not transposed yet."""
+    return (
+        isinstance(weight, InputQuantised)
+        and not isinstance(weight, TransposedCodes)
+        and SCHEMES[weight.weight.scheme].codes_per_byte == 1
+    )
 
 
 def transpose_codes(weight: InputQuantised, inputs: int) -> TransposedCodes:

@@ -20,7 +20,12 @@ from duetto.model.weights.device_forms import DeviceForms, convert_to_device_for
 from duetto.model.weights.input_quantised import InputQuantised, RowCodes, quantise_rows
 from duetto.model.weights.quant import Quantised, quantise_weight
 from duetto.model.weights.schemes import ACTIVATION_SCHEMES
-from duetto.model.weights.transposed_codes import TransposedCodes, return_row, transpose_codes
+from duetto.model.weights.transposed_codes import (
+    TransposedCodes,
+    return_row,
+    transpose_code_params,
+    transpose_codes,
+)
 
 INT8 = ACTIVATION_SCHEMES["int8"]
 
@@ -148,6 +153,14 @@ def test_one_gpu_has_weights_by_outputs(monkeypatch: pytest.MonkeyPatch):
     assert jax.tree.structure(convert_to_device_forms(shapes, forms)) == jax.tree.structure(served)
     jax.tree.map(np.testing.assert_array_equal, restore_params(served), plain)
     assert restore_params(convert_to_device_forms(shapes, forms)) == shapes
+
+
+def test_codes_of_4_bits_stay_as_they_are():
+    narrow = quantise_weight(random(64, 32, dtype=jnp.float32), (-2,), "int4")
+    assert narrow is not None
+    tree = {"layers": {"0": {"ffn": {"up": InputQuantised(narrow), "down": weight((32, 64), (-2,))}}}}
+    ffn = transpose_code_params(tree)["layers"]["0"]["ffn"]
+    assert type(ffn["up"]) is InputQuantised and type(ffn["down"]) is TransposedCodes
 
 
 def test_wide_products_and_other_rows_have_no_kernel():
