@@ -22,6 +22,7 @@ import jax
 
 from benchmarks.gpu.attention import bench_attention
 from benchmarks.gpu.checks import bench_checks
+from benchmarks.gpu.eight_bits import bench_eight_bits
 from benchmarks.gpu.estimates import bench_classes, bench_estimates, bench_options
 from benchmarks.gpu.peers import bench_peers
 from benchmarks.gpu.programs import bench_decode, bench_kernels, bench_prefill, bench_reference, bench_steps
@@ -32,6 +33,7 @@ from duetto.model.gpus import gpu_from_device
 from duetto.serve.host.devices import default_device
 
 PARTS: dict[str, Callable[[Run], Iterator[Row]]] = {
+    "eight_bits": bench_eight_bits,
     "checks": bench_checks,
     "decode": bench_decode,
     "prefill": bench_prefill,

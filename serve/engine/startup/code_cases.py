@@ -41,9 +41,8 @@ def code_cases(config: ModelConfig, params: Decoder, dtype: Any) -> Iterator[Ker
     """Yield the kernels of products that quantise their input; each size once."""
     found = paths_and_leaves(drop_lora(params), TransposedCodes)
     weights = [w for _, w in found if isinstance(w, TransposedCodes) and w.activations == "int8"]
-    dense = {
-        kind.ffn for kind in config.layers if isinstance(kind.ffn, Dense) and kind.ffn.activation != "gelu"
-    }
+    kinds = dict.fromkeys(kind.ffn for kind in config.layers if isinstance(kind.ffn, Dense))
+    dense = [ffn for ffn in kinds if ffn.activation != "gelu"]
     for inner in dict.fromkeys(prod(w.inputs) for w in weights):
         yield from row_codes_cases(inner, "", return_row, 1, dtype)
         for ffn in dense:
