@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -81,17 +82,33 @@ def parameter_groups(names: Mapping[str, Stored], config: ModelConfig) -> list[P
 
     names: storage of each parameter, by our path; `{}` is the layer's number.
     """
-    leaves = leaves_by_path(decoder_spec(config))
+    leaves, numbers = leaves_by_path(decoder_spec(config)), stored_layer_numbers(config)
     by_name: dict[str, list[Parameter]] = {}
     for path, spec in leaves.items():
         stored = names[re.sub(r"\b\d+\b", "{}", path)]
         number = re.search(r"\b\d+\b", path)
-        name = stored.name.replace("{}", number[0], 1) if number else stored.name
+        name = number_layer(stored.name, numbers[int(number[0])]) if number else stored.name
         by_name.setdefault(name, []).append(Parameter(path, spec, stored))
     return [
         ParameterGroup(tuple(members), parameter_tensor_names(name, members[0]))
         for name, members in by_name.items()
     ]
+
+
+def stored_layer_numbers(config: ModelConfig) -> list[dict[str, int]]:
+    """Return what stands for each layer in the names of tensors (see Stored), and its number."""
+    counts = (1 if kind.ffn is None else 2 for kind in config.layers)
+    blocks = accumulate(counts, initial=0)
+    return [
+        {"{mixer}": block, "{ffn}": block + 1, "{}": i}
+        for i, block in zip(range(config.num_layers), blocks, strict=False)
+    ]
+
+
+def number_layer(name: str, numbers: Mapping[str, int]) -> str:
+    """Put a layer's number into the name of a tensor. A `{}` after it is an expert's number, and stays."""
+    mark = next(mark for mark in numbers if mark in name)
+    return name.replace(mark, str(numbers[mark]), 1)
 
 
 def parameter_tensor_names(name: str, parameter: Parameter) -> tuple[str, ...]:

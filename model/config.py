@@ -65,6 +65,7 @@ class Experts:
     # of the inputs of router, experts and shared expert, and of the outputs of the latter two (Gemma 4)
     norms: NormKind | None = None
     clamp: float | None = None  # of clamped_silu
+    gated: bool = True  # the experts, and the shared expert
 
     @property
     def inner_size(self) -> int:
@@ -79,12 +80,12 @@ class Experts:
     @property
     def expert_ffn(self) -> Dense:
         """Return the feed-forward layer of one expert."""
-        return Dense(self.size, self.activation, bias=self.bias, clamp=self.clamp)
+        return Dense(self.size, self.activation, self.gated, self.bias, self.clamp)
 
     @property
     def shared_ffn(self) -> Dense:
         """Return the feed-forward layer of the shared expert."""
-        return Dense(self.shared, self.activation, output_gate=self.shared_gate)
+        return Dense(self.shared, self.activation, self.gated, output_gate=self.shared_gate)
 
     def __post_init__(self):
         if not 0 < self.active <= self.count:

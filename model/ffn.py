@@ -27,6 +27,11 @@ class FFN:
     down_bias: Any = None  # [D]
     output_gate: Any = None  # [D]
 
+    @property
+    def matrices(self) -> tuple[Any, ...]:
+        """Return the projections that there are."""
+        return tuple(w for w in (self.gate, self.up, self.down) if w is not None)
+
 
 def ffn_spec(c: Dense, D: int, depth: int) -> FFN:
     """Return the specs of one feed-forward layer in a model of `depth` layers."""

@@ -15,7 +15,8 @@ ArrayShape = tuple[int, ...]
 class Stored:
     """Storage of a parameter.
 
-    name: of the tensor; `{}` is the layer's number.
+    name: of the tensor; `{}` is the layer's number. In files that number a layer's mixer and its feed-forward
+        layer one after the other, `{mixer}` or `{ffn}` is that number.
     axes: "stored->ours" in the letters of the einsums.
 
     Stored axes are separated by commas, and letters together are one merged axis. "NH,D->DNH" is a query

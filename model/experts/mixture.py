@@ -186,7 +186,7 @@ class ExpertWeights(Protocol):
 def has_expert_kernel(f: FFN, dtype: Any) -> bool:
     """Return True if a GPU kernel multiplies rows of this dtype with these experts, instead of
     `run_experts_tiled`."""
-    weights = f.gate, f.up, f.down
+    weights = f.matrices
     shapes = [
         shape for w in weights for shape in (w.ragged_dot_shapes if isinstance(w, Weight) else (w.shape,))
     ]
@@ -196,7 +196,7 @@ def has_expert_kernel(f: FFN, dtype: Any) -> bool:
 
 def has_cpu_expert_kernel(f: FFN, dtype: Any) -> bool:
     """Return True if duetto's own CPU kernels multiply rows of this dtype with these experts."""
-    weights = (w.base if isinstance(w, PerRowWeight) else w for w in (f.gate, f.up, f.down))
+    weights = (w.base if isinstance(w, PerRowWeight) else w for w in f.matrices)
     return all(isinstance(w, Packed) and w.can_multiply(dtype, dtype) for w in weights)
 
 
@@ -263,7 +263,8 @@ def run_experts_ragged(
         return out if bias is None else out + bias[expert]
 
     rows = x[tokens]
-    gate, up = multiply_rows(rows, f.gate, f.gate_bias), multiply_rows(rows, f.up, f.up_bias)
+    gate = None if f.gate is None else multiply_rows(rows, f.gate, f.gate_bias)
+    up = multiply_rows(rows, f.up, f.up_bias)
     out = multiply_rows(activate(c.expert_ffn, gate, up), f.down, f.down_bias)
     return out[jnp.argsort(order)].reshape(*chosen.shape, -1)
 

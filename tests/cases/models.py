@@ -68,7 +68,7 @@ RANDOM = {
             ),
             LayerKind(
                 GroupedQuery(6, 2, 8, None, qk_norm=NormKind("layer"), qk_norm_over="each head"),
-                Experts(4, 2, 24, shared=24, shared_gate=True),
+                Experts(4, 2, 24, "relu2", shared=24, shared_gate=True, gated=False),
             ),
         ),
         norm=NormKind("layer"), parallel="one norm", residual_scale=0.7, logit_scale=0.8, head_bias=True,

@@ -44,7 +44,7 @@ MODELS = {
                 GroupedQuery(4, 2, 16),
                 Experts(8, 2, 24, groups=4, active_groups=2, shared=24, correction=True, scoring="sigmoid"),
             ),
-            LayerKind(GroupedQuery(4, 2, 16), Experts(4, 2, 24)),
+            LayerKind(GroupedQuery(4, 2, 16), Experts(4, 2, 24, "relu2", gated=False)),
         ),
     ),
     "parallel": replace(

@@ -36,6 +36,7 @@ from duetto.model.weights.grouped_matmul import choose_expert_kernel, grouped_pr
 
 PLAIN = Experts(5, 2, 64)
 BIASED = Experts(5, 3, 128, "clamped_silu", bias=True, clamp=7.0)
+UNGATED = Experts(5, 2, 64, "relu2", gated=False)
 D = 64
 
 
@@ -74,7 +75,8 @@ def both_products(f: FFN, c: Experts, x: jax.Array, chosen: jax.Array) -> tuple[
 
 
 @pytest.mark.parametrize(
-    "c, count, among", [(PLAIN, 40, 4), full(PLAIN, 64, 5), (BIASED, 1, 5), (BIASED, 43, 3)]
+    "c, count, among",
+    [(PLAIN, 40, 4), full(PLAIN, 64, 5), (BIASED, 1, 5), (BIASED, 43, 3), (UNGATED, 33, 4)],
 )
 def test_products_of_sorted_rows_are_those_of_tiles(c: Experts, count: int, among: int):
     """Also where experts have no tokens."""
@@ -137,6 +139,7 @@ def matrices(D: int, F: int, dtype: Any = jnp.bfloat16) -> FFN:
 def test_the_kernel_takes_types_and_sizes_that_blocks_divide(there: None):
     assert has_expert_kernel(matrices(64, 192), jnp.bfloat16)
     assert has_expert_kernel(matrices(64, 192, jnp.float16), jnp.float16)
+    assert has_expert_kernel(replace(matrices(64, 192), gate=None), jnp.bfloat16)
     assert not has_expert_kernel(matrices(64, 96), jnp.bfloat16)
     assert not has_expert_kernel(matrices(96, 64), jnp.bfloat16)
     assert not has_expert_kernel(matrices(64, 64), jnp.float32)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.trained import MODELS
-from cases.weights import MIXED, PRODUCTS, drawn, random
+from cases.weights import EXPERTS, MIXED, PRODUCTS, drawn, random
 from jax.sharding import SingleDeviceSharding
 from suite.marks import full
 
@@ -41,6 +41,7 @@ from duetto.model.weights.transposed import Transposed, transpose_params, transp
 
 pytestmark = pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
 LEADING = {"q": 1, "o": 2, "down": 1}
+UNGATED = replace(EXPERTS, activation="relu2", gated=False)
 ISA = next(iter(load_library().isas), "")
 
 
@@ -150,11 +151,12 @@ def test_rows_of_experts_have_the_bits_of_a_product_alone(scheme: Any, dtype: An
 
 @pytest.mark.parametrize("dtype", [full(jnp.bfloat16), jnp.float32])
 def test_a_mixture_with_packed_experts_is_that_of_the_arrays(dtype: Any):
-    params = drawn(decoder_spec(MIXED), dtype)
+    config = replace(MIXED, layers=(*MIXED.layers, replace(MIXED.layers[0], ffn=UNGATED)))
+    params = drawn(decoder_spec(config), dtype)
     served = pack_params(params, ISA)
     x = random(2, 5, 64).astype(dtype)
-    for i in (1, 2):
-        kind, plain, own = MIXED.layers[i].ffn, params.layers[i].ffn, served.layers[i].ffn
+    for i in (1, 2, 3):
+        kind, plain, own = config.layers[i].ffn, params.layers[i].ffn, served.layers[i].ffn
         assert isinstance(kind, Experts) and isinstance(plain, MoE) and isinstance(own, MoE)
         assert has_cpu_expert_kernel(own.experts, dtype) and not has_cpu_expert_kernel(plain.experts, dtype)
         run = jax.jit(partial(run_moe, c=kind))

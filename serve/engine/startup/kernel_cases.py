@@ -296,7 +296,7 @@ def expert_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
     cases: dict[str, KernelCase] = {}
     layers = jax.tree.leaves(drop_lora(params), is_leaf=lambda x: isinstance(x, MoE))
     experts = [layer.experts for layer in layers if isinstance(layer, MoE)]
-    for w in (w for f in experts for w in (f.gate, f.up, f.down)) if dtype.itemsize == 2 else ():
+    for w in (w for f in experts for w in f.matrices) if dtype.itemsize == 2 else ():
         weight = jax.tree.map(shape_per_device, w)
         shapes = weight.ragged_dot_shapes if isinstance(weight, Weight) else (weight.shape,)
         new_cases = [case for shape in shapes for case in expert_matrix_cases(shape, dtype)]

@@ -56,7 +56,9 @@ def run_experts(
 ) -> Float[Array, "tokens A D"]:
     """Run each token through each of its experts by a kernel."""
     weights = {name: getattr(ffn, name) for name in EXPERT_NAMES if target}
-    packed = {name: pack_weight(name, w, target, is_expert=True) for name, w in weights.items()}
+    packed = {
+        name: pack_weight(name, w, target, is_expert=True) for name, w in weights.items() if w is not None
+    }
     return run_experts_ragged(replace(ffn, **packed), c, x, chosen)
 
 
