@@ -47,10 +47,19 @@ class ParameterGroup:
         """Return the shape of each stored tensor."""
         return stored_shape([(p.stored, p.spec.shape) for p in self.parameters])
 
+    @property
+    def blocks(self) -> dict[str, int]:
+        """Return the possible numbers of blocks of a joined axis: digits, and the sizes of the parameters'
+        axes by letter."""
+        digits = {digit: int(digit) for p in self.parameters for digit in re.findall(r"[2-9]", p.stored.axes)}
+        sizes = (zip(p.stored.our_axes, p.spec.shape, strict=True) for p in self.parameters)
+        return digits | {letter: size for pairs in sizes for letter, size in pairs}
+
     def tensor_views(self, arrays: Sequence[np.ndarray], i: int) -> JoinedViews:
         """Return the views of the parameters' arrays that the i-th tensor stores."""
+        blocks = self.blocks
         views = (
-            p.stored.view(array[i] if p.stored.is_stacked else array)
+            p.stored.view(array[i] if p.stored.is_stacked else array, blocks)
             for p, array in zip(self.parameters, arrays, strict=True)
         )
         return JoinedViews(tuple(views), self.parameters[0].stored.is_interleaved)
@@ -80,15 +89,19 @@ def slice_axis(array: Any, axis: int, start: int, end: int, stride: int) -> Any:
 def parameter_groups(names: Mapping[str, Stored], config: ModelConfig) -> list[ParameterGroup]:
     """Return all parameters of a model, grouped by tensor, in the order of the tree's leaves.
 
-    names: storage of each parameter, by our path; `{}` is the layer's number.
+    names: storage of each parameter, by our path; `{}` is the layer's number. A tensor joins parameters in
+        their order in this table.
     """
     leaves, numbers = leaves_by_path(decoder_spec(config)), stored_layer_numbers(config)
+    order = {path: i for i, path in enumerate(names)}
     by_name: dict[str, list[Parameter]] = {}
     for path, spec in leaves.items():
-        stored = names[re.sub(r"\b\d+\b", "{}", path)]
+        stored = names[pattern_of(path)]
         number = re.search(r"\b\d+\b", path)
         name = number_layer(stored.name, numbers[int(number[0])]) if number else stored.name
         by_name.setdefault(name, []).append(Parameter(path, spec, stored))
+    for members in by_name.values():
+        members.sort(key=lambda p: order[pattern_of(p.path)])
     return [
         ParameterGroup(tuple(members), parameter_tensor_names(name, members[0]))
         for name, members in by_name.items()
@@ -109,6 +122,11 @@ def number_layer(name: str, numbers: Mapping[str, int]) -> str:
     """Put a layer's number into the name of a tensor. A `{}` after it is an expert's number, and stays."""
     mark = next(mark for mark in numbers if mark in name)
     return name.replace(mark, str(numbers[mark]), 1)
+
+
+def pattern_of(path: str) -> str:
+    """Return a parameter's path with `{}` in place of the layer's number."""
+    return re.sub(r"\b\d+\b", "{}", path)
 
 
 def parameter_tensor_names(name: str, parameter: Parameter) -> tuple[str, ...]:

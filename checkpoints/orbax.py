@@ -111,8 +111,11 @@ def read_orbax_dtype(path: str | Path) -> np.dtype:
     """Return the dtype of the parameters that are not quantised, without reading any. Raises
     CheckpointError."""
     folder = Path(path)
-    read_manifest(folder)
-    return np.dtype(read_orbax_metadata(folder.absolute() / PARAMS_FOLDER)["norm.gain"].dtype)
+    records = read_manifest(folder).records
+    stored = read_orbax_metadata(folder.absolute() / PARAMS_FOLDER)
+    plain = [path for path in stored if not any(path.startswith(f"{record}.") for record in records)]
+    path = next(path for path in ("norm.gain", *plain, *stored) if path in stored)
+    return np.dtype(stored[path].dtype)
 
 
 def read_orbax_metadata(store: Path) -> dict[str, Any]:

@@ -20,19 +20,24 @@ from .pages import KVCache
 
 
 def sampling_sharding(params: EngineParams) -> Sharding:
-    """Return the replicated sharding over the devices that sample tokens. These have the last norm: all
-    devices, or a pipeline's last stage."""
-    return replicated_sharding(target_params(params).norm.gain.sharding)
+    """Return the replicated sharding over the devices that sample tokens. These have the last layer's mixers:
+    all devices, or a pipeline's last stage."""
+    return replicated_sharding(last_sharding(params))
+
+
+def last_sharding(params: EngineParams) -> Sharding:
+    """Return the sharding of an array of the last layer's mixers."""
+    return target_params(params).layers[-1].any_mixer_leaf.sharding
 
 
 def slot_sharding(params: EngineParams, shards: int) -> Sharding:
     """Return the sharding of arrays whose first axis is the slots: replicated, or split over the
     data-parallel shards."""
-    norm_sharding = target_params(params).norm.gain.sharding
+    sharding = last_sharding(params)
     return (
-        auto_sharding(norm_sharding, PartitionSpec(DATA_AXIS))
-        if isinstance(norm_sharding, NamedSharding) and shards > 1
-        else replicated_sharding(norm_sharding)
+        auto_sharding(sharding, PartitionSpec(DATA_AXIS))
+        if isinstance(sharding, NamedSharding) and shards > 1
+        else replicated_sharding(sharding)
     )
 
 
@@ -59,13 +64,11 @@ def cache_shardings(layers: Sequence[LayerKind], params: EngineParams, shards: i
 
     def pool_sharding(mixer: Mixer, layer: Any) -> Any:
         """Return the sharding of a mixer's pool: heads as in the weight that makes them, pages by shard."""
-        norm_sharding, weight = layer.any_norm.gain.sharding, mixer.cache_sharding_weight
+        sharding, weight = layer.any_mixer_leaf.sharding, mixer.cache_sharding_weight
         axes = weight_head_axes(getattr(layer.mixer_params(mixer), weight)) if weight else None
-        if shards > 1 and isinstance(norm_sharding, NamedSharding):
-            return auto_sharding(norm_sharding, PartitionSpec(axes, DATA_AXIS))
-        return (
-            auto_sharding(norm_sharding, PartitionSpec(axes)) if axes else replicated_sharding(norm_sharding)
-        )
+        if shards > 1 and isinstance(sharding, NamedSharding):
+            return auto_sharding(sharding, PartitionSpec(axes, DATA_AXIS))
+        return auto_sharding(sharding, PartitionSpec(axes)) if axes else replicated_sharding(sharding)
 
     def mixer_shardings(has: Callable[[Mixer], Any]) -> tuple[Any, ...]:
         """Return for each layer the sharding of its first mixer for which `has` holds, or None."""

@@ -55,7 +55,7 @@ def check_pipeline_stages(params: Decoder, spans: Sequence[range]) -> None:
         )
     ends = {"embed": (params.embed, 0), "norm": (params.norm, -1), "head": (params.head, -1)}
     for name, (part, stage) in ends.items():
-        if tree_devices(part) != stage_devices[stage]:
+        if tree_devices(part) not in (frozenset(), stage_devices[stage]):
             which = "first" if stage == 0 else "last"
             raise ValueError(f"parameter {name} must lie on the devices of the {which} layer of a pipeline")
 
@@ -63,7 +63,7 @@ def check_pipeline_stages(params: Decoder, spans: Sequence[range]) -> None:
 def has_separate_ffn(params: EngineParams) -> bool:
     """True if FFN layers are on other devices than the rest (AFD)."""
     return any(
-        tree_devices(layer.ffn) - tree_devices(layer.any_norm) for layer in target_params(params).layers
+        tree_devices(layer.ffn) - tree_devices(layer.any_mixer_leaf) for layer in target_params(params).layers
     )
 
 

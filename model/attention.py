@@ -11,9 +11,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery, NormKind
-from .layers import Norm, NormWeight, add_bias, apply_softcap, einsum, einsums, normalise, prevent_fma
+from .layers import (
+    add_bias,
+    apply_softcap,
+    clip_to_magnitude,
+    einsum,
+    einsums,
+    normalise,
+    prevent_fma,
+    wrap_gain,
+)
 from .recurrent.states import Recurrence, RecurrentInputs, empty_recurrent_state
-from .rope import RotaryFactors, rotate_heads
+from .rope import RotaryFactors, apply_query_growth, rotate_heads
 from .tree import Spec, pytree, static
 
 MASK_VALUE = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
@@ -366,7 +375,7 @@ def run_attention(
     attention = AttentionParams(
         scale, c.window, c.softcap, w.sinks, chunked=c.chunked, num_kv_heads=c.num_kv_heads
     )
-    q, k, v = project_qkv(w, x)
+    q, k, v = (clip_to_magnitude(y, c.clip) for y in project_qkv(w, x))
     v = v if c.value_norm is None or v is None else normalise(v, wrap_gain(w.v_norm), c.value_norm)
     fused_attend = attend if has_fusible_rope(c) and isinstance(attend, FusedRopeAttend) else None
     if (
@@ -409,21 +418,11 @@ def has_fusible_rope(c: GroupedQuery) -> bool:
     return in_halves and c.qk_norm_over == "head" and not c.norm_after_rope and not c.kv_layers_back
 
 
-def apply_query_growth(q: Float[Array, "B T N H"], rotary: RotaryFactors | None) -> Float[Array, "B T N H"]:
-    """Scale queries by the growth of their positions (Llama 4), if there is one."""
-    return q if rotary is None or rotary.growth is None else q * rotary.growth.astype(q.dtype)
-
-
 def norm_heads(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[Array, "B T heads H"]:
     """Norm queries or keys as the layer says, over each head or over all heads."""
     if c.qk_norm is None:
         return x
     return normalise(x, wrap_gain(gain), c.qk_norm, (-2, -1) if c.qk_norm_over == "all heads" else -1)
-
-
-def wrap_gain(gain: Any) -> Norm | NormWeight:
-    """Return a gain as something that norms: wrap an array in a `Norm`."""
-    return gain if isinstance(gain, NormWeight) else Norm(gain)
 
 
 def group_queries(q: Float[Array, "B T N H"], kv_heads: int) -> Float[Array, "B T K G H"]:

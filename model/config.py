@@ -167,6 +167,7 @@ class ModelConfig:
     has_head: bool = True  # False: no output matrix, the decoder makes embeddings
     head_bias: bool = False
     learned_positions: bool = False
+    position_offset: int = 0  # row of the first position among the learned ones
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None

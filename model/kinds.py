@@ -43,6 +43,7 @@ class GroupedQuery:
     chunked: bool = False  # keys before the last multiple of the window are hidden (Llama 4)
     softcap: float | None = None  # scores are softcap * tanh(scores / softcap) (Gemma 2, arXiv 2408.00118)
     bias: bool = False  # of queries, keys and values
+    clip: float | None = None  # largest magnitude of projected queries, keys and values
     output_bias: bool = False
     qk_norm: NormKind | None = None  # of queries and keys
     # what one norm spans: a head, with one gain for all heads; a head, each with its own gain; all heads

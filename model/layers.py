@@ -243,6 +243,11 @@ def normalise(
     return add_bias(apply_gain(normed, w.gain, kind, x.dtype), w.bias)
 
 
+def wrap_gain(gain: Any) -> Norm | NormWeight:
+    """Return a gain as something that norms: wrap an array in a `Norm`."""
+    return gain if isinstance(gain, NormWeight) else Norm(gain)
+
+
 def apply_gain(
     normed: Float[Array, "*rows D"], gain: Float[Array, "..."] | None, kind: NormKind, dtype: Any
 ) -> Float[Array, "*rows D"]:
@@ -272,6 +277,11 @@ def prevent_fma(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def apply_softcap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """Bound values to (-cap, cap) by tanh, if there is a cap."""
     return x if cap is None else prevent_fma(cap * jnp.tanh(x / cap))
+
+
+def clip_to_magnitude(x: Any, limit: float | None) -> Any:
+    """Clip an array to numbers of at most this magnitude, if there are an array and a limit."""
+    return x if x is None or limit is None else jnp.clip(x, -limit, limit)
 
 
 def apply_scale(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:

@@ -133,6 +133,11 @@ def compute_query_growth(positions: Int[Array, "B T"], rope: Rope) -> Float32[Ar
     return 1 + rope.query_growth * jnp.log1p(times)[..., None, None]
 
 
+def apply_query_growth(q: Float[Array, "B T N H"], rotary: RotaryFactors | None) -> Float[Array, "B T N H"]:
+    """Scale queries by the growth of their positions (Llama 4), if there is one."""
+    return q if rotary is None or rotary.growth is None else q * rotary.growth.astype(q.dtype)
+
+
 def cosine_and_sine(angles: Angles, scale: float) -> tuple[Angles, Angles]:
     """Return the cosine and sine of angles, scaled."""
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale

@@ -74,9 +74,9 @@ class Layer:
         return self.attention if mixer.state_shapes is None else self.recurrent
 
     @property
-    def any_norm(self) -> Norm | NormWeight:
-        """Return a norm of the layer. All are replicated on its devices."""
-        return next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm is not None)
+    def any_mixer_leaf(self) -> Any:
+        """Return an array of a mixer. It is on the devices of the mixers and of all norms."""
+        return jax.tree.leaves((self.attention, self.recurrent))[0]
 
 
 @pytree
@@ -91,7 +91,7 @@ class Decoder:
     layers: tuple[Layer, ...]
     norm: Any  # Norm; a pipeline stage has None for what is on another stage
     head: Any = None  # [V,D]
-    positions: Any = None  # [max_position,D], if positions are learned
+    positions: Any = None  # [position_offset+max_position,D], if positions are learned
     head_bias: Any = None  # [V]
     inputs: PerLayerEmbedding | None = None
     encoder: Any = None  # parameters of `ModelConfig.encoder`
@@ -121,11 +121,17 @@ def decoder_spec(c: ModelConfig) -> Decoder:
         layers=tuple(specs[kind] for kind in c.layers),
         norm=norm_spec(c.norm, D),
         head=Spec((V, D), ("vocab", "model")) if c.has_head and not c.tied_embeddings else None,
-        positions=Spec((c.max_position, D), ("position", "model")) if c.learned_positions else None,
+        positions=position_spec(c),
         head_bias=Spec((V,), ("vocab",), scale=0.0) if c.has_head and c.head_bias else None,
         inputs=per_layer_embedding_spec(c),
         encoder=None if c.encoder is None else c.encoder.spec(),
     )
+
+
+def position_spec(c: ModelConfig) -> Spec | None:
+    """Return the spec of learned positions, if there are any."""
+    shape = c.max_position + c.position_offset, c.hidden_size
+    return Spec(shape, ("position", "model")) if c.learned_positions else None
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,10 @@ def embed_tokens(
     """Return the embeddings of tokens, or those in their place, learned positions included."""
     x = apply_scale(lookup_embedding(params.embed, tokens), c.embedding_scale)
     x = insert_embeddings(x, embeddings)
-    return x if params.positions is None else x + params.positions[positions]
+    if params.positions is None:
+        return x
+    rows = positions + c.position_offset if c.position_offset else positions
+    return x + params.positions[rows]
 
 
 def lookup_embedding(matrix: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

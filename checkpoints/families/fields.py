@@ -61,6 +61,20 @@ def layer_count(raw: Raw, name: str, default: Any = REQUIRED) -> Any:
     return integer(raw, name, default, MAX_LAYERS)
 
 
+def with_common_names(raw: Raw, names: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+    """Return the fields with integers under the names that families have in common.
+
+    names: the family's own name, and the default, by the common name, which counts where the former is
+        absent.
+    """
+    limits = {"num_hidden_layers": MAX_LAYERS}
+    stated = {
+        common: integer(raw, present_name(raw, own, common), default, limits.get(common, MAX_COUNT))
+        for common, (own, default) in names.items()
+    }
+    return {**raw, **stated}
+
+
 def expert_count(raw: Raw, name: str, default: Any = REQUIRED) -> Any:
     """Return a number of experts, or the default."""
     return integer(raw, name, default, MAX_EXPERTS)

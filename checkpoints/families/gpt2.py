@@ -1,8 +1,8 @@
 """GPT-2 (Radford et al., 2019): learned positions, layer norms, plain feed-forward layers, matrices stored
 (in, out)."""
 
-from ...model.config import Dense, GroupedQuery, LayerKind, ModelConfig, NormKind
-from . import fields
+from ...model.config import Dense, GroupedQuery, LayerKind, ModelConfig
+from . import fields, parts
 from .family import Family
 from .storage import Stored
 
@@ -30,37 +30,47 @@ NAMES = {
     "norm.bias": Stored("transformer.ln_f.bias", "D->D"),
     "head": Stored("lm_head.weight", "V,D->VD"),
 }
+SIZES = {
+    "hidden_size": ("n_embd", 768),
+    "num_attention_heads": ("n_head", 12),
+    "num_hidden_layers": ("n_layer", 12),
+    "max_position_embeddings": ("n_positions", 1024),
+    "vocab_size": ("vocab_size", 50257),
+}
 MASKS = r"transformer\.h\.\d+\.attn\.(masked_)?bias"
 
 
 def parse_config(raw: fields.Raw) -> ModelConfig:
     """Read the fields of a `config.json`. Absent ones have the defaults of transformers' GPT2Config."""
-    for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        fields.allow_only(raw, name, False)
-    hidden, heads = fields.integer(raw, "n_embd", 768), fields.integer(raw, "n_head", 12)
+    fields.allow_only(raw, "scale_attn_by_inverse_layer_idx", False)
+    return model_config(raw, "gelu_new")
+
+
+def model_config(raw: fields.Raw, activation: str, kv_heads: int | None = None) -> ModelConfig:
+    """Return a model of GPT-2's layers.
+
+    activation: default of `activation_function`.
+    kv_heads: number of key heads; None: all heads.
+    """
+    fields.allow_only(raw, "add_cross_attention", False)
+    raw = fields.with_common_names(raw, SIZES)
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     if hidden % heads:
         raise ValueError(f"n_embd {hidden} is not a multiple of n_head {heads}")
     is_scaled = fields.flag(raw, "scale_attn_weights", True)
     attention = GroupedQuery(
         heads,
-        heads,
+        kv_heads or heads,
         hidden // heads,
         rope=None,
         scale=None if is_scaled else 1.0,
         bias=True,
         output_bias=True,
     )
-    activation = fields.activation(raw, "activation_function", "gelu_new")
-    ffn = Dense(fields.integer(raw, "n_inner", 4 * hidden), activation, gated=False, bias=True)
-    return ModelConfig(
-        vocab_size=fields.integer(raw, "vocab_size", 50257),
-        hidden_size=hidden,
-        layers=(LayerKind(attention, ffn),) * fields.layer_count(raw, "n_layer", 12),
-        max_position=fields.integer(raw, "n_positions", 1024),
-        norm=NormKind("layer", fields.number(raw, "layer_norm_epsilon", 1e-5), bias=True),
-        tied_embeddings=fields.flag(raw, "tie_word_embeddings", True),
-        learned_positions=True,
-    )
+    inner_size = fields.integer(raw, "n_inner", 4 * hidden)
+    ffn = Dense(inner_size, fields.activation(raw, "activation_function", activation), gated=False, bias=True)
+    norm = parts.layer_norm_config(raw, "layer_norm_epsilon")
+    return parts.model_config(raw, LayerKind(attention, ffn), 1024, norm, tied=True, learned_positions=True)
 
 
 FAMILY = Family(parse_config, NAMES, (MASKS,))

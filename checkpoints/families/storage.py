@@ -2,13 +2,15 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 ArrayShape = tuple[int, ...]
+NO_BLOCKS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class Stored:
     projection: a matrix [N*H, D] that is kept as [D, N, H].
     Parameters with the same name share a tensor, joined along the axis in brackets. "[NH],D->DNH" and
     "[KH],D->DKH" are parts of [N*H + K*H, D]; "N[H],R->RNH" and "N[U],R->RNU" of [N*(H + U), R].
+    A letter of another parameter, or a digit, before the bracket counts blocks of the joined axis, each of
+    which joins parts of all parameters: with "K[H],D->DKH", "K[NH],D->DNH" stores the queries of each key
+    head before its key; "4[NH],D->DNH" has four blocks.
     "<F>" interleaves them: even columns are the first parameter's, odd ones the second's.
     A letter of ours alone is a second `{}` in the name, the expert's number: "F,D->EDF". "1" is a stored axis
     of size 1 that ours lack: "1,E->E".
@@ -58,20 +63,22 @@ class Stored:
 
     def stored_sizes(self, shape: ArrayShape) -> list[int]:
         """Return the sizes of the stored axes as far as a parameter of this shape fills them."""
-        sizes = {"1": 1} | dict(zip(self.our_axes, shape, strict=True))
-        return [math.prod(sizes[letter] for letter in group) for group in self.axis_groups]
+        sizes = dict(zip(self.our_axes, shape, strict=True))
+        return [math.prod(sizes.get(letter, 1) for letter in group) for group in self.axis_groups]
 
-    def view(self, array: np.ndarray) -> np.ndarray:
+    def view(self, array: np.ndarray, blocks: Mapping[str, int] = NO_BLOCKS) -> np.ndarray:
         """View our parameter, or one of its experts, as [before, joined, after] in the stored order. No copy
-        is made."""
+        is made.
+
+        blocks: numbers of blocks by their letter or digit; 1 for those that are absent.
+        """
         letters = self.our_axes[self.is_stacked :]
-        sizes = {"1": 1} | dict(zip(letters, array.shape, strict=True))
+        sizes = {**blocks, **dict(zip(letters, array.shape, strict=True))}
         transposed = array.transpose(
-            [letters.index(letter) for letter in "".join(self.axis_groups) if letter != "1"]
+            [letters.index(letter) for letter in "".join(self.axis_groups) if letter in letters]
         )
-        view = transposed.reshape(
-            [math.prod(sizes[letter] for letter in letters) for letters in self.view_axes]
-        )
+        before, _, after = (math.prod(sizes.get(letter, 1) for letter in axes) for axes in self.view_axes)
+        view = transposed.reshape([before, array.size // (before * after), after])
         assert np.may_share_memory(view, array), f"{self.axes}: axes that are merged do not lie side by side"
         return view
 

@@ -17,6 +17,7 @@ import numpy as np
 from ...model.tree import Spec
 from ...model.weights.compression.compress import contracted_axes
 from ...model.weights.quant import LOST_CODES, Quantised, find_lost_codes
+from ..families.storage import NO_BLOCKS
 from ..layout import Parameter, ParameterGroup
 from ..tensors import CheckpointError, JoinedViews, TensorSource, empty_aligned, read_into_views
 
@@ -232,8 +233,9 @@ def axis_positions(group: ParameterGroup) -> Iterator[AxisIndices]:
 def stored_positions(group: ParameterGroup, axis: int) -> list[np.ndarray]:
     """Return, for each parameter, the positions of its numbers along one stored axis."""
     arrays = [empty_positions(p, axis) for p in group.parameters]
-    views = [p.stored.view(array) for p, array in zip(group.parameters, arrays, strict=True)]
     first = group.parameters[0].stored
+    blocks = group.blocks if axis == first.join_axis else NO_BLOCKS
+    views = [p.stored.view(array, blocks) for p, array in zip(group.parameters, arrays, strict=True)]
     if axis == first.join_axis:
         tensors = [JoinedViews(tuple(views), first.is_interleaved)]
     else:

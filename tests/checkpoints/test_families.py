@@ -29,17 +29,17 @@ ROOT = Path(__file__).resolve().parents[2]
 # Cases of a family whose layers are those of another family.
 VARIANTS = (
     "untied", "tied", "plain", "biases", "interval", "full", "listed", "sparse", "halves", "alone", "dense",
-    "lite",
+    "lite", "heads", "one",
 )  # fmt: skip
 
 # Families whose tensors have unlike names and forms: of these a model without its head is loaded.
 OF_EACH_LOADER = (
-    "deepseek_v3", "falcon_h1", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granitemoehybrid",
-    "kimi_linear", "llama", "llama4_text", "mamba2", "phi3", "qwen3_next", "stablelm",
+    "codegen", "deepseek_v3", "falcon", "falcon_h1", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss",
+    "granitemoehybrid", "kimi_linear", "llama", "llama4_text", "mamba2", "phi3", "qwen3_next", "stablelm",
 )  # fmt: skip
 # Families whose layers and settings other families have too.
 LIKE_OTHERS = (
-    "arcee", "dots1", "ernie4_5", "exaone4", "glm4_moe", "granitemoe",
+    "arcee", "dots1", "ernie4_5", "exaone", "exaone4", "glm4_moe", "granitemoe", "helium", "vaultgemma",
     "internlm3", "kimi_k2", "lfm2_moe", "ministral3", "mistral", "mixtral", "qwen2", "qwen3_5_text",
     "qwen3_moe", "seed_oss", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text",
     "glm4v_moe_text",

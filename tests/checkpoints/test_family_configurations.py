@@ -136,6 +136,22 @@ def test_internlm3_has_biases_by_two_flags():
     assert attention("internlm3").rope == attention("internlm3", rope_scaling=None).rope
 
 
+def test_fields_of_families_after_gpt2_have_two_names():
+    assert config_of("gptj", n_embd="absent", hidden_size=20).hidden_size == 20
+    assert config_of("gptj", n_embd=40, hidden_size=20).hidden_size == 40
+    assert config_of("falcon", n_embed=40).hidden_size == 40
+    assert len(config_of("exaone", num_layers="absent").layers) == 3
+
+
+def test_heads_of_falcon():
+    def kv_heads(**fields) -> int:
+        return attention("falcon", **fields).num_kv_heads
+
+    assert (kv_heads(), kv_heads(multi_query=False)) == (1, 5)
+    assert kv_heads(new_decoder_architecture=True, parallel_attn=True) == 5
+    assert kv_heads(new_decoder_architecture=True, parallel_attn=True, num_kv_heads=1) == 1
+
+
 ROPED = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "deepseek_v2", "gpt_oss"),
     *("starcoder2", "arcee", "cohere", "cohere2", "exaone4"),
@@ -329,6 +345,31 @@ PARTLY = ("stablelm", "gpt_neox", "phi", "nemotron")
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'X'"),
         ("nemotron_h", {"hybrid_override_pattern": "M--"}, "expected a mixer before each feed-forward"),
         ("nemotron_h", {"layers_block_type": []}, "layers_block_type is [], expected the kinds of 1"),
+        ("exaone", {"num_layers": 0}, "num_layers is 0"),
+        ("vaultgemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("minicpm3", {"scale_depth": 0}, "scale_depth is 0"),
+        ("minicpm3", {"num_key_value_heads": 1}, "num_key_value_heads is 1"),
+        ("gptj", {"n_head": 4}, "30 is not a multiple of 4"),
+        ("gptj", {"n_layer": 0}, "n_layer is 0"),
+        ("gptj", {"rotary_dim": 8}, "rotary_size 8 is more than head_size 6"),
+        ("codegen", {"n_head": 6}, "n_head is 6, expected a multiple of 4"),
+        ("gpt_bigcode", {"add_cross_attention": True}, "add_cross_attention is True"),
+        ("gpt_neo", {"attention_types": [[["global"], 2]]}, "attention_types is [[['global'], 2]], expected"),
+        ("gpt_neo", {"attention_types": [[["global", "dense"], 1], [["local"], 1]]}, "attention_types is"),
+        ("gpt_neo", {"attention_types": 3}, "attention_types is 3"),
+        ("gpt_neo", {"attention_layers": ["local"] * 3}, "attention_layers is ['local', 'local', 'local']"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+        ("opt", {"word_embed_proj_dim": 20}, "word_embed_proj_dim is 20"),
+        ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
+        ("olmo", {"clip_qkv": -8.0}, "clip_qkv is -8.0"),
+        ("falcon", {"alibi": True}, "alibi is True"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
+        ("falcon", {"multi_query": False, "num_kv_heads": 1}, "num_kv_heads is 1"),
+        (
+            "falcon",
+            {"new_decoder_architecture": True, "parallel_attn": False},
+            "parallel_attn is False",
+        ),
     ],
     ids=lambda x: str(x)[:40],
 )

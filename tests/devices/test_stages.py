@@ -118,7 +118,7 @@ def test_adapters_are_on_the_devices_of_their_layers(tiny, oracle, tmp_path):
             params: Any = llm.engine._arguments.params
             for path, stack in lora_stacks(params).items():
                 layer = params.layers[int(path.split(".")[1])]
-                assert tree_devices(stack) == tree_devices(layer.any_norm)
+                assert tree_devices(stack) == tree_devices(layer.any_mixer_leaf)
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from ....kvcache.shardings import last_sharding
 from ....kvcache.stages import tree_devices
 from ....model.config import ModelConfig
 from ....model.transformer import Decoder
@@ -62,7 +63,7 @@ def check_separate_ffn(config: ModelConfig, ffn_devices: int) -> None:
 def with_last_stage_head(params: Decoder) -> Decoder:
     """Copy a tied embedding to the last stage of a pipeline, as its head; return other parameters
     unchanged."""
-    sharding = params.norm.gain.sharding
+    sharding = last_sharding(params)
     if params.head is not None or sharding.device_set == tree_devices(params.embed):
         return params
     if isinstance(sharding, NamedSharding):

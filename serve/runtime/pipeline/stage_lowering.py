@@ -40,7 +40,7 @@ class StageLowering:
         """Return the sharding of arrays that are replicated on a stage's devices."""
         layers = target_params(self.abstract_arguments.params).layers
         layer = layers[min(stage.layers.start, len(layers) - 1)]
-        leaf = jax.tree.leaves(layer.ffn)[0] if stage.half == FFN_HALF else layer.any_norm.gain
+        leaf = jax.tree.leaves(layer.ffn)[0] if stage.half == FFN_HALF else layer.any_mixer_leaf
         return replicated_sharding(leaf.sharding)
 
     @property

@@ -35,12 +35,13 @@ BASE = {
 }
 NEAR_ONE = r"(norm|norm_\d|norms\.\d+|ln_\w)\.weight|layer_scalar|router\.(per_expert_)?scale"
 THEIRS = {"kimi_k2": "deepseek_v3"}  # families that Transformers reads as others
+OWN_SIZES = ("gpt2", "gptj", "codegen", "gpt_bigcode")  # families whose cases name all their sizes
 CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES | recurrent.CASES
 
 
 def hub_config(name: str) -> dict[str, Any]:
     kind = CASES[name].get("model_type", name)
-    base = {"vocab_size": 53, "torch_dtype": "float32"} if kind == "gpt2" else BASE
+    base = {"vocab_size": 53, "torch_dtype": "float32"} if kind in OWN_SIZES else BASE
     return {"model_type": kind, **base, **CASES[name]}
 
 
