@@ -119,8 +119,9 @@ def stored_layer_numbers(config: ModelConfig) -> list[dict[str, int]]:
 
 
 def number_layer(name: str, numbers: Mapping[str, int]) -> str:
-    """Put a layer's number into the name of a tensor. A `{}` after it is an expert's number, and stays."""
-    mark = next(mark for mark in numbers if mark in name)
+    """Put a layer's number into the name of a tensor that has one. A `{}` after it is an expert's number, and
+    stays."""
+    mark = next((mark for mark in numbers if mark in name), "{}")
     return name.replace(mark, str(numbers[mark]), 1)
 
 

@@ -15,6 +15,6 @@ MODEL_TYPES = (
     "phi", "nemotron", "arcee", "cohere", "cohere2", "exaone4", "internlm3", "kimi_linear", "lfm2",
     "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1", "qwen2_vl_text", "qwen2_5_vl_text",
     "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text", "bamba", "nemotron_h", "exaone",
-    "helium", "vaultgemma", "minicpm3", "gptj", "codegen", "gpt_bigcode", "gpt_neo", "opt", "olmo",
+    "helium", "vaultgemma", "minicpm3", "gptj", "codegen", "gpt_bigcode", "gpt_neo", "opt", "olmo", "falcon",
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {name: import_module(f"{__package__}.{name}").FAMILY for name in MODEL_TYPES}
