@@ -16,8 +16,8 @@ NAMES = gptj.OTHERS | {
 
 
 def parse_config(raw: fields.Raw) -> ModelConfig:
-    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' CodeGenConfig, which
-    are those of GPT-J."""
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' CodeGenConfig:
+    GPT-J's."""
     name = fields.present_name(raw, "n_head", "num_attention_heads")
     if (heads := fields.integer(raw, name, 16)) % BLOCKS:
         raise ValueError(f"{name} is {heads}, expected a multiple of {BLOCKS}")

@@ -10,8 +10,8 @@ NAMES = parts.OUTER_NAMES | gemma2.INPUT_NORMS | parts.ATTENTION | parts.FFN | p
 
 
 def parse_config(raw: fields.Raw) -> ModelConfig:
-    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' VaultGemmaConfig,
-    which are those of Gemma 2."""
+    """Read the fields of a `config.json`. Absent ones have the defaults of transformers' VaultGemmaConfig:
+    Gemma 2's."""
     return replace(gemma2.parse_config(raw), post_norms=False)
 
 

@@ -1,0 +1,1 @@
+"""Weights in the layouts of duetto's own kernels for NVIDIA GPUs."""
