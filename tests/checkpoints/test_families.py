@@ -138,6 +138,15 @@ def make(tmp_path: Path, name: str) -> dict[str, np.ndarray]:
     return load_file(tmp_path / "model.safetensors")
 
 
+def test_blocks_that_predict_several_tokens_ahead_are_left_out(tmp_path):
+    tensors = make(tmp_path, "nemotron_h")
+    save_file(
+        {**tensors, "mtp.layers.0.norm.weight": np.zeros(30, np.float32)}, tmp_path / "model.safetensors"
+    )
+    config, params = load_hf(tmp_path)
+    assert leaves_by_path(params).keys() == leaves_by_path(decoder_spec(config)).keys()
+
+
 def test_layers_that_predict_several_tokens_ahead_are_left_out(tmp_path):
     tensors = make(tmp_path, "deepseek_v3")
     _, expected = load_hf(tmp_path)
