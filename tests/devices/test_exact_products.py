@@ -1,5 +1,6 @@
 """Products of codes with codes have the bits of one device, however the weight is split."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,8 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from suite.fixtures import random_model
 
 from duetto import LLM, SamplingParams
+from duetto.model.config import Experts
+from duetto.model.experts import experts_spec, run_moe, with_expert_axes
 from duetto.model.layers import einsum
-from duetto.model.tree import has_instance
+from duetto.model.tree import has_instance, init_params
 from duetto.model.weights.input_quantised import InputQuantised
 from duetto.model.weights.quant import quantise_weight
 
@@ -42,9 +45,35 @@ def test_a_split_weight_gives_the_bits_of_one_device(count: int, axis: int):
     np.testing.assert_array_equal(product, expected)
 
 
-def test_served_tokens_are_those_of_one_device():
+@pytest.mark.parametrize("count", [2, 4])
+def test_experts_on_several_devices_give_the_bits_of_one(count: int):
+    """Each device multiplies by whole experts; two numbers are added up, which has no order."""
+    c, D = Experts(4, 2, 24), 32
+    made = init_params(jax.random.key(0), experts_spec(c, D, 1))
+    experts = jax.tree.map(lambda w: InputQuantised(quantise_weight(w, (-2,), "int8")), made.experts)
+    coded = replace(made, experts=experts)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, D)), jnp.float32)
+    expected = jax.jit(run_moe, static_argnums=1)(coded, c, x)
+    mesh = Mesh(np.array(jax.devices()[:count]), ("expert",))
+
+    def placed(array: jax.Array, name: str | None) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(name)))
+
+    split = replace(
+        jax.tree.map(lambda array: placed(array, None), coded),
+        experts=jax.tree.map(lambda array: placed(array, "expert"), coded.experts),
+    )
+    split = with_expert_axes(split)
+    assert split.expert_axes.experts == ("expert",)
+    with jax.set_mesh(mesh):
+        product = jax.block_until_ready(jax.jit(run_moe, static_argnums=1)(split, c, placed(x, None)))
+    np.testing.assert_array_equal(product, expected)
+
+
+@pytest.mark.parametrize("name, own", [("tiny", {}), ("windows", {"enable_expert_parallel": True})])
+def test_served_tokens_are_those_of_one_device(name: str, own: dict[str, Any]):
     """Logits are sums of floats, and split otherwise."""
-    model = random_model("tiny")
+    model = random_model(name)
 
     def answers(**options: Any) -> list[object]:
         with LLM.from_params(model.config, model.params, **SIZES, quantization="int8", **options) as llm:
@@ -52,5 +81,5 @@ def test_served_tokens_are_those_of_one_device():
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         return [out.outputs[0].token_ids for out in outputs]
 
-    split = answers(activations="int8", tensor_parallel_size=2)
-    assert split == answers(activations="int8") != answers()
+    split = answers(activations="int8", tensor_parallel_size=2, **own)
+    assert split == answers(activations="int8")

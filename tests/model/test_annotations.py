@@ -38,6 +38,7 @@ EXCEPTIONS = {  # by function, why there are no letters
             "input_quantised.InputQuantised.einsum",
             "input_quantised.quantise_rows",
             "input_quantised.multiply_codes",
+            "input_quantised.scale_sums",
             "input_quantised.sum_code_products",
             "input_quantised.sum_code_products.multiply",
             "input_quantised.sum_code_products.multiply_widened",

@@ -234,7 +234,7 @@ def quantise_inputs(params: T, activations: str | None) -> T:
 
     activations: key in `ACTIVATION_SCHEMES`, or None, which changes nothing.
 
-    No array is copied. Unchanged are weights that are arrays, experts, an indexer's projections and those of
+    No array is copied. Unchanged are weights that are arrays, an indexer's projections and those of
     `UNCODED_NAMES`, and what is `Packed`: it was converted before. Raises ValueError for a projection with
     other codes, and if none is quantised.
     """
@@ -256,7 +256,7 @@ def may_quantise_inputs(path: str) -> bool:
     """Return True for the path of a weight whose products may quantise their input."""
     parts = path.split(".")
     is_projection = parts[0] == "layers" and contracted_axes(path) is not None
-    return is_projection and not {"experts", "indexer", *UNCODED_NAMES} & {*parts}
+    return is_projection and not {"indexer", *UNCODED_NAMES} & {*parts}
 
 
 def check_projection_codes(projections: Mapping[str, Any], activations: str) -> None:

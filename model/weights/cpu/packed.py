@@ -107,7 +107,7 @@ def can_pack(name: str, weight: Any, is_expert: bool = False) -> bool:
     if is_expert and name not in EXPERT_NAMES:
         return False
     if isinstance(weight, InputQuantised):
-        return weight.activations == "int8" and can_pack(name, weight.weight)
+        return weight.activations == "int8" and can_pack(name, weight.weight, is_expert)
     if isinstance(weight, Quantised):
         return name in TRANSPOSED_NAMES and can_pack_codes(weight, len(CONTRACTED_AXES[name]), is_expert)
     counts = (3,) if is_expert else AXIS_COUNTS.get(name, ())

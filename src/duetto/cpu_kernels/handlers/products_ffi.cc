@@ -73,7 +73,7 @@ static void add_ragged(const Product& all, const In& sizes, int64_t x_bytes, int
 
 // Adds the product of x [...,K] with a packed weight, with scales [panels,groups,COLS] of codes, of no elements
 // otherwise. With sizes [E] both have E before their axes, otherwise sizes has no elements. A weight in 12 bits has a
-// pair of inputs more, of Exponents. CODES have no sizes.
+// pair of inputs more, of Exponents.
 static ffi::Error add_products(const In& x, const In& sizes, const In& w, const In& scales, const In& y,
                                std::vector<Product>& products) {
   using ffi::DataType;
@@ -82,7 +82,7 @@ static ffi::Error add_products(const In& x, const In& sizes, const In& w, const 
   Form form = form_of(w);
   bool has_column_scales = form == INT8 || form == CODES, are_codes = has_column_scales || form == INT4;
   size_t axes = is_ragged + (has_column_scales || (form != INT4 && is_bf16) ? 4 : 3);
-  if ((!is_bf16 && (x.element_type() != DataType::F32 || form == BF12)) || (form == CODES && is_ragged) || (form == NUMBERS && w.element_type() != x.element_type()) ||
+  if ((!is_bf16 && (x.element_type() != DataType::F32 || form == BF12)) || (form == NUMBERS && w.element_type() != x.element_type()) ||
       packed.size() != axes || scaled.size() != size_t(3 + (are_codes && is_ragged)))
     return ffi::Error::InvalidArgument("a product of other arrays than it is compiled for");
   int64_t K = last_of(x), N = last_of(y), M = y.element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
@@ -102,7 +102,7 @@ static ffi::Error add_products(const In& x, const In& sizes, const In& w, const 
   return ffi::Error::Success();
 }
 
-// Rows of x in codes, which the products of all CODES of a call share.
+// Rows of x in codes, which the products of all CODES of a call share. A product may have some of the rows.
 struct Coded {
   std::unique_ptr<int8_t[]> codes;
   std::unique_ptr<CodedRow[]> rows;
@@ -111,7 +111,10 @@ struct Coded {
 static Coded code_rows(const Products& kernels, ffi::ThreadPool& pool, const In& x, std::vector<Product>& products) {
   auto first = std::find_if(products.begin(), products.end(), [](const Product& p) { return p.form == CODES; });
   if (first == products.end()) return {};
-  int64_t M = first->M;
+  int64_t M = 0, row_bytes = std::max<int64_t>(first->K, 1) * (x.element_type() == ffi::DataType::BF16 ? 2 : 4);
+  auto row_of = [&](const Product& p) { return ((const char*)p.x - (const char*)x.untyped_data()) / row_bytes; };
+  for (const Product& p : products)
+    if (p.form == CODES) M = std::max(M, row_of(p) + p.M);
   RowCoding coding{x.untyped_data(), first->K, nullptr, nullptr};
   Coded made{std::unique_ptr<int8_t[]>(new int8_t[M * coding.width()]), std::unique_ptr<CodedRow[]>(new CodedRow[M])};
   coding.codes = made.codes.get();
@@ -121,8 +124,9 @@ static Coded code_rows(const Products& kernels, ffi::ThreadPool& pool, const In&
   parallel(pool, parts, parts, [&](int64_t i) { code(coding, M * i / parts, M * (i + 1) / parts); });
   for (Product& p : products) {
     if (p.form != CODES) continue;
-    p.x = coding.codes;
-    p.rows = coding.rows;
+    int64_t row = row_of(p);
+    p.x = coding.codes + row * coding.width();
+    p.rows = coding.rows + row;
     p.K = p.group = coding.width();
   }
   return made;
