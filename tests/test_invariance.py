@@ -16,7 +16,7 @@ from cases.models import RANDOM
 from cases.observed import OPTIONS, observed, observed_plainly
 from cases.oracle import computed
 from cases.streams import streamed
-from suite.fixtures import Model, mark_models, with_few_shapes
+from suite.fixtures import EXPERTS_IN_CODES, Model, mark_models, with_few_shapes
 from suite.marks import full, full_if
 
 from duetto import LLM, RequestOutput, SamplingParams
@@ -40,13 +40,14 @@ TIGHT = {  # so few pages that requests are preempted
 }  # fmt: skip
 SEVERAL = CHUNKS | {"decode_steps": 4}
 FEWER = {  # of models whose layers have both in another; what is their own is shown by this one
-    **dict.fromkeys(("int8", "int8 activations", "int4, int8 activations"), CHUNKS),  # sixteen rows
+    **dict.fromkeys(
+        ("int8", "int8 activations", "int4, int8 activations", EXPERTS_IN_CODES), CHUNKS
+    ),  # sixteen rows
     "windows": TIGHT,
     "longrope": TIGHT,  # keys of prompts that became longer before they are computed again
     "windows, int8 cache": SEVERAL,
     "parallel": TIGHT,
-    "recurrent": TIGHT,
-    "borrowed": TIGHT,
+    **dict.fromkeys(("recurrent", "borrowed"), TIGHT),
     "latent": SEVERAL,
     "bfloat16": TIGHT,  # with tiles of their own
     "demo": CHUNKS,  # programs as users have them
@@ -57,7 +58,8 @@ MORE = {  # of a small model: the demo model has optimised programs in engines e
         "max_num_seqs": 2, "enable_prefix_caching": False, "max_model_len": 230,
     },
 }  # fmt: skip
-CODED = "int8", "int8 activations", "int4, int8 activations", "latent, fp8_e5m2 cache"
+CODED = "int8", "int8 activations", "int4, int8 activations", EXPERTS_IN_CODES, "latent, fp8_e5m2 cache"
+BY_KERNELS = "windows", "bfloat16", "int8", EXPERTS_IN_CODES
 Scores = tuple[tuple[int, float, int | None], ...]  # of a token and those likeliest beside it
 
 
@@ -238,9 +240,7 @@ def test_the_shapes_of_an_accelerator_give_the_same_tokens(model, serve, expecte
     assert [[token for token, *_ in x] for x in together] == [[token for token, *_ in x] for x in expected]
 
 
-@pytest.mark.parametrize(
-    "model", ["tiny", full("windows"), full("bfloat16"), full("int8")], indirect=True, scope="session"
-)
+@pytest.mark.parametrize("model", ["tiny", *map(full, BY_KERNELS)], indirect=True, scope="session")
 @pytest.mark.skipif(not load_library().isas, reason=load_library().refusal or "there are kernels")
 def test_own_kernels_of_a_cpu_give_the_same_bits(model, serve, oracle):
     """The tokens are those of the oracle with the same kernels, but in bfloat16."""

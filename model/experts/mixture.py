@@ -33,6 +33,7 @@ from ..sharding import is_multi_device
 from ..tree import Spec, is_spec, map_instances, pytree, static
 from ..weights.cpu.panels import Packed
 from ..weights.grouped_matmul import choose_expert_kernel
+from ..weights.input_quantised import InputQuantised
 
 
 @pytree
@@ -191,13 +192,21 @@ def has_expert_kernel(f: FFN, dtype: Any) -> bool:
         shape for w in weights for shape in (w.ragged_dot_shapes if isinstance(w, Weight) else (w.shape,))
     ]
     is_same_dtype = all(isinstance(w, Weight) or w.dtype == dtype for w in weights)
+    coded = (w for w in map(base_weight, weights) if isinstance(w, InputQuantised))
+    if not all(w.has_tile_kernel(dtype) for w in coded):
+        return False
     return is_same_dtype and choose_expert_kernel(dtype, *shapes) is not None and not is_multi_device(weights)
 
 
 def has_cpu_expert_kernel(f: FFN, dtype: Any) -> bool:
     """Return True if duetto's own CPU kernels multiply rows of this dtype with these experts."""
-    weights = (w.base if isinstance(w, PerRowWeight) else w for w in f.matrices)
+    weights = map(base_weight, f.matrices)
     return all(isinstance(w, Packed) and w.can_multiply(dtype, dtype) for w in weights)
+
+
+def base_weight(w: Any) -> Any:
+    """Return the part of a weight that all rows share."""
+    return w.base if isinstance(w, PerRowWeight) else w
 
 
 def route_tokens(

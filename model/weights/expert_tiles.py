@@ -4,9 +4,10 @@ read (Pallas, Triton backend).
 Rows are cut into tiles of one expert (as MegaBlocks does, Gale et al., arXiv 2211.15841). A block of threads
 multiplies a tile by some columns of its expert's matrix, which it reads in place: numbers, or codes of eight
 or four bits that are widened inside. A number is one sum in the order of the inner dimension, and does not
-depend on the other rows.
+depend on the other rows. Rows may be codes too, whose sums with integers are exact.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from .nibbles import NibbleFormat, dequantise_codes, scales_to_float32
 EXPERT_TILE_ROWS = 16, 32, 64  # rows of a tile
 EXPERT_BLOCK_COLUMNS = 128, 64  # columns of a block: the first that divides a matrix's
 EXPERT_STEP_INNER = 64  # numbers of a row that a step multiplies
+EXACT_STEPS = (1 << 24) // (127 * 128 * EXPERT_STEP_INNER)  # steps whose sums of int8 products float32 holds
 MAJORS_OF_64_ROWS = (10,)  # major capabilities whose instructions take 64 rows: so do all tiles
 EXPERT_TILES_KERNEL = Kernel(
     "expert_tiles", "triton", "experts without tokens are read, or each tile copies one"
@@ -132,13 +134,15 @@ def multiply_experts(
     sizes: Int[Array, " E"],
     nibble_format: NibbleFormat | None = None,
     interpret: bool = False,
+    row_scales: Float[Array, "rows 1"] | None = None,
 ) -> Float[Array, "rows F"]:
     """Multiply consecutive rows by one expert's matrix each. Expert e owns the next sizes[e] rows.
 
-    `nibble_format` is that of 4-bit codes. Products of rows without an expert are undefined.
+    `nibble_format` is that of 4-bit codes. `row_scales` are those of rows that are codes: they take 8-bit
+    codes with scales of outputs. Products of rows without an expert are undefined.
     """
     height = expert_tile_rows(len(rows), len(sizes))
-    return multiply_by_tiles(rows, w, sizes, nibble_format, height, interpret)
+    return multiply_by_tiles(rows, w, sizes, nibble_format, height, interpret, row_scales)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5))  # layers share one trace
@@ -149,13 +153,15 @@ def multiply_by_tiles(
     nibble_format: NibbleFormat | None,
     height: int,
     interpret: bool,
+    row_scales: Float[Array, "rows 1"] | None = None,
 ) -> Float[Array, "rows F"]:
     """Run the kernel with tiles of `height` rows."""
     (M, D), F = rows.shape, w.values.shape[2]
     width = expert_block_columns(F)
     assert width is not None
     tiles = cut_expert_tiles(sizes, M, height)
-    padded = jnp.pad(rows, ((0, height), (0, 0)))  # so that the last tile's rows exist
+    # so that the last tile's rows exist
+    padded, row_scales = jax.tree.map(lambda x: jnp.pad(x, ((0, height), (0, 0))), (rows, row_scales))
     x = [padded.reshape(-1, D // 2, 2)[..., i] for i in range(2)] if nibble_format else [padded]
     if w.scales is not None and w.scales.dtype == jnp.float8_e8m0fnu:
         w = w._replace(scales=jax.lax.bitcast_convert_type(w.scales, jnp.uint8))
@@ -175,7 +181,7 @@ def multiply_by_tiles(
             ),
             interpret=interpret,
             name="multiply_experts",
-        )(tiles, x, w)
+        )(tiles, x, row_scales, w)
 
 
 def expected_bytes(rows: int, w: ExpertMatrices, dtype: Any) -> int:
@@ -194,6 +200,7 @@ def expected_bytes(rows: int, w: ExpertMatrices, dtype: Any) -> int:
 def expert_tile_kernel(
     tiles: ExpertTiles,
     x: Any,
+    row_scales: Any,
     w: ExpertMatrices,
     out: Any,
     *,
@@ -204,7 +211,8 @@ def expert_tile_kernel(
 ):
     """Compute some columns of a tile's products.
 
-    x has one array [rows,D], or for codes in pairs two: its even and its odd numbers.
+    x has one array [rows,D], or for codes in pairs two: its even and its odd numbers. `row_scales` [rows,1]
+    are those of x in codes, or None.
     """
     block, tile = pl.program_id(0), pl.program_id(1)
     expert, first, last = (part[tile] for part in tiles)
@@ -228,13 +236,32 @@ def expert_tile_kernel(
     @pl.when(first < last)
     def _() -> None:
         steps, nothing = x[0].shape[1] // step_inner, jnp.zeros((height, width), jnp.float32)
-        total = jax.lax.fori_loop(0, steps, add_step, nothing)
+        if row_scales is None or w.values.dtype != jnp.int8:
+            total = jax.lax.fori_loop(0, steps, add_step, nothing)
+        else:
+            total = add_exact_steps(steps, add_step, nothing)
         if has_eight_bits and not has_groups:
             total *= step_scale(w, expert, 0, block, width)
+        if row_scales is not None:
+            total *= row_scales[rows]
         row = (first + jnp.arange(height, dtype=jnp.int32))[:, None]  # interpret mode would clamp a range
         column = (block * width + jnp.arange(width, dtype=jnp.int32))[None]
         mask = jnp.broadcast_to(row < last, total.shape)
         triton.store(out.at[row, column], total.astype(out.dtype), mask=mask)
+
+
+def add_exact_steps(
+    steps: int, add_step: Callable[..., Any], nothing: Float[Array, "rows F"]
+) -> Float[Array, "rows F"]:
+    """Add up integers by `add_step`: in float32 over steps that it holds exactly, then in int32."""
+    together = max(n for n in range(1, EXACT_STEPS + 1) if steps % n == 0)
+
+    def add_part(i: Any, total: Int[Array, "rows F"]) -> Int[Array, "rows F"]:
+        part = jax.lax.fori_loop(0, together, lambda j, part: add_step(i * together + j, part), nothing)
+        return total + part.astype(jnp.int32)
+
+    parts = jax.lax.fori_loop(0, steps // together, add_part, nothing.astype(jnp.int32))
+    return parts.astype(jnp.float32)
 
 
 def step_scale(w: ExpertMatrices, expert: Any, i: Any, block: Any, width: int) -> Any:

@@ -2,13 +2,17 @@
 
 An input's row has one scale, which depends on that row alone. Products of int8 codes are added up in int32,
 which is exact. So neither the number of rows, nor tiles, nor the number of devices changes a bit of them. On
-a mesh XLA all-reduces the row's largest number and the integers, both of which have no order.
+a mesh XLA all-reduces the row's largest number and the integers, both of which have no order. Routed experts
+whose inner dimension is split are the exception: each device scales its part of a row by itself.
+
+Rows of experts have the codes of their tokens. Whatever multiplies them, their integers are those of `einsum`
+with one expert, and `scale_code_sums` makes numbers of them in one order.
 
 Of 4-bit codes the sums of groups of inputs are exact. Multiplied by the groups' scales they are added up in
 order, in float32. So a number's bits depend neither on rows nor on tiles, but on a split of the inputs.
 """
 
-from functools import reduce
+from functools import partial, reduce
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,6 +29,7 @@ from .quant import (
     count_contracted_axes,
     multiply_on_mesh,
     partition_product,
+    ragged_dot_by_kernel,
     split_equation,
 )
 from .schemes import ACTIVATION_SCHEMES, SCHEMES, ActivationScheme
@@ -79,8 +84,20 @@ class InputQuantised:
     def ragged_dot(
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], row_experts: Int[Array, " rows"]
     ) -> Float[Array, "rows F"]:
-        """Multiply consecutive rows by one expert's matrix each. Rows of experts are not quantised."""
-        return self.weight.ragged_dot(rows, sizes, row_experts)
+        """Multiply consecutive rows by one expert's matrix each."""
+        codes = quantise_rows(rows, 1, ACTIVATION_SCHEMES[self.activations])
+        by_xla, by_kernel = (
+            partial(multiply, dtype=rows.dtype) for multiply in (multiply_ragged_codes, multiply_coded_tiles)
+        )
+        if not self.has_tile_kernel(rows.dtype):
+            return by_xla(codes, self.weight, sizes, row_experts)
+        return jax.lax.platform_dependent(
+            codes, self.weight, sizes, row_experts, cuda=by_kernel, default=by_xla
+        )
+
+    def has_tile_kernel(self, dtype: Any) -> bool:
+        """Return True if a GPU kernel multiplies the codes of rows of this dtype by experts' codes."""
+        return self.weight.has_tile_kernel(dtype)
 
 
 def quantise_rows(x: Float[Array, "..."], inputs: int, scheme: ActivationScheme) -> RowCodes:
@@ -114,10 +131,9 @@ def multiply_codes(equation: str, x: RowCodes, w: Quantised, dtype: Any) -> Floa
     row_scales = x.scales.reshape(*x.scales.shape[: x.scales.ndim - inputs], *(1,) * (len(letters) - inputs))
     if SCHEMES[w.scheme].codes_per_byte > 1:
         product = sum_scaled_groups(x.values, w, inputs, letters[inputs:])
-    else:
-        sums = sum_code_products(equation, x.values, w.values).astype(jnp.float32)
-        product = sums * align_scales(w.scales, letters, out, sums.shape)
-    return prevent_fma(product * row_scales).astype(dtype)
+        return prevent_fma(product * row_scales).astype(dtype)
+    sums = sum_code_products(equation, x.values, w.values)
+    return scale_code_sums(sums, align_scales(w.scales, letters, out, sums.shape), row_scales, dtype)
 
 
 def sum_scaled_groups(x: Int[Array, "..."], w: Quantised, inputs: int, outputs: str) -> Float[Array, "..."]:
@@ -158,6 +174,37 @@ def add_scaled_groups(
 
 
 partitioned_groups = partition_product(add_scaled_groups)
+
+
+def multiply_ragged_codes(
+    rows: RowCodes, w: Quantised, sizes: Int[Array, " E"], row_experts: Int[Array, " rows"], dtype: Any
+) -> Float[Array, "rows F"]:
+    """Multiply consecutive rows by one expert's matrix each, both in codes."""
+    is_integer = jnp.issubdtype(w.values.dtype, jnp.integer)
+    operand, total = (w.values.dtype, jnp.int32) if is_integer else (jnp.bfloat16, jnp.float32)
+    sums = jax.lax.ragged_dot(
+        rows.values.astype(operand), w.values.astype(operand), sizes, preferred_element_type=total
+    )
+    return scale_code_sums(sums, w.scales[row_experts, 0].astype(jnp.float32), rows.scales, dtype)
+
+
+def multiply_coded_tiles(
+    rows: RowCodes,
+    w: Quantised,
+    sizes: Int[Array, " E"],
+    row_experts: Int[Array, " rows"],
+    dtype: Any,
+    interpret: bool = False,
+) -> Float[Array, "rows F"]:
+    """Compute `multiply_ragged_codes` by the GPU kernel, which takes codes as numbers of 16 bits."""
+    return ragged_dot_by_kernel(rows.values.astype(dtype), w, sizes, row_experts, interpret, rows.scales)
+
+
+def scale_code_sums(
+    sums: Num[Array, "..."], output_scales: Float[Array, "..."], row_scales: Float[Array, "..."], dtype: Any
+) -> Float[Array, "..."]:
+    """Scale sums of products of codes by the output, then by the row, in float32."""
+    return prevent_fma(sums.astype(jnp.float32) * output_scales * row_scales).astype(dtype)
 
 
 def sum_code_products(equation: str, x: Num[Array, "..."], w: Num[Array, "..."]) -> Num[Array, "..."]:

@@ -114,13 +114,17 @@ class Quantised:
         self, rows: Float[Array, "rows D"], sizes: Int[Array, " E"], row_experts: Int[Array, " rows"]
     ) -> Float[Array, "rows F"]:
         """Multiply consecutive rows by one expert's matrix each."""
-        matrices = expert_tiles.ExpertMatrices(self.values, self.scales, self.zeros)
-        if not expert_tiles.can_dequantise_experts(
-            matrices, self.nibble_format, self.shape, self.packed, rows.dtype
-        ):
+        if not self.has_tile_kernel(rows.dtype):
             return ragged_dot_by_xla(rows, self, sizes, row_experts)
         return jax.lax.platform_dependent(
             rows, self, sizes, row_experts, cuda=ragged_dot_by_kernel, default=ragged_dot_by_xla
+        )
+
+    def has_tile_kernel(self, dtype: Any) -> bool:
+        """Return True if a GPU kernel multiplies rows of this dtype by experts' codes."""
+        matrices = expert_tiles.ExpertMatrices(self.values, self.scales, self.zeros)
+        return expert_tiles.can_dequantise_experts(
+            matrices, self.nibble_format, self.shape, self.packed, dtype
         )
 
     def dequantise(self, dtype: Any) -> Float[Array, "..."]:
@@ -202,10 +206,14 @@ def ragged_dot_by_kernel(
     sizes: Int[Array, " E"],
     row_experts: Int[Array, " rows"] | None = None,
     interpret: bool = False,
+    row_scales: Float[Array, "rows 1"] | None = None,
 ) -> Float[Array, "rows F"]:
-    """Multiply consecutive rows by one expert's matrix each with the GPU kernel. It reads codes only."""
+    """Multiply consecutive rows by one expert's matrix each with the GPU kernel. It reads codes only.
+
+    row_scales: scales of rows that are codes, or None.
+    """
     matrices = expert_tiles.ExpertMatrices(w.values, w.scales, w.zeros)
-    return expert_tiles.multiply_experts(rows, matrices, sizes, w.nibble_format, interpret)
+    return expert_tiles.multiply_experts(rows, matrices, sizes, w.nibble_format, interpret, row_scales)
 
 
 def count_contracted_axes(equation: str) -> int:

@@ -14,7 +14,7 @@ from suite.fixtures import random_model
 
 from duetto import LLM, SamplingParams
 from duetto.model.config import Experts
-from duetto.model.experts import MoE, experts_spec, run_moe
+from duetto.model.experts import MoE, experts_spec, run_moe, with_expert_axes
 from duetto.model.layers import einsum
 from duetto.model.sharding import make_axis_rules, make_shardings, sharded_axes
 from duetto.model.tree import has_instance, init_params, is_spec
@@ -96,9 +96,35 @@ def test_groups_of_inputs_are_added_up_by_device(axis: int):
         np.testing.assert_array_equal(product, expected)
 
 
-def test_served_tokens_are_those_of_one_device():
+@pytest.mark.parametrize("count", [2, 4])
+def test_experts_on_several_devices_give_the_bits_of_one(count: int):
+    """Each device multiplies by whole experts; two numbers are added up, which has no order."""
+    c, D = Experts(4, 2, 24), 32
+    made = init_params(jax.random.key(0), experts_spec(c, D, 1))
+    experts = jax.tree.map(lambda w: InputQuantised(quantise_weight(w, (-2,), "int8")), made.experts)
+    coded = replace(made, experts=experts)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3, D)), jnp.float32)
+    expected = jax.jit(run_moe, static_argnums=1)(coded, c, x)
+    mesh = Mesh(np.array(jax.devices()[:count]), ("expert",))
+
+    def placed(array: jax.Array, name: str | None) -> jax.Array:
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(name)))
+
+    split = replace(
+        jax.tree.map(lambda array: placed(array, None), coded),
+        experts=jax.tree.map(lambda array: placed(array, "expert"), coded.experts),
+    )
+    split = with_expert_axes(split)
+    assert split.expert_axes.experts == ("expert",)
+    with jax.set_mesh(mesh):
+        product = jax.block_until_ready(jax.jit(run_moe, static_argnums=1)(split, c, placed(x, None)))
+    np.testing.assert_array_equal(product, expected)
+
+
+@pytest.mark.parametrize("name, own", [("tiny", {}), ("windows", {"enable_expert_parallel": True})])
+def test_served_tokens_are_those_of_one_device(name: str, own: dict[str, Any]):
     """Logits are sums of floats, and split otherwise."""
-    model = random_model("tiny")
+    model = random_model(name)
 
     def answers(**options: Any) -> list[object]:
         with LLM.from_params(model.config, model.params, **SIZES, quantization="int8", **options) as llm:
@@ -106,5 +132,5 @@ def test_served_tokens_are_those_of_one_device():
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         return [out.outputs[0].token_ids for out in outputs]
 
-    split = answers(activations="int8", tensor_parallel_size=2)
-    assert split == answers(activations="int8") != answers()
+    split = answers(activations="int8", tensor_parallel_size=2, **own)
+    assert split == answers(activations="int8")

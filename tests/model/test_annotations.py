@@ -48,6 +48,7 @@ EXCEPTIONS = {  # by function, why there are no letters
             "transposed_codes.multiply_coded_rows",
             "transposed_codes.return_row",
             "input_quantised.multiply_codes",
+            "input_quantised.scale_code_sums",
             "input_quantised.sum_code_products",
             "input_quantised.sum_code_products.multiply",
             "input_quantised.sum_code_products.multiply_widened",

@@ -135,14 +135,16 @@ def converted_paths(tree: Any) -> set[str]:
     return {path.removeprefix("layers.") for path, x in found if isinstance(x, InputQuantised)}
 
 
-def test_projections_of_attention_and_of_dense_layers_are_converted():
+def test_projections_of_attention_dense_layers_and_experts_are_converted():
     latent, windows = quantise_inputs(params("latent"), "int8"), quantise_inputs(params("windows"), "int8")
     attention = {f"attention.{name}" for name in ("q_down", "q_up", "kv_down", "o")}
     expected = {f"0.{name}" for name in (*attention, "ffn.gate", "ffn.up", "ffn.down")}
-    expected |= {f"1.{name}" for name in (*attention, "ffn.shared.gate", "ffn.shared.up", "ffn.shared.down")}
+    inner = {f"ffn.{kind}.{name}" for kind in ("shared", "experts") for name in ("gate", "up", "down")}
+    expected |= {f"1.{name}" for name in (*attention, *inner)}
     assert converted_paths(latent) == expected
     inner = {path for path in converted_paths(windows) if path[2:].startswith("ffn")}
-    assert inner == {"0.ffn.gate", "0.ffn.up", "0.ffn.down", "1.ffn.up", "1.ffn.down"}
+    dense = {"0.ffn.gate", "0.ffn.up", "0.ffn.down", "1.ffn.up", "1.ffn.down"}
+    assert inner == dense | {f"2.ffn.experts.{name}" for name in ("gate", "up", "down")}
 
 
 def test_forms_are_read_from_parameters_and_taken_back():
@@ -168,6 +170,18 @@ def test_forms_are_read_from_parameters_and_taken_back():
 def test_codes_that_no_product_takes_are_refused_by_path(scheme, activations, reason):
     with pytest.raises(ValueError, match=rf"activations='{activations}' is not allowed: {reason}"):
         quantise_inputs(params("tiny", scheme), activations)
+
+
+def test_experts_in_other_codes_are_refused_by_path():
+    """Beside projections that may: experts of four bits, and those with blocks of inputs."""
+    plain, four = params("windows"), params("windows", "int4").layers[2].ffn.experts
+    blocks = map_instances(four, Quantised, lambda w: Quantised(jnp.zeros(w.shape, jnp.int8), w.scales))
+    for experts, codes in ((four, "int4"), (blocks, "int8")):
+        layer = replace(plain.layers[2], ffn=replace(plain.layers[2].ffn, experts=experts))
+        mixed = replace(plain, layers=(*plain.layers[:2], layer))
+        reason = rf"layers\.2\.ffn\.experts\.gate has {codes} codes \[4, 48, 24\] .*3 of 20 weights"
+        with pytest.raises(ValueError, match=reason):
+            quantise_inputs(mixed, "int8")
 
 
 def test_scales_of_inputs_and_zeros_are_refused():

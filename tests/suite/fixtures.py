@@ -241,6 +241,7 @@ OTHERWISE = {  # parameters of the model "tiny", kept in another way
     "int8 activations": lambda params: quantise_inputs(quantize_params(params, "int8"), "int8"),
     "int4, int8 activations": lambda params: quantise_inputs(quantize_params(params, "int4"), "int8"),
 }
+EXPERTS_IN_CODES = "windows, int8 activations"  # a model with experts, kept as "int8 activations"
 RARELY = {  # in tests that ask for them by name
     "int4": lambda params: quantize_params(params, "int4"),
     "fp8": lambda params: quantize_params(params, "fp8"),
@@ -253,6 +254,9 @@ CACHES = {  # others with caches in eight bits
 
 
 def make_model(name: str) -> Model:
+    if name == EXPERTS_IN_CODES:
+        whole = random_model(name.partition(",")[0])
+        return Model(name, whole.config, jax.jit(OTHERWISE["int8 activations"])(whole.params))
     if name in CACHES:
         return replace(make_model(name.partition(",")[0]), name=name, kv_cache_dtype=CACHES[name])
     if name in RANDOM:
@@ -264,6 +268,7 @@ def make_model(name: str) -> Model:
     return Model(name, *load_hf(ROOT / "checkpoints" / "demo", jnp.float32))
 
 
+IN_EIGHT_BITS = "windows, int8 cache", EXPERTS_IN_CODES
 # Models that differ in kind: float32, a cache in eight bits with windows, latent rows, states, bfloat16.
 OF_EACH_KIND = "tiny", "windows, int8 cache", "latent", "recurrent", "bfloat16"
 
@@ -273,7 +278,7 @@ def mark_models(names: Iterable[str]) -> list[Any]:
     return [name if name in OF_EACH_KIND else full(name) for name in names]
 
 
-@pytest.fixture(scope="session", params=mark_models([*RANDOM, *OTHERWISE, "windows, int8 cache", "demo"]))
+@pytest.fixture(scope="session", params=mark_models([*RANDOM, *OTHERWISE, *IN_EIGHT_BITS, "demo"]))
 def model(request: pytest.FixtureRequest) -> Model:
     return make_model(request.param)
 

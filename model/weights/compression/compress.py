@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from math import prod
 from typing import Any, TypeVar
 
 import jax
@@ -238,15 +239,17 @@ def quantise_inputs(params: T, activations: str | None) -> T:
 
     activations: key in `ACTIVATION_SCHEMES`, or None, which changes nothing.
 
-    No array is copied. Unchanged are weights that are arrays, experts, an indexer's projections and those of
-    `UNCODED_NAMES`, and what is `Packed`: it was converted before. Raises ValueError for a projection with
+    No array is copied. Unchanged are weights that are arrays, an indexer's projections and those of
+    `UNCODED_NAMES`, routed experts in 4-bit codes, and what is `Packed`: it was converted before. Raises ValueError for a projection with
     other codes, and if none is quantised.
     """
     if activations is None:
         return params
     kinds = InputQuantised, Packed, Quantised
     weights = [(path, w) for path, w in paths_and_leaves(params, kinds) if isinstance(w, kinds)]
-    projections = {path: w for path, w in weights if may_quantise_inputs(path)}
+    projections = {
+        path: w for path, w in weights if may_quantise_inputs(path) and not is_narrow_expert(path, w)
+    }
     check_projection_codes(projections, activations)
 
     def convert_weight(path: str, weight: Any) -> Any:
@@ -260,7 +263,12 @@ def may_quantise_inputs(path: str) -> bool:
     """Return True for the path of a weight whose products may quantise their input."""
     parts = path.split(".")
     is_projection = parts[0] == "layers" and contracted_axes(path) is not None
-    return is_projection and not {"experts", "indexer", *UNCODED_NAMES} & {*parts}
+    return is_projection and not {"indexer", *UNCODED_NAMES} & {*parts}
+
+
+def is_narrow_expert(path: str, w: Any) -> bool:
+    """Return True for routed experts in 4-bit codes, whose inputs are never quantised."""
+    return isinstance(w, Quantised) and ".experts." in path and SCHEMES[w.scheme].codes_per_byte > 1
 
 
 def check_projection_codes(projections: Mapping[str, Any], activations: str) -> None:
@@ -287,9 +295,10 @@ def check_projection_codes(projections: Mapping[str, Any], activations: str) -> 
 def can_sum_codes(path: str, w: Quantised) -> bool:
     """Return True if a projection's sums fit int32, and no zeros but scales follow: of outputs, or one for
     all; of groups of inputs for 4-bit codes."""
-    inputs = len(contracted_axes(path) or ())
-    if w.zeros is not None or w.group_size(inputs) > MAX_CODE_INPUTS:
+    axes = contracted_axes(path) or ()
+    group = prod(w.shape[axis] // w.scales.shape[axis] for axis in axes)
+    if w.zeros is not None or group > MAX_CODE_INPUTS:
         return False
     if SCHEMES[w.scheme].codes_per_byte > 1:
-        return has_group_scales(w.shape, w.scales.shape, inputs)
-    return w.has_channel_scales and set(w.scales.shape[:inputs]) == {1}
+        return has_group_scales(w.shape, w.scales.shape, len(axes))
+    return w.has_channel_scales and all(w.scales.shape[axis] == 1 for axis in axes)

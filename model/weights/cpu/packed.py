@@ -108,7 +108,7 @@ def can_pack(name: str, weight: Any, is_expert: bool = False) -> bool:
     if is_expert and name not in EXPERT_NAMES:
         return False
     if isinstance(weight, InputQuantised):
-        return can_pack(name, weight.weight) and can_pack_coded_rows(name, weight)
+        return can_pack(name, weight.weight, is_expert) and can_pack_coded_rows(name, weight)
     if isinstance(weight, Quantised):
         return name in TRANSPOSED_NAMES and can_pack_codes(weight, len(CONTRACTED_AXES[name]), is_expert)
     counts = (3,) if is_expert else AXIS_COUNTS.get(name, ())

@@ -133,7 +133,7 @@ class Packed:
     ) -> Float[Array, "rows F"]:
         """Multiply consecutive rows by one expert's matrix each. Rows without an expert give zeros."""
         if not self.can_multiply(rows.dtype, rows.dtype):
-            return ragged_dot(rows, self.original, sizes, row_experts)
+            return ragged_dot(rows, self.xla_weight, sizes, row_experts)
         return multiply_panels([self], rows, sizes, rows.dtype)[0]
 
     def can_multiply(self, *dtypes: Any) -> bool:
@@ -217,7 +217,10 @@ to_panels_each = jax.jit(jax.vmap(panels_from_matrix))
 one_from_panels, each_from_panels = jax.jit(weight_from_panels), jax.jit(jax.vmap(weight_from_panels))
 # Layers share one trace.
 to_code_panels = jax.jit(panels_from_codes, static_argnames=("inputs", "activations"))
-to_code_panels_each = jax.jit(jax.vmap(partial(panels_from_codes, inputs=1)))
+to_code_panels_each = jax.jit(
+    lambda codes, activations: jax.vmap(partial(panels_from_codes, inputs=1, activations=activations))(codes),
+    static_argnames="activations",
+)
 
 
 def with_sharding(shapes: T, sharding: Any) -> T:
@@ -274,9 +277,14 @@ def pack_codes(quantised: Quantised, inputs: int, target: str, activations: str 
 def pack_experts(weight: Any, target: str) -> Packed:
     """Pack matrices [E, inputs, outputs], or their codes."""
     _, K, N = weight.shape
+    activations = weight.activations if isinstance(weight, InputQuantised) else None
+    weight = weight.weight if isinstance(weight, InputQuantised) else weight
     if not isinstance(weight, Quantised):
         panels = apply_or_eval_shape(lambda w: to_panels_each(jnp.swapaxes(w, 1, 2)), weight)
         return Packed(maybe_encode_bf12(panels, target), None, (K,), (N,), target)
-    array, scales = apply_or_eval_shape(to_code_panels_each, weight)
-    form = CodesForm(weight.scheme, weight.packed, weight.scales.shape[1:], weight.scales.dtype.name)
+    layout = partial(to_code_panels_each, activations=activations)
+    array, scales = apply_or_eval_shape(layout, weight)
+    form = CodesForm(
+        weight.scheme, weight.packed, weight.scales.shape[1:], weight.scales.dtype.name, activations
+    )
     return Packed(array, scales, (K,), (N,), target, form)

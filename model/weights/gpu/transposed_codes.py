@@ -169,13 +169,14 @@ def multiply_codes_by_xla(
 
 
 def transpose_code_params(params: T, donate: bool = False) -> T:
-    """Return parameters, or ShapeDtypeStructs, with each `InputQuantised` of 8 bits as `TransposedCodes`.
+    """Return parameters, or ShapeDtypeStructs, with each `InputQuantised` of 8 bits as `TransposedCodes`,
+    routed experts excepted.
 
     With `donate` each weight is deleted when its copy is ready.
     """
 
     def transpose_leaf(path: str, weight: Any) -> Any:
-        if not can_transpose_codes(weight):
+        if not can_transpose_codes(weight) or ".experts." in path:
             return weight
         inputs = len(CONTRACTED_AXES[path.rpartition(".")[2]])
         return place_replacement(weight, transpose_codes(weight, inputs), donate)

@@ -44,6 +44,7 @@ from ....model.tree import paths_and_leaves
 from ....model.weights import expert_tiles, fixed_tiles, grouped_matmul, nibbles
 from ....model.weights.compression.compress import CONTRACTED_AXES
 from ....model.weights.device_forms import Lanes, device_lanes
+from ....model.weights.input_quantised import InputQuantised
 from ....model.weights.lora import drop_lora
 from ....model.weights.quant import Quantised, einsum_by_kernel, ragged_dot_by_kernel
 from ...runtime.compiled.shapes import Sizes
@@ -300,7 +301,10 @@ def expert_cases(params: Decoder, dtype: Any) -> Iterator[KernelCase]:
         weight = jax.tree.map(shape_per_device, w)
         shapes = weight.ragged_dot_shapes if isinstance(weight, Weight) else (weight.shape,)
         new_cases = [case for shape in shapes for case in expert_matrix_cases(shape, dtype)]
-        if isinstance(weight, Quantised) and (case := quantised_expert_case(weight, dtype)) is not None:
+        if isinstance(weight, InputQuantised):
+            case = quantised_expert_case(weight.weight, dtype, has_row_codes=True)
+            new_cases = [] if case is None else [case]
+        elif isinstance(weight, Quantised) and (case := quantised_expert_case(weight, dtype)) is not None:
             # jax's kernel is used if ours is refused; ours gets codes, never matrices
             new_cases = [case, *(new_case for new_case in new_cases if new_case.kernel != case.kernel)]
         cases |= {case.name: case for case in new_cases if case.name not in cases}
@@ -347,16 +351,15 @@ def expert_matrix_cases(shape: tuple[int, ...], dtype: Any) -> Iterator[KernelCa
         )
 
 
-def quantised_expert_case(w: Quantised, dtype: Any) -> KernelCase | None:
-    """Return the product of quantised experts; None if they are widened and the kernel of matrices is
-    used."""
+def quantised_expert_case(w: Quantised, dtype: Any, has_row_codes: bool = False) -> KernelCase | None:
+    """Return the product of quantised experts, with rows of codes or of numbers; None if our kernel does not
+    take it."""
     shape, counts = w.shape, rows_by_expert(w.shape[0])
-    codes = expert_tiles.ExpertMatrices(w.values, w.scales, w.zeros)
-    if not expert_tiles.can_dequantise_experts(codes, w.nibble_format, shape, w.packed, dtype):
+    if not w.has_tile_kernel(dtype):
         return None
 
     def inputs() -> tuple[Any, ...]:
-        E, (values, scales, zeros) = len(counts), codes
+        E, values, scales, zeros = len(counts), w.values, w.scales, w.zeros
         bits = jax.random.bits(jax.random.key(1), (E, *values.shape[1:]), jnp.uint8)
         random_codes = (
             bits if values.dtype == bits.dtype else (random_normal(1, bits.shape) * 32).astype(values.dtype)
@@ -364,18 +367,19 @@ def quantised_expert_case(w: Quantised, dtype: Any) -> KernelCase | None:
         ones = jnp.ones((E, *scales.shape[1:]), scales.dtype)
         eights = None if zeros is None else jnp.full(ones.shape, nibbles.ZERO_CODE, zeros.dtype)
         quantised = Quantised(random_codes, ones, eights, w.scheme, w.packed)
-        return random_normal(0, (sum(counts), shape[1]), dtype), quantised, jnp.asarray(counts, jnp.int32)
+        x = random_normal(0, (sum(counts), shape[1]), dtype)
+        return jnp.round(x * 32) if has_row_codes else x, quantised, jnp.asarray(counts, jnp.int32)
 
     def run(x: Array, quantised: Quantised, sizes: Array) -> Array:
-        return ragged_dot_by_kernel(x, quantised, sizes, interpret=must_interpret())
+        row_scales = jnp.ones((len(x), 1), jnp.float32) if has_row_codes else None
+        return ragged_dot_by_kernel(x, quantised, sizes, None, must_interpret(), row_scales)
 
     def reference(x: Array, quantised: Quantised, sizes: Array) -> Array:
         return jax.lax.ragged_dot(x, quantised.dequantise(dtype), sizes)
 
     scales = f"{'x'.join(map(str, w.scales.shape[1:]))} scales in {w.scales.dtype}"
-    description = (
-        f"{shape[1]}x{shape[2]}, {dtype}, {w.scheme}, {scales}{', zeros' if w.zeros is not None else ''}"
-    )
+    others = ", zeros" * (w.zeros is not None) + ", rows in codes" * has_row_codes
+    description = f"{shape[1]}x{shape[2]}, {dtype}, {w.scheme}, {scales}{others}"
     return KernelCase(expert_tiles.EXPERT_TILES_KERNEL, description, None, inputs, run, reference)
 
 

@@ -74,7 +74,7 @@ static void add_ragged(const Product& all, const In& sizes, int64_t x_bytes, int
 
 // Adds the product of x [...,K] with a packed weight, with scales [panels,groups,COLS] of codes, of no elements
 // otherwise. With sizes [E] both have E before their axes, otherwise sizes has no elements. A weight in 12 bits has a
-// pair of inputs more, of Exponents. With rows in codes there are no sizes.
+// pair of inputs more, of Exponents. With sizes, rows in codes are of 8-bit codes.
 static ffi::Error add_products(const In& x, const In& sizes, const In& w, const In& scales, const In& y,
                                std::vector<Product>& products) {
   using ffi::DataType;
@@ -83,7 +83,7 @@ static ffi::Error add_products(const In& x, const In& sizes, const In& w, const 
   Form form = form_of(w);
   bool has_column_scales = form == INT8 || form == CODES, has_groups = form == INT4 || form == NIBBLES, are_codes = has_column_scales || has_groups;
   size_t axes = is_ragged + (has_column_scales || form == NIBBLES || (form != INT4 && is_bf16) ? 4 : 3);
-  if ((!is_bf16 && (x.element_type() != DataType::F32 || form == BF12)) || (has_coded_rows(form) && is_ragged) || (form == NUMBERS && w.element_type() != x.element_type()) ||
+  if ((!is_bf16 && (x.element_type() != DataType::F32 || form == BF12)) || (form == NIBBLES && is_ragged) || (form == NUMBERS && w.element_type() != x.element_type()) ||
       packed.size() != axes || scaled.size() != size_t(3 + (are_codes && is_ragged)))
     return ffi::Error::InvalidArgument("a product of other arrays than it is compiled for");
   int64_t K = last_of(x), N = last_of(y), M = y.element_count() / std::max<int64_t>(N, 1), E = is_ragged ? packed[0] : 1;
@@ -103,7 +103,8 @@ static ffi::Error add_products(const In& x, const In& sizes, const In& w, const 
   return ffi::Error::Success();
 }
 
-// Rows of x in codes, which products of a call share. `starts` are of products of NIBBLES, one of each size of units.
+// Rows of x in codes, which the products of a call share. A product may have some of the rows. `starts` are of products
+// of NIBBLES, one of each size of units; these have all rows.
 struct Coded {
   std::unique_ptr<int8_t[]> codes;
   std::unique_ptr<CodedRow[]> rows;
@@ -133,7 +134,10 @@ static void share_starts(Product& p, int64_t longest, std::vector<Product>& unit
 static Coded code_rows(const Products& kernels, ffi::ThreadPool& pool, const In& x, std::vector<Product>& products) {
   auto first = std::find_if(products.begin(), products.end(), [](const Product& p) { return has_coded_rows(p.form); });
   if (first == products.end()) return {};
-  int64_t M = first->M;
+  int64_t M = 0, row_bytes = std::max<int64_t>(first->K, 1) * (x.element_type() == ffi::DataType::BF16 ? 2 : 4);
+  auto row_of = [&](const Product& p) { return ((const char*)p.x - (const char*)x.untyped_data()) / row_bytes; };
+  for (const Product& p : products)
+    if (has_coded_rows(p.form)) M = std::max(M, row_of(p) + p.M);
   RowCoding coding{x.untyped_data(), first->K, nullptr, nullptr};
   Coded made{std::unique_ptr<int8_t[]>(new int8_t[M * coding.width()]), std::unique_ptr<CodedRow[]>(new CodedRow[M]), {}};
   coding.codes = made.codes.get();
@@ -141,8 +145,9 @@ static Coded code_rows(const Products& kernels, ffi::ThreadPool& pool, const In&
   std::vector<Product> units;  // one of each size
   for (Product& p : products) {
     if (!has_coded_rows(p.form)) continue;
-    p.x = coding.codes;
-    p.rows = coding.rows;
+    int64_t row = row_of(p);
+    p.x = coding.codes + row * coding.width();
+    p.rows = coding.rows + row;
     p.K = coding.width();
     if (p.form == CODES) p.group = p.K;
     else share_starts(p, kernels.longest_unit, units, made);

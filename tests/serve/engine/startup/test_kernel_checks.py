@@ -26,7 +26,7 @@ from duetto.model.recurrent.kinds import DeltaNet, Mamba
 from duetto.model.sharding import make_axis_rules, make_shardings
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.weights import device_forms, grouped_matmul, nibbles
-from duetto.model.weights.compression.compress import quantize_params
+from duetto.model.weights.compression.compress import quantise_inputs, quantize_params
 from duetto.model.weights.device_forms import DeviceForms, convert_to_device_forms
 from duetto.model.weights.fixed_tiles import with_fixed_tiles
 from duetto.model.weights.gpu.code_tiles import CODE_PRODUCT_KERNEL, ROW_CODES_KERNEL
@@ -165,6 +165,20 @@ def test_products_of_experts_are_checked(hopper: None, form: Any, sizes: list[st
     params = params if form is None else quantize_params(params, form)
     cases = [case for case in kernel_cases(config, params, SIZES) if case.kernel.name == "expert_tiles"]
     assert [case.name for case in cases] == [f"expert_tiles {size}" for size in sizes]
+    for case in cases:
+        found = check_kernel_case(case)
+        assert found.reason == "" and found.difference is not None and found.difference < 5e-3
+
+
+@pytest.mark.parametrize("scheme", ["int8", full("fp8")])
+def test_products_of_coded_rows_of_experts_are_checked(hopper: None, scheme: str):
+    config, params = model(HEADS, Experts(8, 2, 192))
+    coded = quantise_inputs(quantize_params(params, scheme), scheme)
+    cases = [case for case in kernel_cases(config, coded, SIZES) if case.kernel.name.startswith("expert")]
+    assert [case.sizes for case in cases] == [
+        f"{size}, bfloat16, {scheme}, {scales} scales in float32, rows in codes"
+        for size, scales in (("128x192", "1x192"), ("192x128", "1x128"))
+    ]
     for case in cases:
         found = check_kernel_case(case)
         assert found.reason == "" and found.difference is not None and found.difference < 5e-3

@@ -43,9 +43,10 @@ MOST = {
     ("v6e:2x2", "gpt-oss-20b", WIDE): (1.06, 4),
     ("v6e:2x4", "gpt-oss-20b", WIDE): (1.8, 7),  # a device's one head of 64 has zeros behind it
 }
-# The same of experts in eight and in four bits.
+# The same of experts in eight and in four bits, the first with rows in codes too.
 MOST_OF_CODES = {
     ("h200", "30b-a3b", "int8"): 1.07,
+    ("h200", "30b-a3b", "int8 x int8"): 1.07,
     ("h200", "30b-a3b", "int4"): 1.12,
     ("a100", "gpt-oss-20b", "int4"): 1.12,
 }
@@ -120,7 +121,9 @@ def test_expert_layers_copy_no_weights_and_have_no_control_flow(model: str):
 @pytest.mark.parametrize("target, model, form", MOST_OF_CODES, ids=str)
 @pytest.mark.extras
 def test_codes_of_experts_are_read_in_place(target: str, model: str, form: Any):
-    plan = replace(job_for(found_target(target), model), options=EngineOptions(quantization=form))
+    scheme, _, activations = form.partition(" x ")
+    options = EngineOptions(quantization=scheme, activations=activations or None)
+    plan = replace(job_for(found_target(target), model), options=options)
     row = analyze_shape_cost(plan, abstract_arguments(plan), WIDE)
     assert row.excess is not None and row.excess <= MOST_OF_CODES[target, model, form]
 
