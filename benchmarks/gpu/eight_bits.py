@@ -14,16 +14,16 @@ from duetto.model.gpus import disable_kernels
 from duetto.model.layers import einsum
 from duetto.model.transformer import decoder_spec
 from duetto.model.tree import init_params, pytree
-from duetto.model.weights.code_tiles import CODE_PRODUCT_KERNEL, ROW_CODES_KERNEL, multiply_by_kernel
 from duetto.model.weights.compression.compress import convert_weight_form
-from duetto.model.weights.input_quantised import InputQuantised
-from duetto.model.weights.quant import Quantised, quantise_weight
-from duetto.model.weights.transposed_codes import (
+from duetto.model.weights.gpu.code_tiles import CODE_PRODUCT_KERNEL, ROW_CODES_KERNEL, multiply_by_kernel
+from duetto.model.weights.gpu.transposed_codes import (
     TransposedCodes,
     quantise_matrix_rows,
     return_row,
     transpose_codes,
 )
+from duetto.model.weights.input_quantised import InputQuantised
+from duetto.model.weights.quant import Quantised, quantise_weight
 from duetto.serve.cli.bench import BenchModel, median_seconds
 from duetto.serve.engine.startup.model_folder import convert_to_engine_layout
 from duetto.serve.options.engine import EngineOptions

@@ -27,9 +27,9 @@ from .compression.compress import place_replacement, quantise_inputs
 from .cpu.kernel_norm import KernelNorm
 from .cpu.packed import Packed, pack_params
 from .fixed_tiles import FixedTiled, with_fixed_tiles
+from .gpu.transposed_codes import transpose_code_params
 from .input_quantised import InputQuantised
 from .transposed import Transposed, abstract_like, transpose_params
-from .transposed_codes import transpose_code_params
 
 T = TypeVar("T")
 TPU_LANES, TPU_SUBLANES = 128, 8  # lanes and sublanes of a TPU's tile

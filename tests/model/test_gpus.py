@@ -29,9 +29,9 @@ from duetto.model.gpus import (
     refusal_reason,
     target_gpu,
 )
-from duetto.model.weights.code_tiles import CODE_PRODUCT_KERNEL, ROW_CODES_KERNEL
 from duetto.model.weights.expert_tiles import EXPERT_TILES_KERNEL
 from duetto.model.weights.fixed_tiles import FIXED_KERNEL
+from duetto.model.weights.gpu.code_tiles import CODE_PRODUCT_KERNEL, ROW_CODES_KERNEL
 from duetto.model.weights.grouped_matmul import GROUPED_KERNEL
 from duetto.model.weights.nibbles import NIBBLE_KERNEL
 from duetto.serve.planner.roofline.targets import CHIPS

@@ -13,14 +13,14 @@ from duetto.model.config import Dense
 from duetto.model.ffn import activation
 from duetto.model.layers import einsum, einsums, mapped_einsum
 from duetto.model.tree import has_instance
-from duetto.model.weights import code_tiles, transposed_codes
 from duetto.model.weights import device_forms as rules
-from duetto.model.weights.code_tiles import CodeMatrix, CodeTiles, choose_code_tiles
 from duetto.model.weights.device_forms import DeviceForms, convert_to_device_forms, restore_params
+from duetto.model.weights.gpu import code_tiles, transposed_codes
+from duetto.model.weights.gpu.code_tiles import CodeMatrix, CodeTiles, choose_code_tiles
+from duetto.model.weights.gpu.transposed_codes import TransposedCodes, return_row, transpose_codes
 from duetto.model.weights.input_quantised import InputQuantised, RowCodes, quantise_rows
 from duetto.model.weights.quant import Quantised, quantise_weight
 from duetto.model.weights.schemes import ACTIVATION_SCHEMES
-from duetto.model.weights.transposed_codes import TransposedCodes, return_row, transpose_codes
 
 INT8 = ACTIVATION_SCHEMES["int8"]
 

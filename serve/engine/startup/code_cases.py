@@ -14,7 +14,7 @@ from ....model.ffn import activation
 from ....model.gpus import refusal_reason
 from ....model.transformer import Decoder
 from ....model.tree import paths_and_leaves
-from ....model.weights.code_tiles import (
+from ....model.weights.gpu.code_tiles import (
     CODE_PRODUCT_KERNEL,
     ROW_CODES_KERNEL,
     CodeMatrix,
@@ -22,16 +22,16 @@ from ....model.weights.code_tiles import (
     multiply_by_kernel,
     quantise_rows_by_kernel,
 )
-from ....model.weights.input_quantised import RowCodes, quantise_rows
-from ....model.weights.lora import drop_lora
-from ....model.weights.schemes import ACTIVATION_SCHEMES
-from ....model.weights.transposed_codes import (
+from ....model.weights.gpu.transposed_codes import (
     TransposedCodes,
     has_code_kernel,
     has_row_codes_kernel,
     multiply_codes_by_xla,
     return_row,
 )
+from ....model.weights.input_quantised import RowCodes, quantise_rows
+from ....model.weights.lora import drop_lora
+from ....model.weights.schemes import ACTIVATION_SCHEMES
 from .kernel_case import KernelCase, must_interpret, random_normal
 
 CHECKED_ROWS = 64, 3  # rows of tiles for one group of warps, and of small tiles
@@ -39,8 +39,8 @@ CHECKED_ROWS = 64, 3  # rows of tiles for one group of warps, and of small tiles
 
 def code_cases(config: ModelConfig, params: Decoder, dtype: Any) -> Iterator[KernelCase]:
     """Yield the kernels of products that quantise their input; each size once."""
-    found = paths_and_leaves(drop_lora(params), TransposedCodes)
-    weights = [w for _, w in found if isinstance(w, TransposedCodes) and w.activations == "int8"]
+    records = paths_and_leaves(drop_lora(params), TransposedCodes)
+    weights = [w for _, w in records if isinstance(w, TransposedCodes) and w.activations == "int8"]
     kinds = dict.fromkeys(kind.ffn for kind in config.layers if isinstance(kind.ffn, Dense))
     dense = [ffn for ffn in kinds if ffn.activation != "gelu"]
     for inner in dict.fromkeys(prod(w.inputs) for w in weights):

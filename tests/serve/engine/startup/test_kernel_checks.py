@@ -26,10 +26,10 @@ from duetto.model.recurrent.kinds import DeltaNet, Mamba
 from duetto.model.sharding import make_axis_rules, make_shardings
 from duetto.model.transformer import Decoder, decoder_spec
 from duetto.model.weights import device_forms, grouped_matmul, nibbles
-from duetto.model.weights.code_tiles import CODE_PRODUCT_KERNEL, ROW_CODES_KERNEL
 from duetto.model.weights.compression.compress import quantize_params
 from duetto.model.weights.device_forms import DeviceForms, convert_to_device_forms
 from duetto.model.weights.fixed_tiles import with_fixed_tiles
+from duetto.model.weights.gpu.code_tiles import CODE_PRODUCT_KERNEL, ROW_CODES_KERNEL
 from duetto.serve.engine.startup import kernel_cases as cases_of
 from duetto.serve.engine.startup import kernel_checks, start
 from duetto.serve.engine.startup.kernel_cases import kernel_cases

@@ -12,9 +12,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..gpus import may_use_kernel
-from ..layers import einsum, prevent_fma
-from ..tree import map_by_path, pytree, static
+from ...gpus import may_use_kernel
+from ...layers import einsum, prevent_fma
+from ...tree import map_by_path, pytree, static
+from ..compression.compress import CONTRACTED_AXES, place_replacement
+from ..input_quantised import InputQuantised, RowCodes, quantise_rows, sum_code_products
+from ..quant import Quantised
+from ..schemes import ACTIVATION_SCHEMES
+from ..transposed import abstract_like
 from .code_tiles import (
     CODE_PRODUCT_KERNEL,
     MAX_CODED_ROW,
@@ -27,11 +32,6 @@ from .code_tiles import (
     quantise_rows_by_kernel,
     scale_sums,
 )
-from .compression.compress import CONTRACTED_AXES, place_replacement
-from .input_quantised import InputQuantised, RowCodes, quantise_rows, sum_code_products
-from .quant import Quantised
-from .schemes import ACTIVATION_SCHEMES
-from .transposed import abstract_like
 
 T = TypeVar("T")
 

@@ -18,10 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int, Int8, Num
 
-from ..gpus import Kernel
-from ..layers import prevent_fma
-from .input_quantised import RowCodes, widen_rounded
-from .schemes import ACTIVATION_SCHEMES
+from ...gpus import Kernel
+from ...layers import prevent_fma
+from ..input_quantised import RowCodes, widen_rounded
+from ..schemes import ACTIVATION_SCHEMES
 
 ROW_CODES_KERNEL = Kernel("int8_codes", "triton", "XLA quantises inputs of products")
 CODE_PRODUCT_KERNEL = Kernel("int8_product", "triton", "XLA multiplies codes, and scales sums apart")

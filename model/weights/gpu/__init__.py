@@ -1,0 +1,1 @@
+"""Weights as NVIDIA GPUs multiply them."""
