@@ -240,8 +240,8 @@ def quantise_inputs(params: T, activations: str | None) -> T:
     activations: key in `ACTIVATION_SCHEMES`, or None, which changes nothing.
 
     No array is copied. Unchanged are weights that are arrays, an indexer's projections and those of
-    `UNCODED_NAMES`, routed experts in 4-bit codes, and what is `Packed`: it was converted before. Raises ValueError for a projection with
-    other codes, and if none is quantised.
+    `UNCODED_NAMES`, routed experts in 4-bit codes, and what is `Packed`: it was converted before. Raises
+    ValueError for a projection with other codes, and if none is quantised.
     """
     if activations is None:
         return params
