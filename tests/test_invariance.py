@@ -47,6 +47,7 @@ FEWER = {  # of models whose layers have both in another; what is their own is s
     "parallel": TIGHT,
     "recurrent": TIGHT,
     "borrowed": TIGHT,
+    "distances": TIGHT,
     "latent": SEVERAL,
     "bfloat16": TIGHT,  # with tiles of their own
     "demo": CHUNKS,  # programs as users have them

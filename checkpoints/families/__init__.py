@@ -14,6 +14,6 @@ MODEL_TYPES = (
     "olmoe", "granite", "granitemoe", "hunyuan_v1_dense", "ministral3", "starcoder2", "stablelm", "gpt_neox",
     "phi", "nemotron", "arcee", "cohere", "cohere2", "exaone4", "internlm3", "kimi_linear", "lfm2",
     "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1", "exaone", "helium", "vaultgemma", "minicpm3",
-    "gptj", "codegen", "gpt_bigcode", "gpt_neo", "opt", "olmo", "falcon",
+    "gptj", "codegen", "gpt_bigcode", "gpt_neo", "opt", "olmo", "falcon", "nanochat", "dbrx", "mpt", "bloom",
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {name: import_module(f"{__package__}.{name}").FAMILY for name in MODEL_TYPES}
