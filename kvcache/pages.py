@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
 
 from ..model.attention import MASK_VALUE, AttentionParams, ExpandRows, group_queries
 from ..model.config import LayerKind, distinct_windows
-from ..model.layers import einsum, index_or_drop
+from ..model.layers import add_alibi, einsum, index_or_drop
 from ..model.recurrent.kinds import STATE_WINDOW
 from ..model.sharding import is_multi_device
 from ..model.tree import pytree, static
@@ -302,6 +303,7 @@ def attend_key_blocks(
     )
     q = groups.sort(group_queries(q, K).transpose(2, 0, 1, 3, 4).reshape(K, B, T * G, -1))
     pos = jnp.repeat(token_positions(batch), G, axis=1)  # [B,T*G]
+    slopes = repeat_slopes(attention.alibi, K, T)
 
     def add_block(i: Int[Array, ""], sums: SoftmaxSums) -> SoftmaxSums:
         """Add one block of one group to the running sums."""
@@ -314,7 +316,9 @@ def attend_key_blocks(
         is_written = (key_positions >= low[rows, None]) & (key_positions < end[rows, None])
         v = jnp.where(is_written[None, ..., None], v, 0)
         scores = attention.scores(query_key_products(groups.slice_group(q, group), k))
-        sees = attention.mask(pos[rows, :, None], key_positions[:, None])
+        query_and_key = pos[rows, :, None], key_positions[:, None]
+        scores = add_alibi(scores, slopes, (K, 1, T * G, 1), *query_and_key)
+        sees = attention.mask(*query_and_key)
         if selected_keys is not None:
             sees &= jnp.repeat(selected_keys.sees(rows, j, KEYS_PER_BLOCK), G, axis=1)
         scores = jnp.where(sees[None], scores, MASK_VALUE)
@@ -329,6 +333,11 @@ def attend_key_blocks(
     _, total, out = jax.lax.fori_loop(0, groups.end_steps[-1], add_block, sums)
     out = groups.unsort(out / jnp.maximum(total, 1e-30)[..., None])
     return out.reshape(K, B, T, G, U).transpose(1, 2, 0, 3, 4).reshape(B, T, N, U)
+
+
+def repeat_slopes(slopes: tuple[float, ...] | None, K: int, T: int) -> tuple[float, ...] | None:
+    """Repeat each key head's slopes for T tokens: an order of heads [K,T,G]."""
+    return None if slopes is None else tuple(np.repeat(np.reshape(slopes, (K, 1, -1)), T, axis=1).ravel())
 
 
 def exp_by_vectors(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

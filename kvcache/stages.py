@@ -104,6 +104,7 @@ def stage_params(params: Decoder, span: range) -> Decoder:
         norm=norm,
         head=head,
         positions=params.positions if is_first else None,
+        embed_norm=params.embed_norm if is_first else None,
         head_bias=head_bias,
     )
 

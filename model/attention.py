@@ -11,7 +11,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery, NormKind
+from .kinds import has_fusible_rope
 from .layers import (
+    add_alibi,
     add_bias,
     apply_softcap,
     clip_to_magnitude,
@@ -22,7 +24,7 @@ from .layers import (
     wrap_gain,
 )
 from .recurrent.states import Recurrence, RecurrentInputs, empty_recurrent_state
-from .rope import RotaryFactors, apply_query_growth, rotate_heads
+from .rope import RotaryFactors, alibi_slopes, apply_query_growth, rotate_heads
 from .tree import Spec, pytree, static
 
 MASK_VALUE = -1e30  # score of a key that a query does not see; finite, so that nothing becomes NaN
@@ -199,6 +201,7 @@ class AttentionParams:
     selection: the only keys that queries see, or None.
     chunked: keys before the last multiple of the window are hidden too.
     num_kv_heads: number of key heads of a token. A cached row may hold several.
+    alibi: fall of the scores with each position, one per head, or None. Only the reference computes it.
     """
 
     scale: float
@@ -211,6 +214,7 @@ class AttentionParams:
     selection: Selection | None = None
     chunked: bool = False
     num_kv_heads: int = 1
+    alibi: tuple[float, ...] | None = None
 
     @property
     def has_expanded_keys(self) -> bool:
@@ -373,8 +377,9 @@ def run_attention(
 
     scale = c.head_size**-0.5 if c.scale is None else c.scale
     attention = AttentionParams(
-        scale, c.window, c.softcap, w.sinks, chunked=c.chunked, num_kv_heads=c.num_kv_heads
-    )
+        scale, c.window, c.softcap, w.sinks, chunked=c.chunked, num_kv_heads=c.num_kv_heads,
+        alibi=None if c.alibi is None else alibi_slopes(c.num_heads, c.alibi),
+    )  # fmt: skip
     q, k, v = (clip_to_magnitude(y, c.clip) for y in project_qkv(w, x))
     v = v if c.value_norm is None or v is None else normalise(v, wrap_gain(w.v_norm), c.value_norm)
     fused_attend = attend if has_fusible_rope(c) and isinstance(attend, FusedRopeAttend) else None
@@ -411,13 +416,6 @@ def project_qkv(
     return add_bias(q, w.q_bias), k, k if v is None else add_bias(v, w.v_bias)
 
 
-def has_fusible_rope(c: GroupedQuery) -> bool:
-    """Return True if norm and rotary embedding can be fused: norms of single heads, rotation in halves, own
-    keys."""
-    in_halves = c.rope is not None and not c.rope.interleaved and not c.rope.query_growth
-    return in_halves and c.qk_norm_over == "head" and not c.norm_after_rope and not c.kv_layers_back
-
-
 def norm_heads(x: Float[Array, "B T heads H"], gain: Any, c: GroupedQuery) -> Float[Array, "B T heads H"]:
     """Norm queries or keys as the layer says, over each head or over all heads."""
     if c.qk_norm is None:
@@ -438,10 +436,13 @@ def dot_product_attention(
     mask: Bool[Array, "#B T S"],
     attention: AttentionParams,
 ) -> Float[Array, "B T N U"]:
-    """Compute softmax attention with scores in float32. Every query must see at least one key."""
+    """Compute softmax attention with scores in float32, over keys from position 0 on. Every query must see at
+    least one key."""
     B, T, N, _ = q.shape
     products = einsum("btkgh,bskh->bkgts", group_queries(q, k.shape[2]), k, jnp.float32)
-    scores = jnp.where(mask[:, None, None], attention.scores(products), MASK_VALUE)
+    heads, query, key = (1, k.shape[2], -1, 1, 1), np.arange(T)[:, None], np.arange(k.shape[1])[None]
+    scores = add_alibi(attention.scores(products), attention.alibi, heads, query, key)
+    scores = jnp.where(mask[:, None, None], scores, MASK_VALUE)
     if attention.sinks is not None:
         sinks = attention.sinks.astype(jnp.float32).reshape(1, k.shape[2], -1, 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)

@@ -169,6 +169,7 @@ class ModelConfig:
     learned_positions: bool = False
     position_offset: int = 0  # row of the first position among the learned ones
     embedding_scale: float = 1.0
+    embedding_norm: bool = False  # embeddings are normed
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     layer_scales: bool = False  # each layer's output has a learned scale

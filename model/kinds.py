@@ -49,6 +49,7 @@ class GroupedQuery:
     # what one norm spans: a head, with one gain for all heads; a head, each with its own gain; all heads
     qk_norm_over: Literal["head", "each head", "all heads"] = "head"
     norm_after_rope: bool = False  # queries and keys are normed after the rotary embedding
+    alibi: float | None = None  # steepest exponent of ALiBi's slopes (`alibi_slopes`), or none
     sinks: bool = False  # a learned score per head for seeing nothing (gpt-oss)
     gated: bool = False  # the output is multiplied by the sigmoid of a projection of the input
     value_norm: NormKind | None = None  # of values, without gains
@@ -103,6 +104,13 @@ class GroupedQuery:
     def pair_flops(self) -> int:
         """Return the operations for one query and one key in all heads: a score, and a weighted value."""
         return 4 * self.num_heads * self.head_size
+
+
+def has_fusible_rope(c: GroupedQuery) -> bool:
+    """Return True if norm and rotary embedding can be fused: norms of single heads, rotation in halves, own
+    keys."""
+    in_halves = c.rope is not None and not c.rope.interleaved and not c.rope.query_growth
+    return in_halves and c.qk_norm_over == "head" and not c.norm_after_rope and not c.kv_layers_back
 
 
 @dataclass(frozen=True)

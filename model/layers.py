@@ -284,6 +284,25 @@ def clip_to_magnitude(x: Any, limit: float | None) -> Any:
     return x if x is None or limit is None else jnp.clip(x, -limit, limit)
 
 
+def add_alibi(
+    scores: Float[Array, "*shape"],
+    slopes: tuple[float, ...] | None,
+    shape: tuple[int, ...],
+    query: Any,
+    key: Any,
+) -> Float[Array, "*shape"]:
+    """Add ALiBi's bias to scores, if heads have slopes.
+
+    shape: of the slopes. query, key: positions. All broadcast to the scores.
+    """
+    if slopes is None:
+        return scores
+    distance = jnp.asarray(key, jnp.float32) - jnp.asarray(query, jnp.float32)
+    distance = jnp.expand_dims(distance, range(scores.ndim - distance.ndim))
+    bias = jnp.asarray(slopes, jnp.float32).reshape(shape) * distance
+    return prevent_fma(scores) + prevent_fma(bias)
+
+
 def apply_scale(x: Float[Array, "*shape"], factor: float) -> Float[Array, "*shape"]:
     """Multiply x by a factor in x's dtype. A factor of 1 adds no operation."""
     return x if factor == 1 else prevent_fma(x * jnp.asarray(factor, x.dtype))

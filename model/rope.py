@@ -37,6 +37,7 @@ class Rope:
     scale: float = 1.0  # factor of cosine and sine: yarn's and longrope's attention factor
     partial_rotary_factor: float = 1.0  # share of the pairs, rounded down
     interleaved: bool = False  # a pair is two neighbours, not one of each half
+    backward: bool = False  # pairs turn the other way (nanochat)
     # factor of log(1 + (position + growth_offset) // original_max_position) in the queries' growth
     query_growth: float = 0.0
     growth_offset: int = 0
@@ -48,6 +49,11 @@ class Rope:
 
     def frequencies(self, H: int, long: bool = False) -> Float32[np.ndarray, " {H//2}"]:
         """Return the radians per position of each pair of H dimensions."""
+        forward = self._forward_frequencies(H, long)
+        return -forward if self.backward else forward
+
+    def _forward_frequencies(self, H: int, long: bool) -> Float32[np.ndarray, " {H//2}"]:
+        """Return the radians per position, above 0, of each pair of H dimensions."""
         plain = (1.0 / self.theta ** (np.arange(0, H, 2, dtype=np.float32) / H)).astype(np.float32)
         if self.kind == "default":
             return plain
@@ -89,6 +95,18 @@ class Rope:
         low, high = max(low, 0), min(high, H - 1)
         ramp = (np.arange(H // 2, dtype=np.float32) - low) / (high - low or 0.001)
         return 1 - np.clip(ramp, 0, 1)
+
+
+def alibi_slopes(num_heads: int, steepest: float) -> tuple[float, ...]:
+    """Return each head's slope of ALiBi (Press et al., arXiv 2108.12409): by how much a key's score falls
+    with each position before the query's.
+
+    They are powers of two, the last one `-steepest`. Heads beyond a power of two get those between, from the
+    second on.
+    """
+    whole = 2 ** math.floor(math.log2(num_heads))
+    exponents = [*range(2, 2 * whole + 1, 2), *range(1, 2 * whole, 2)][:num_heads]
+    return tuple(2.0 ** (-steepest * exponent / (2 * whole)) for exponent in exponents)
 
 
 Angles = Float32[Array, "B T 1 pairs"]  # of each position and pair of dimensions

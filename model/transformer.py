@@ -94,6 +94,7 @@ class Decoder:
     positions: Any = None  # [position_offset+max_position,D], if positions are learned
     head_bias: Any = None  # [V]
     inputs: PerLayerEmbedding | None = None
+    embed_norm: Norm | NormWeight | None = None
     encoder: Any = None  # parameters of `ModelConfig.encoder`
 
 
@@ -124,6 +125,7 @@ def decoder_spec(c: ModelConfig) -> Decoder:
         positions=position_spec(c),
         head_bias=Spec((V,), ("vocab",), scale=0.0) if c.has_head and c.head_bias else None,
         inputs=per_layer_embedding_spec(c),
+        embed_norm=norm_spec(c.norm, D) if c.embedding_norm else None,
         encoder=None if c.encoder is None else c.encoder.spec(),
     )
 
@@ -193,9 +195,9 @@ def embed_tokens(
     positions: Int[Array, "B T"],
     embeddings: InputEmbeddings | None = None,
 ) -> Float[Array, "B T D"]:
-    """Return the embeddings of tokens, or those in their place, learned positions included."""
+    """Return the embeddings of tokens, or those in their place, normed and with learned positions."""
     x = apply_scale(lookup_embedding(params.embed, tokens), c.embedding_scale)
-    x = insert_embeddings(x, embeddings)
+    x = apply_norm(c, insert_embeddings(x, embeddings), params.embed_norm)
     if params.positions is None:
         return x
     rows = positions + c.position_offset if c.position_offset else positions

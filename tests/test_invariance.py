@@ -47,7 +47,7 @@ FEWER = {  # of models whose layers have both in another; what is their own is s
     "longrope": TIGHT,  # keys of prompts that became longer before they are computed again
     "windows, int8 cache": SEVERAL,
     "parallel": TIGHT,
-    **dict.fromkeys(("recurrent", "borrowed"), TIGHT),
+    **dict.fromkeys(("recurrent", "borrowed", "distances"), TIGHT),
     "latent": SEVERAL,
     "bfloat16": TIGHT,  # with tiles of their own
     "demo": CHUNKS,  # programs as users have them

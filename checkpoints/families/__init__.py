@@ -16,5 +16,6 @@ MODEL_TYPES = (
     "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1", "qwen2_vl_text", "qwen2_5_vl_text",
     "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text", "bamba", "nemotron_h", "exaone",
     "helium", "vaultgemma", "minicpm3", "gptj", "codegen", "gpt_bigcode", "gpt_neo", "opt", "olmo", "falcon",
+    "nanochat", "dbrx", "mpt", "bloom",
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {name: import_module(f"{__package__}.{name}").FAMILY for name in MODEL_TYPES}

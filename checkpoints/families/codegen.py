@@ -18,7 +18,7 @@ NAMES = gptj.OTHERS | {
 def parse_config(raw: fields.Raw) -> ModelConfig:
     """Read the fields of a `config.json`. Absent ones have the defaults of transformers' CodeGenConfig:
     GPT-J's."""
-    name = fields.present_name(raw, "n_head", "num_attention_heads")
+    name = fields.present_name(raw, "num_attention_heads", "n_head")
     if (heads := fields.integer(raw, name, 16)) % BLOCKS:
         raise ValueError(f"{name} is {heads}, expected a multiple of {BLOCKS}")
     return gptj.parse_config(raw)

@@ -41,6 +41,14 @@ def present_name(raw: Raw, *names: str) -> str:
     return next((name for name in names if raw.get(name) is not None), names[0])
 
 
+def section(raw: Raw, name: str) -> Raw:
+    """Return a field that is an object of fields; an absent one has none."""
+    stated = value(raw, name, {})
+    if isinstance(stated, Mapping):
+        return stated
+    raise ValueError(f"{name} is {quote(stated)}, expected an object")
+
+
 def nullable(read: Callable[[Raw, str], Any], raw: Raw, name: str, default: Any) -> Any:
     """Return a field for which null and absence differ: None for null, the default for absence."""
     if name in raw:
@@ -64,12 +72,12 @@ def layer_count(raw: Raw, name: str, default: Any = REQUIRED) -> Any:
 def with_common_names(raw: Raw, names: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
     """Return the fields with integers under the names that families have in common.
 
-    names: the family's own name, and the default, by the common name, which counts where the former is
-        absent.
+    names: the family's own name, and the default, by the common name, which counts before the former, as in
+        transformers.
     """
     limits = {"num_hidden_layers": MAX_LAYERS}
     stated = {
-        common: integer(raw, present_name(raw, own, common), default, limits.get(common, MAX_COUNT))
+        common: integer(raw, present_name(raw, common, own), default, limits.get(common, MAX_COUNT))
         for common, (own, default) in names.items()
     }
     return {**raw, **stated}

@@ -77,7 +77,7 @@ def fits_triton_kernel(
 ) -> bool:
     """True if a Triton kernel has code for these queries and pools, whatever the GPU."""
     (*_, N, H), K = q.shape, k.shape[0]
-    selects_keys, pools = attention.selection is not None, (k, v)
+    selects_keys, pools = attention.selection is not None or attention.alibi is not None, (k, v)
     readable = not selects_keys and all(pool is None or has_readable_dtype(pool, q.dtype) for pool in pools)
     H += 0 if attention.rope_queries is None else attention.rope_queries.shape[-1]
     same = k.shape[-1] == H and readable and q.dtype.name in KERNEL_DTYPES

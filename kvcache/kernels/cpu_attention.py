@@ -34,6 +34,7 @@ def fits_cpu_kernel(
     if v is None or isinstance(k, QuantisedPool) or isinstance(v, QuantisedPool):
         return False
     plain = attention.expand is None and attention.rank is None and attention.selection is None
+    plain &= attention.alibi is None
     alike = k.shape == v.shape and q.shape[-1] == k.shape[-1] and k.dtype == v.dtype
     return (
         plain
@@ -49,7 +50,7 @@ def count_kernel_layers(layers: Sequence[LayerKind], cache_format: CacheFormat, 
 
     def is_supported(keys: Any) -> bool:
         """True if the kernel reads the pages of a mixer."""
-        if not isinstance(keys, GroupedQuery):
+        if not isinstance(keys, GroupedQuery) or keys.alibi is not None:
             return False
         shape, device = (keys.num_kv_heads, 1, 1, keys.head_size), jax.devices("cpu")[0]
         pool = jax.eval_shape(lambda: empty_pool(shape, cache_format, device))

@@ -85,6 +85,7 @@ def fits_hopper_kernel(q: Shaped[Any, "B T N H"], k: Any, v: Any, attention: Att
         or isinstance(k, QuantisedPool)
         or attention.rank is not None
         or attention.softcap is not None
+        or attention.alibi is not None
     ):
         return False
     plain = attention.selection is None and attention.expand is None and q.dtype.itemsize == 2

@@ -114,6 +114,8 @@ def fits_tpu_kernel(q: Any, pages: LayerPages, attention: AttentionParams) -> bo
     k, v = pages.k, pages.k if pages.v is None else pages.v
     if isinstance(k, QuantisedPool) or isinstance(v, QuantisedPool) or attention.selection is not None:
         return False
+    if attention.alibi is not None:
+        return False
     if (pages.tail and q.shape[1] > 1) or (attention.expand is not None) != (attention.rank is not None):
         return False
     W, H = k.shape[2:]

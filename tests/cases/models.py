@@ -95,6 +95,14 @@ RANDOM = {
         ),
         post_norms=True, layer_scales=True, layer_input=LayerInput(12, 300),
     ),
+    "distances": replace(
+        TINY,
+        layers=(
+            LayerKind(GroupedQuery(6, 2, 8, None, alibi=8.0, clip=0.4), Dense(96)),
+            LayerKind(GroupedQuery(6, 6, 8, None, alibi=6.0, window=30), Dense(96)),
+        ),
+        norm=NormKind("layer", gain=False), embedding_norm=True, learned_positions=True, position_offset=2,
+    ),
     "longrope": ModelConfig.uniform(
         300, 48, 96, 2, 6, 2, 8, 512,
         rope=Rope(

@@ -71,6 +71,14 @@ MODELS = {
         ),
         post_norms=True, layer_scales=True,
     ),
+    "gainless": replace(
+        TINY,
+        layers=(
+            LayerKind(GroupedQuery(4, 2, 16, clip=0.5, bias=True), Dense(80)),
+            LayerKind(GroupedQuery(4, 2, 16, Rope(backward=True)), Dense(80)),
+        ),
+        norm=NormKind("layer", gain=False), embedding_norm=True, learned_positions=True, position_offset=2,
+    ),
     "gated": replace(
         TINY,
         layers=(

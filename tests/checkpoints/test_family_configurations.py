@@ -138,9 +138,18 @@ def test_internlm3_has_biases_by_two_flags():
 
 def test_fields_of_families_after_gpt2_have_two_names():
     assert config_of("gptj", n_embd="absent", hidden_size=20).hidden_size == 20
-    assert config_of("gptj", n_embd=40, hidden_size=20).hidden_size == 40
+    assert config_of("gptj", n_embd=40, hidden_size=20).hidden_size == 20
     assert config_of("falcon", n_embed=40).hidden_size == 40
     assert len(config_of("exaone", num_layers="absent").layers) == 3
+
+
+def test_the_base_of_the_rope_of_dbrx():
+    def base(**fields) -> float:
+        return attention("dbrx", **fields).rope.theta
+
+    assert base() == 300.0
+    assert base(rope_theta="absent", attn_config={"rope_theta": 500.0}) == 500.0
+    assert base(rope_theta="absent", attn_config="absent") == 10000.0
 
 
 def test_heads_of_falcon():
@@ -362,6 +371,19 @@ PARTLY = ("stablelm", "gpt_neox", "phi", "nemotron")
         ("opt", {"word_embed_proj_dim": 20}, "word_embed_proj_dim is 20"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
         ("olmo", {"clip_qkv": -8.0}, "clip_qkv is -8.0"),
+        ("dbrx", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
+        ("dbrx", {"attn_config": 3}, "attn_config is 3, expected an object"),
+        ("dbrx", {"ffn_config": {"moe_normalize_expert_weights": 2}}, "moe_normalize_expert_weights is 2"),
+        ("mpt", {"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ("mpt", {"norm_type": "rmsnorm"}, "norm_type is 'rmsnorm'"),
+        ("mpt", {"no_bias": False}, "no_bias is False"),
+        ("mpt", {"attn_config": {"alibi": False}}, "alibi is False"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "qk_ln is True"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm is True",
+        ),
         ("falcon", {"alibi": True}, "alibi is True"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2"),
         ("falcon", {"multi_query": False, "num_kv_heads": 1}, "num_kv_heads is 1"),

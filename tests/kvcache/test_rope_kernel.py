@@ -13,8 +13,9 @@ from suite.marks import full_if
 from duetto.kvcache.kernels.gpu_rope import fits_gpu_rope, gpu_rope_and_write
 from duetto.kvcache.pages import write_kv_to_slots
 from duetto.kvcache.quantised import choose_cache_format, empty_pool
-from duetto.model.attention import NewHeads, has_fusible_rope
+from duetto.model.attention import NewHeads
 from duetto.model.config import GroupedQuery, NormKind
+from duetto.model.kinds import has_fusible_rope
 from duetto.model.rope import Rope, rotary_factors
 
 PLAIN, OFFSET = NormKind("rms", 1e-6), NormKind("rms", 1e-5, offset=1.0)

@@ -309,6 +309,7 @@ def oracle() -> Callable[[Model], Oracle]:
 # Of these another engine takes several steps of decode in a call: `FEWER` of test_invariance.py.
 ONE_STEP = (
     "windows", "longrope", "parallel", "recurrent", "borrowed", "bfloat16", "windows, int8 cache", "latent",
+    "distances",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from cases.trained import MODELS
 
 from duetto import LLM
 from duetto.cpu_kernels.library import load_library
-from duetto.model.config import ModelConfig, NormKind
+from duetto.model.config import ModelConfig
 from duetto.model.layers import Norm
 from duetto.model.rope import Rope
 from duetto.model.transformer import decoder_spec
@@ -82,9 +82,9 @@ def test_known_tokens_are_checked_inside_of_jit(small):
     ("config", "message"),
     [
         (RANDOM["latent"], "layer 0 has a Latent, which XLA computes"),
+        (RANDOM["distances"], "layer 0 has ALiBi's scores"),
         (RANDOM["recurrent"], "layer 0 has a DeltaNet"),
         (RANDOM["tiny"], "layer 0 has heads of 8 numbers; kernels take multiples of 16"),
-        (replace(MODELS["dense"], norm=NormKind(gain=False)), "norms of the residual stream without a gain"),
         (LONGROPE, "computes keys anew at 2 tokens .longrope., and texts have 3"),
     ],
 )

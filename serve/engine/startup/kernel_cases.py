@@ -24,7 +24,7 @@ from ....kvcache.pages import (
     write_kv_to_slots,
 )
 from ....kvcache.quantised import choose_cache_format, empty_pool, quantise_heads
-from ....model.attention import AttentionParams, NewHeads, has_fusible_rope
+from ....model.attention import AttentionParams, NewHeads
 from ....model.config import GroupedQuery, Latent, ModelConfig
 from ....model.experts import MoE
 from ....model.gpus import (
@@ -35,10 +35,11 @@ from ....model.gpus import (
     refusal_reason,
     target_gpu,
 )
+from ....model.kinds import has_fusible_rope
 from ....model.layers import Weight, einsum
 from ....model.recurrent.kinds import DeltaNet, Mamba
 from ....model.recurrent.linear import Terms, step_recurrence
-from ....model.rope import rotary_factors
+from ....model.rope import alibi_slopes, rotary_factors
 from ....model.transformer import Decoder
 from ....model.tree import paths_and_leaves
 from ....model.weights import expert_tiles, fixed_tiles, grouped_matmul, nibbles
@@ -90,8 +91,9 @@ def attention_cases(
         N, K, H = mixer.num_heads, mixer.num_kv_heads, mixer.head_size
         sinks = jnp.asarray(np.linspace(-1, 1, N), dtype) if mixer.sinks else None
         attention_params = AttentionParams(
-            H**-0.5, mixer.window, mixer.softcap, sinks, chunked=mixer.chunked, num_kv_heads=K
-        )
+            H**-0.5, mixer.window, mixer.softcap, sinks, chunked=mixer.chunked, num_kv_heads=K,
+            alibi=None if mixer.alibi is None else alibi_slopes(N, mixer.alibi),
+        )  # fmt: skip
     kv_cache_dtype = sizes.kv_cache_dtype
     row = pool_row_shape(K, H, choose_cache_format(kv_cache_dtype, dtype), lanes)
     description = f"{N}/{K} heads of {H}, {dtype}, pages of {sizes.page_size}"

@@ -42,8 +42,6 @@ def explain_inexact(config: ModelConfig, dtype: Any) -> str:
         return (
             f"CPU kernels do not multiply {dtype}, but {', '.join(jnp.dtype(x).name for x in PANEL_DTYPES)}"
         )
-    if not config.norm.gain:
-        return "no engine serves norms of the residual stream without a gain"
     return next(filter(None, (explain_uncovered_layer(kind, i) for i, kind in enumerate(config.layers))), "")
 
 
@@ -60,6 +58,8 @@ def explain_uncovered_layer(kind: LayerKind, i: int) -> str:
     mixer = kind.mixer
     if not isinstance(mixer, GroupedQuery) or kind.parallel_mixer is not None:
         return f"layer {i} has a {type(kind.mixers[-1]).__name__}, which XLA computes"
+    if mixer.alibi is not None:
+        return f"layer {i} has ALiBi's scores, which XLA computes"
     if mixer.head_size not in CPU_HEAD_SIZES:
         return f"layer {i} has heads of {mixer.head_size} numbers; kernels take multiples of 16 up to 256"
     return ""

@@ -484,4 +484,22 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "num_ln_in_parallel_attn": 1,
     },
+    "nanochat": {
+        "head_dim": 8,
+        "hidden_act": "relu2",
+        "attention_bias": True,
+        "final_logit_softcapping": 4.0,
+        "rms_norm_eps": 1e-3,
+        "rope_theta": 300.0,
+    },
+    "mpt": {
+        "d_model": 30,
+        "n_heads": 5,
+        "n_layers": 3,
+        "max_seq_len": 64,
+        "layer_norm_epsilon": 1e-3,
+        "attn_config": {"clip_qkv": 1.1, "softmax_scale": 0.5},
+        "tie_word_embeddings": False,
+    },
+    "bloom": {"n_head": 5, "n_layer": 3, "layer_norm_epsilon": 1e-3, "tie_word_embeddings": False},
 }

@@ -35,7 +35,8 @@ BASE = {
 }
 NEAR_ONE = r"(norm|norm_\d|norms\.\d+|ln_\w)\.weight|layer_scalar|router\.(per_expert_)?scale"
 THEIRS = {"kimi_k2": "deepseek_v3"}  # families that Transformers reads as others
-OWN_SIZES = ("gpt2", "gptj", "codegen", "gpt_bigcode")  # families whose cases name all their sizes
+# families whose cases name all their sizes
+OWN_SIZES = "gpt2", "gptj", "codegen", "gpt_bigcode", "dbrx", "mpt"
 CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES | recurrent.CASES
 
 

@@ -332,4 +332,32 @@ CASES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.4,
         "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 0]},
     },
+    "dbrx": {
+        "d_model": 48,
+        "n_heads": 6,
+        "n_layers": 3,
+        "max_seq_len": 64,
+        "rope_theta": 300.0,
+        "attn_config": {"clip_qkv": 1.1, "kv_n_heads": 2, "rope_theta": 300.0},
+        "ffn_config": {
+            "ffn_act_fn": {"name": "gelu"},
+            "ffn_hidden_size": 23,
+            "moe_num_experts": 5,
+            "moe_top_k": 2,
+        },
+    },
+    "dbrx sparse": {
+        "model_type": "dbrx",
+        "d_model": 30,
+        "n_heads": 5,
+        "n_layers": 2,
+        "max_seq_len": 64,
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 5, "rope_theta": 10000.0},
+        "ffn_config": {
+            "ffn_hidden_size": 23,
+            "moe_num_experts": 3,
+            "moe_top_k": 2,
+            "moe_normalize_expert_weights": None,
+        },
+    },
 }
