@@ -172,16 +172,20 @@ def test_codes_that_no_product_takes_are_refused_by_path(scheme, activations, re
         quantise_inputs(params("tiny", scheme), activations)
 
 
-def test_experts_in_other_codes_are_refused_by_path():
-    """Beside projections that may: experts of four bits, and those with blocks of inputs."""
+def test_experts_in_blocks_are_refused_by_path():
+    """Beside projections that may. Inputs of experts of four bits stay as they are."""
     plain, four = params("windows"), params("windows", "int4").layers[2].ffn.experts
     blocks = map_instances(four, Quantised, lambda w: Quantised(jnp.zeros(w.shape, jnp.int8), w.scales))
-    for experts, codes in ((four, "int4"), (blocks, "int8")):
+
+    def with_experts(experts: Any) -> Any:
         layer = replace(plain.layers[2], ffn=replace(plain.layers[2].ffn, experts=experts))
-        mixed = replace(plain, layers=(*plain.layers[:2], layer))
-        reason = rf"layers\.2\.ffn\.experts\.gate has {codes} codes \[4, 48, 24\] .*3 of 20 weights"
-        with pytest.raises(ValueError, match=reason):
-            quantise_inputs(mixed, "int8")
+        return quantise_inputs(replace(plain, layers=(*plain.layers[:2], layer)), "int8")
+
+    reason = r"layers\.2\.ffn\.experts\.gate has int8 codes \[4, 48, 24\] .*3 of 20 weights"
+    with pytest.raises(ValueError, match=reason):
+        with_experts(blocks)
+    coded = with_experts(four).layers[2]
+    assert not has_instance(coded.ffn.experts, InputQuantised) and has_instance(coded, InputQuantised)
 
 
 def test_scales_of_inputs_and_zeros_are_refused():
