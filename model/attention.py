@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery, NormKind
+from .ffn import compute_gates
 from .layers import Norm, NormWeight, add_bias, apply_softcap, einsum, einsums, normalise, prevent_fma
 from .recurrent.states import Recurrence, RecurrentInputs, empty_recurrent_state
 from .rope import RotaryFactors, rotate_heads
@@ -45,6 +46,7 @@ class Attention:
     sinks: Any = None  # [N]
     gate: Any = None  # [D,N,H]
     gate_bias: Any = None  # [N,H]
+    head_gate: Any = None  # [D,N]
 
     @property
     def has_keys(self) -> bool:
@@ -313,8 +315,8 @@ class LatentAttend(Attend, Protocol):
 def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
     """Return the specs of one layer's attention in a model of `depth` layers."""
 
-    def optional_spec(is_present: bool, *sizes: int, axes: tuple[str, ...]) -> Spec | None:
-        return Spec(sizes, axes, scale=0.0) if is_present else None
+    def optional_spec(is_present: bool, *sizes: int, axes: tuple[str, ...], scale=0.0) -> Spec | None:
+        return Spec(sizes, axes, scale=scale) if is_present else None
 
     def gain_spec(heads: int, axis: str) -> Spec | None:
         if c.qk_norm is None or not c.qk_norm.gain:
@@ -323,7 +325,7 @@ def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
         sizes, axes = ((H,), ("head",)) if is_shared else ((heads, H), (axis, "head"))
         return Spec(sizes, axes, mean=1.0 - c.qk_norm.offset, scale=0.0)
 
-    N, K, H = c.num_heads, c.num_kv_heads, c.head_size
+    N, K, H, gated = c.num_heads, c.num_kv_heads, c.head_size, c.gated and not c.gate_per_head
     keys, values = not c.kv_layers_back, not c.kv_layers_back and not c.keys_as_values
     kv_spec = Spec((D, K, H), ("model", "kv_heads", "head"))
     return Attention(
@@ -338,8 +340,9 @@ def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
         q_norm=gain_spec(N, "heads"),
         k_norm=gain_spec(K, "kv_heads") if keys else None,
         sinks=optional_spec(c.sinks, N, axes=("heads",)),
-        gate=Spec((D, N, H), ("model", "heads", "head")) if c.gated else None,
-        gate_bias=optional_spec(c.gated and c.bias, N, H, axes=("heads", "head")),
+        gate=optional_spec(gated, D, N, H, axes=("model", "heads", "head"), scale=0.02),
+        gate_bias=optional_spec(gated and c.bias, N, H, axes=("heads", "head")),
+        head_gate=optional_spec(c.gated and c.gate_per_head, D, N, axes=("model", "heads"), scale=0.02),
     )
 
 
@@ -379,13 +382,11 @@ def run_attention(
         heads = NewHeads(q, k, v, rotary, (w.q_norm, w.k_norm), c.qk_norm)
         state, out = fused_attend.attend_with_rope(state, i, heads, attention)
     else:
-        q, k = (
-            apply_query_growth(norm_and_rotate(q, w.q_norm), rotary),
-            None if k is None else norm_and_rotate(k, w.k_norm),
-        )
+        q = apply_query_growth(norm_and_rotate(q, w.q_norm), rotary)
+        k = None if k is None else norm_and_rotate(k, w.k_norm)
         state, out = attend(state, i - c.kv_layers_back, q, k, v, attention)
-    if w.gate is not None:
-        out = out * jax.nn.sigmoid(add_bias(einsum("btd,dnh->btnh", x, w.gate), w.gate_bias))
+    if c.gated:
+        out = out * compute_gates(w.gate, w.gate_bias, w.head_gate, x, c.gate_activation)
     return state, add_bias(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
 
 
@@ -403,8 +404,7 @@ def project_qkv(
 
 
 def has_fusible_rope(c: GroupedQuery) -> bool:
-    """Return True if norm and rotary embedding can be fused: norms of single heads, rotation in halves, own
-    keys."""
+    """Return True if norm and rotary embedding can be fused: norms of single heads, halves, own keys."""
     in_halves = c.rope is not None and not c.rope.interleaved and not c.rope.query_growth
     return in_halves and c.qk_norm_over == "head" and not c.norm_after_rope and not c.kv_layers_back
 

@@ -13,6 +13,9 @@ MODEL_TYPES = (
     "ernie4_5", "ernie4_5_moe", "seed_oss", "dots1", "minimax_m2", "gpt2", "qwen2_moe", "olmo2", "olmo3",
     "olmoe", "granite", "granitemoe", "hunyuan_v1_dense", "ministral3", "starcoder2", "stablelm", "gpt_neox",
     "phi", "nemotron", "arcee", "cohere", "cohere2", "exaone4", "internlm3", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1",
+    "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1", "cwm", "granitemoeshared", "exaone_moe",
+    "hunyuan_v1_moe", "glm4_moe_lite", "solar_open", "phimoe", "hy_v3", "afmoe", "apertus", "jais2", "mellum",
+    "iquestcoder", "youtu", "granite_swa", "granitemoe_swa", "cohere2_moe", "sarvam_moe", "sarvam_mla",
+    "axk1", "laguna", "flex_olmo", "glm_moe_dsa", "kolibri1",
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {name: import_module(f"{__package__}.{name}").FAMILY for name in MODEL_TYPES}

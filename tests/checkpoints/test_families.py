@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Cases of a family whose layers are those of another family.
 VARIANTS = (
     "untied", "tied", "plain", "biases", "interval", "full", "listed", "sparse", "halves", "alone", "dense",
-    "lite",
+    "lite", "sum",
 )  # fmt: skip
 
 # Families whose tensors have unlike names and forms: of these a model without its head is loaded.
@@ -39,9 +39,10 @@ OF_EACH_LOADER = (
 )  # fmt: skip
 # Families whose layers and settings other families have too.
 LIKE_OTHERS = (
-    "arcee", "dots1", "ernie4_5", "exaone4", "glm4_moe", "granitemoe",
-    "internlm3", "kimi_k2", "lfm2_moe", "ministral3", "mistral", "mixtral", "qwen2", "qwen3_5_text",
-    "qwen3_moe", "seed_oss",
+    "arcee", "cwm", "dots1", "ernie4_5", "exaone4", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite",
+    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "hy_v3",
+    "internlm3", "iquestcoder", "jais2", "kimi_k2", "lfm2_moe", "ministral3", "mistral", "mixtral", "qwen2",
+    "qwen3_5_text", "qwen3_moe", "sarvam_mla", "sarvam_moe", "seed_oss", "solar_open", "youtu",
 )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ AXIS_COUNTS = {
     "gate": (2, 3),
     "head": (2,),
     "output_gate": (1,),
+    "head_gate": (2,),
     "project": (3,),
 }
 QUANTISED_ROWS_AT_ONCE = 8192  # rows of an embedding that are quantised at once: their floats take memory
