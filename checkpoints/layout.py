@@ -1,5 +1,6 @@
 """Layout of parameters in a Hugging Face folder: which share a tensor, and which are split into several."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class ParameterGroup:
         """Return the views of the parameters' arrays that the i-th tensor stores."""
         blocks = self.blocks
         views = (
-            p.stored.view(array[i] if p.stored.is_stacked else array, blocks)
+            p.stored.view(array[i, ...] if p.stored.is_stacked else array, blocks)
             for p, array in zip(self.parameters, arrays, strict=True)
         )
         return JoinedViews(tuple(views), self.parameters[0].stored.is_interleaved)
@@ -72,7 +73,7 @@ class ParameterGroup:
         first, start = self.parameters[0].stored, 0
         axis, count = first.join_axis, len(self.parameters)
         for i, p in enumerate(self.parameters):
-            end = start + p.stored.stored_sizes(p.spec.shape)[axis]
+            end = start + math.prod(p.stored.stored_sizes(p.spec.shape)[axis : axis + 1])
             span = (i, self.shape[axis], count) if first.is_interleaved else (start, end, 1)
             shape = p.spec.shape[p.stored.is_stacked :]
             parts = [p.stored.from_stored(slice_axis(x, axis, *span), shape) for x in arrays]
@@ -81,8 +82,8 @@ class ParameterGroup:
 
 
 def slice_axis(array: Any, axis: int, start: int, end: int, stride: int) -> Any:
-    """Return entries of an axis: the array itself if these are all."""
-    is_whole = end - start == array.shape[axis] and stride == 1
+    """Return entries of an axis: the array itself if these are all, or if it has no axis."""
+    is_whole = array.ndim == 0 or (end - start == array.shape[axis] and stride == 1)
     return array if is_whole else jax.lax.slice_in_dim(array, start, end, stride, axis)
 
 

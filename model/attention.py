@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from .config import GroupedQuery, NormKind
+from .ffn import compute_gates
 from .kinds import has_fusible_rope
 from .layers import (
     add_alibi,
@@ -56,6 +57,7 @@ class Attention:
     sinks: Any = None  # [N]
     gate: Any = None  # [D,N,H]
     gate_bias: Any = None  # [N,H]
+    head_gate: Any = None  # [D,N]
 
     @property
     def has_keys(self) -> bool:
@@ -326,8 +328,8 @@ class LatentAttend(Attend, Protocol):
 def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
     """Return the specs of one layer's attention in a model of `depth` layers."""
 
-    def optional_spec(is_present: bool, *sizes: int, axes: tuple[str, ...]) -> Spec | None:
-        return Spec(sizes, axes, scale=0.0) if is_present else None
+    def optional_spec(is_present: bool, *sizes: int, axes: tuple[str, ...], scale=0.0) -> Spec | None:
+        return Spec(sizes, axes, scale=scale) if is_present else None
 
     def gain_spec(heads: int, axis: str) -> Spec | None:
         if c.qk_norm is None or not c.qk_norm.gain:
@@ -336,7 +338,7 @@ def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
         sizes, axes = ((H,), ("head",)) if is_shared else ((heads, H), (axis, "head"))
         return Spec(sizes, axes, mean=1.0 - c.qk_norm.offset, scale=0.0)
 
-    N, K, H = c.num_heads, c.num_kv_heads, c.head_size
+    N, K, H, gated = c.num_heads, c.num_kv_heads, c.head_size, c.gated and not c.gate_per_head
     keys, values = not c.kv_layers_back, not c.kv_layers_back and not c.keys_as_values
     kv_spec = Spec((D, K, H), ("model", "kv_heads", "head"))
     return Attention(
@@ -351,8 +353,9 @@ def attention_spec(c: GroupedQuery, D: int, depth: int) -> Attention:
         q_norm=gain_spec(N, "heads"),
         k_norm=gain_spec(K, "kv_heads") if keys else None,
         sinks=optional_spec(c.sinks, N, axes=("heads",)),
-        gate=Spec((D, N, H), ("model", "heads", "head")) if c.gated else None,
-        gate_bias=optional_spec(c.gated and c.bias, N, H, axes=("heads", "head")),
+        gate=optional_spec(gated, D, N, H, axes=("model", "heads", "head"), scale=0.02),
+        gate_bias=optional_spec(gated and c.bias, N, H, axes=("heads", "head")),
+        head_gate=optional_spec(c.gated and c.gate_per_head, D, N, axes=("model", "heads"), scale=0.02),
     )
 
 
@@ -393,13 +396,11 @@ def run_attention(
         heads = NewHeads(q, k, v, rotary, (w.q_norm, w.k_norm), c.qk_norm)
         state, out = fused_attend.attend_with_rope(state, i, heads, attention)
     else:
-        q, k = (
-            apply_query_growth(norm_and_rotate(q, w.q_norm), rotary),
-            None if k is None else norm_and_rotate(k, w.k_norm),
-        )
+        q = apply_query_growth(norm_and_rotate(q, w.q_norm), rotary)
+        k = None if k is None else norm_and_rotate(k, w.k_norm)
         state, out = attend(state, i - c.kv_layers_back, q, k, v, attention)
-    if w.gate is not None:
-        out = out * jax.nn.sigmoid(add_bias(einsum("btd,dnh->btnh", x, w.gate), w.gate_bias))
+    if c.gated:
+        out = out * compute_gates(w.gate, w.gate_bias, w.head_gate, x, c.gate_activation)
     return state, add_bias(einsum("btnh,nhd->btd", out, w.o), w.o_bias)
 
 

@@ -9,7 +9,7 @@ from .kinds import DEFAULT_ROPE, PLAIN_NORM, GroupedQuery, Latent, NormKind
 from .recurrent.kinds import STATE_BLOCK_TOKENS, STATE_WINDOW, DeltaNet, Mamba, ShortConv, StateShapes
 from .rope import Rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_silu", "xielu"]
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,24 @@ class Experts:
     activation: Activation = "silu"
     bias: bool = False
     router_bias: bool = False
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    jitter: float = 0.01  # of sparsemixer: half of the relative distance within which logits count
+    router_softcap: float | None = None  # logits are softcap * tanh(logits / softcap)
     normalised: bool = True  # the chosen experts' weights add up to one
     factor: float = 1.0  # of the chosen experts' weights
     correction: bool = False
+    corrects_logits: bool = False  # the correction is added to logits (Kolibri), not to scores
     groups: int = 1
     active_groups: int = 1
     group_score: Literal["best", "top2"] = "best"
     shared: int = 0  # F of the shared expert, which every token goes to; 0: none
     shared_gate: bool = False  # the shared expert has an output gate
+    shared_scale: float = 1.0  # factor of the shared expert's output
     scales: bool = False  # each expert's weight has a learned scale
     weighs_inputs: bool = False  # weights multiply the experts' inputs, not their outputs (Llama 4)
     # of the inputs of router, experts and shared expert, and of the outputs of the latter two (Gemma 4)
     norms: NormKind | None = None
+    output_norm: NormKind | None = None  # of the sum of all outputs
     clamp: float | None = None  # of clamped_silu
     gated: bool = True  # the experts, and the shared expert
 
@@ -85,9 +90,17 @@ class Experts:
     @property
     def shared_ffn(self) -> Dense:
         """Return the feed-forward layer of the shared expert."""
-        return Dense(self.shared, self.activation, self.gated, output_gate=self.shared_gate)
+        return Dense(
+            self.shared,
+            self.activation,
+            self.gated,
+            output_gate=self.shared_gate,
+            scale=self.shared_scale,
+        )
 
     def __post_init__(self):
+        if self.scoring == "sparsemixer" and self.active != 2:
+            raise ValueError(f"{self.active} active experts, expected the 2 that a sparsemixer chooses")
         if not 0 < self.active <= self.count:
             raise ValueError(f"{self.active} of {self.count} experts cannot be active")
         if self.count % self.groups:

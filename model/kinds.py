@@ -51,7 +51,9 @@ class GroupedQuery:
     norm_after_rope: bool = False  # queries and keys are normed after the rotary embedding
     alibi: float | None = None  # steepest exponent of ALiBi's slopes (`alibi_slopes`), or none
     sinks: bool = False  # a learned score per head for seeing nothing (gpt-oss)
-    gated: bool = False  # the output is multiplied by the sigmoid of a projection of the input
+    gated: bool = False  # the output is multiplied by an activation of a projection of the input
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    gate_per_head: bool = False  # one gate for each head, without a bias, in place of one for each dimension
     value_norm: NormKind | None = None  # of values, without gains
     keys_as_values: bool = False  # values are the projected keys, before norm and rotary embedding
     # Layers back to the layer whose keys and values are read; 0: the layer's own
@@ -121,6 +123,7 @@ class Indexer:
     num_heads: int
     head_size: int  # of its queries, and of a token's one key in the cache
     top_k: int | None  # number of keys that a query sees; None: all
+    interleaved: bool = False  # its pairs of dimensions are two neighbours (GLM-5), not one of each half
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,8 @@ def run_indexer(
     ]
     weights = einsum("btd,dn->btn", x, indexer_weights.weigh, jnp.float32)
     weights = weights * (indexer.num_heads * indexer.head_size) ** -0.5
-    return rotate_heads(key, rotary), Selection(rotate_heads(q, rotary), weights, indexer.top_k)
+    q, key = (rotate_heads(x, rotary, indexer.interleaved) for x in (q, key))
+    return key, Selection(q, weights, indexer.top_k)
 
 
 def apply_latent_rope(

@@ -46,8 +46,7 @@ FEWER = {  # of models whose layers have both in another; what is their own is s
     "windows": TIGHT,
     "longrope": TIGHT,  # keys of prompts that became longer before they are computed again
     "windows, int8 cache": SEVERAL,
-    "parallel": TIGHT,
-    **dict.fromkeys(("recurrent", "borrowed", "distances"), TIGHT),
+    **dict.fromkeys(("parallel", "recurrent", "borrowed", "distances", "gates"), TIGHT),
     "latent": SEVERAL,
     "bfloat16": TIGHT,  # with tiles of their own
     "demo": CHUNKS,  # programs as users have them

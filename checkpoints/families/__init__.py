@@ -16,6 +16,9 @@ MODEL_TYPES = (
     "lfm2_moe", "mamba2", "granitemoehybrid", "falcon_h1", "qwen2_vl_text", "qwen2_5_vl_text",
     "qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_text", "glm4v_moe_text", "bamba", "nemotron_h", "exaone",
     "helium", "vaultgemma", "minicpm3", "gptj", "codegen", "gpt_bigcode", "gpt_neo", "opt", "olmo", "falcon",
-    "nanochat", "dbrx", "mpt", "bloom",
+    "nanochat", "dbrx", "mpt", "bloom", "cwm", "granitemoeshared", "exaone_moe", "hunyuan_v1_moe",
+    "glm4_moe_lite", "solar_open", "phimoe", "hy_v3", "afmoe", "apertus", "jais2", "mellum", "iquestcoder",
+    "youtu", "granite_swa", "granitemoe_swa", "cohere2_moe", "sarvam_moe", "sarvam_mla", "axk1", "laguna",
+    "flex_olmo", "glm_moe_dsa", "kolibri1",
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = {name: import_module(f"{__package__}.{name}").FAMILY for name in MODEL_TYPES}

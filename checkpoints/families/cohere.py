@@ -51,14 +51,16 @@ def norm_config(raw: fields.Raw) -> NormKind:
     return parts.layer_norm_config(raw, "layer_norm_eps", bias=False)
 
 
-def model_config(raw: fields.Raw, layers: list[LayerKind] | LayerKind) -> ModelConfig:
-    """Return a model of these layers.
+def model_config(
+    raw: fields.Raw, layers: list[LayerKind] | LayerKind, norm: NormKind | None = None
+) -> ModelConfig:
+    """Return a model of these layers; without a `norm` it is a layer norm.
 
     Command R states its longest context in `model_max_length`, not in `max_position_embeddings`.
     """
     scale = fields.number(raw, "logit_scale", 0.0625)
     model = parts.model_config(
-        raw, layers, LENGTH, norm_config(raw), tied=True, parallel="one norm", logit_scale=scale
+        raw, layers, LENGTH, norm or norm_config(raw), tied=True, parallel="one norm", logit_scale=scale
     )
     return replace(model, max_position=fields.integer(raw, "model_max_length", model.max_position))
 

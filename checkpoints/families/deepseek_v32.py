@@ -3,7 +3,7 @@ Layers that predict several tokens ahead are left out."""
 
 from dataclasses import replace
 
-from ...model.config import Dense, Experts, LayerKind, ModelConfig
+from ...model.config import Latent, LayerKind, ModelConfig
 from ...model.kinds import Indexer
 from . import deepseek, deepseek_v3, fields, parts
 from .family import Family
@@ -26,34 +26,28 @@ def parse_config(raw: fields.Raw) -> ModelConfig:
     fields.allow_only(raw, "scoring_func", "sigmoid")
     fields.allow_only(raw, "rope_interleave", True)
     fields.layer_types(raw, ["indexed_attention"] * parts.num_layers(raw), ("indexed_attention",))
+    experts = deepseek.corrected_experts_config(raw, deepseek_v3.EXPERTS)
     attention = deepseek.latent_attention_config(raw, 163840, interleaved=True)
-    if attention.query_rank is None:
-        raise ValueError(
-            "q_lora_rank is null, expected a positive integer: the indexer's queries are made of it"
-        )
-    attention = replace(attention, indexer=indexer_config(raw, attention.rope_size))
-    layers = [LayerKind(attention, ffn) for ffn in ffn_configs(raw)]
+    attention = indexed_attention_config(raw, attention, heads=64, interleaved=False)
+    layers = [LayerKind(attention, ffn) for ffn in deepseek.listed_ffn_configs(raw, experts, dense=3)]
     return parts.model_config(raw, layers, max_position=163840, norm=parts.rms_norm_config(raw))
 
 
-def indexer_config(raw: fields.Raw, rope_size: int) -> Indexer:
-    """Return the indexer; `rope_size` dimensions of its heads are rotated, as in the attention's heads."""
+def indexed_attention_config(raw: fields.Raw, latent: Latent, heads: int, interleaved: bool) -> Latent:
+    """Return latent attention with an indexer; `heads` is the default of `index_n_heads`.
+
+    As many dimensions of the indexer's heads are rotated as of the attention's.
+    """
+    if latent.query_rank is None:
+        raise ValueError(
+            "q_lora_rank is null, expected a positive integer: the indexer's queries are made of it"
+        )
+    rope_size = latent.rope_size
     size = fields.integer(raw, "index_head_dim", 128)
     if size < rope_size:
         raise ValueError(f"index_head_dim is {size}, expected qk_rope_head_dim {rope_size} or more")
-    heads, keys = fields.integer(raw, "index_n_heads", 64), fields.integer(raw, "index_topk", 2048)
-    return Indexer(heads, size, keys)
-
-
-def ffn_configs(raw: fields.Raw) -> list[Dense | Experts]:
-    """Return each layer's feed-forward layer, by `mlp_layer_types`, or else as in DeepSeek-V3."""
-    experts = deepseek.corrected_experts_config(raw, deepseek_v3.EXPERTS)
-    default_types = [
-        "sparse" if isinstance(ffn, Experts) else "dense"
-        for ffn in deepseek.ffn_configs(raw, experts, dense=3)
-    ]
-    kinds = fields.layer_types(raw, default_types, ("dense", "sparse"), "mlp_layer_types")
-    return [experts if kind == "sparse" else parts.dense_ffn_config(raw) for kind in kinds]
+    heads, keys = fields.integer(raw, "index_n_heads", heads), fields.integer(raw, "index_topk", 2048)
+    return replace(latent, indexer=Indexer(heads, size, keys, interleaved))
 
 
 FAMILY = Family(parse_config, NAMES | deepseek.CORRECTION, parts.MTP_LAYERS)

@@ -124,6 +124,16 @@ def layer_indices(raw: Raw, name: str, default: Iterable[int]) -> list[int]:
     return stated
 
 
+def integers_by_layer(raw: Raw, name: str, layers: int, default: Any = REQUIRED) -> list[int]:
+    """Return a positive integer for each of the `layers`: a list of them, or one for all."""
+    stated = value(raw, name, default)
+    if not isinstance(stated, list):
+        return [integer(raw, name, default)] * layers
+    if len(stated) != layers:
+        raise ValueError(f"{name} is {quote(stated)}, expected a list of {layers}, one for each layer")
+    return [integer({name: x}, name) for x in stated]
+
+
 def flag(raw: Raw, name: str, default: bool) -> bool:
     """Return a field that is true or false."""
     stated = value(raw, name, default)

@@ -11,8 +11,8 @@ GATE_UP = MLP + "experts.gate_up_proj"
 NAMES = (
     parts.BACKBONE
     | parts.BIASES
+    | parts.SINKS
     | {
-        "layers.{}.attention.sinks": Stored(parts.LAYER + "self_attn.sinks", "N->N"),
         "layers.{}.ffn.router": Stored(MLP + "router.weight", "E,D->DE"),
         "layers.{}.ffn.router_bias": Stored(MLP + "router.bias", "E->E"),
         "layers.{}.ffn.experts.gate": Stored(GATE_UP, "E,D,<F>->EDF"),

@@ -18,6 +18,18 @@ NAMES = (
 )
 
 
+SHARED = parts.LAYER + "shared_mlp."
+
+
+def shared_ffn_names(ours: str) -> dict[str, Stored]:
+    """Return the names of the feed-forward layer that every token goes through; `ours` is its path."""
+    return {
+        f"layers.{{}}.{ours}.gate": Stored(SHARED + "input_linear.weight", "[F],D->DF"),
+        f"layers.{{}}.{ours}.up": Stored(SHARED + "input_linear.weight", "[F],D->DF"),
+        f"layers.{{}}.{ours}.down": Stored(SHARED + "output_linear.weight", "D,F->FD"),
+    }
+
+
 def parse_config(raw: fields.Raw) -> ModelConfig:
     """Read the fields of a `config.json`. Absent ones have the defaults of transformers' GraniteMoeConfig."""
     return granite.model_config_with_ffn(

@@ -6,21 +6,12 @@ from ...model.rope import Rope
 from . import fields, granite, granitemoe, mamba2, parts
 from .family import Family
 from .ropes import read_rope
-from .storage import Stored
 
-SHARED = parts.LAYER + "shared_mlp."
 NAMES = (
     granitemoe.NAMES
+    | granitemoe.shared_ffn_names("ffn")
+    | granitemoe.shared_ffn_names("ffn.shared")
     | mamba2.mixer_names(parts.LAYER + "mamba.")
-    | {
-        f"layers.{{}}.{ours}.{path}": stored
-        for ours in ("ffn", "ffn.shared")
-        for path, stored in {
-            "gate": Stored(SHARED + "input_linear.weight", "[F],D->DF"),
-            "up": Stored(SHARED + "input_linear.weight", "[F],D->DF"),
-            "down": Stored(SHARED + "output_linear.weight", "D,F->FD"),
-        }.items()
-    }
 )
 MIXERS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
 

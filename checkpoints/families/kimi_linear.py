@@ -136,11 +136,8 @@ def layer_types(raw: fields.Raw, linear: fields.Raw) -> list[str]:
 def ffn_configs(raw: fields.Raw) -> list[Dense | Experts]:
     """Return each layer's feed-forward layer: by `mlp_layer_types`, or else the first `first_k_dense_replace`
     dense."""
-    first, count = fields.non_negative_integer(raw, "first_k_dense_replace", 1), parts.num_layers(raw)
-    kinds = ["dense" if i < first else "sparse" for i in range(count)]
-    types = fields.layer_types(raw, kinds, ("dense", "sparse"), "mlp_layer_types")
-    mixture = experts_config(raw)
-    return [mixture if kind == "sparse" else parts.dense_ffn_config(raw) for kind in types]
+    first = fields.non_negative_integer(raw, "first_k_dense_replace", 1)
+    return parts.typed_ffn_configs(raw, experts_config(raw), parts.dense_head(raw, first))
 
 
 def experts_config(raw: fields.Raw) -> Experts:

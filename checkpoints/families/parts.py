@@ -47,6 +47,7 @@ WIDE_QK_NORMS = {
     "layers.{}.attention.q_norm": Stored(LAYER + "self_attn.q_norm.weight", "NH->NH"),
     "layers.{}.attention.k_norm": Stored(LAYER + "self_attn.k_norm.weight", "KH->KH"),
 }
+SINKS = {"layers.{}.attention.sinks": Stored(LAYER + "self_attn.sinks", "N->N")}
 FFN_BIASES = {
     "layers.{}.ffn.gate_bias": Stored(LAYER + "mlp.gate_proj.bias", "F->F"),
     "layers.{}.ffn.up_bias": Stored(LAYER + "mlp.up_proj.bias", "F->F"),
@@ -127,6 +128,17 @@ def dense_ffn_config(raw: fields.Raw, activation: Activation | None = None, **ki
     return Dense(fields.integer(raw, "intermediate_size"), activation, **kinds)
 
 
+def dense_head(raw: fields.Raw, first: int) -> list[str]:
+    """Return types of feed-forward layers: the `first` are "dense", and the others "sparse"."""
+    return ["dense" if i < first else "sparse" for i in range(num_layers(raw))]
+
+
+def typed_ffn_configs(raw: fields.Raw, experts: Experts, types: list[str]) -> list[Dense | Experts]:
+    """Return each layer's feed-forward layer, by `mlp_layer_types` or else `types`: `experts` if "sparse"."""
+    kinds = fields.layer_types(raw, types, ("dense", "sparse"), "mlp_layer_types")
+    return [experts if kind == "sparse" else dense_ffn_config(raw) for kind in kinds]
+
+
 def experts_config(raw: fields.Raw, count: int, active: Any, size: int, **kinds: Any) -> Experts:
     """Return a mixture of `count` experts of `size`. Each token uses `num_experts_per_tok`, or else `active`
     experts."""
@@ -155,6 +167,11 @@ def windows(raw: fields.Raw, types: list[str], window: int | None) -> list[int |
 def sliding_pattern(raw: fields.Raw, interval: int) -> list[str]:
     """Return layer types in which every `interval`-th layer has full attention, and the others a window."""
     return ["sliding_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers(raw))]
+
+
+def full_pattern(raw: fields.Raw) -> list[str]:
+    """Return layer types in which the first and every fourth layer after it has full attention."""
+    return ["sliding_attention" if i % 4 else "full_attention" for i in range(num_layers(raw))]
 
 
 def sliding_tail(raw: fields.Raw, window: int | None, default: int) -> list[str]:

@@ -59,6 +59,8 @@ def read_rope_pair(raw: Raw, size: int, length: int, thetas: tuple[float, float]
     ropes = (*stated.values(), raw.get("rope_scaling"))
     if odd := [part for part in ropes if not isinstance(part, Mapping | None)]:
         raise ValueError(f"the rope of a layer type is {quote(odd[0])}, expected an object")
+    for part in stated.values():
+        allow_only(part or {}, "partial_rotary_factor", 1)
     require_rope_type(raw)
     full = {**(stated.get("full_attention") or {}), **value(raw, "rope_scaling", {})}
     local = stated.get("sliding_attention") or {}
@@ -67,6 +69,28 @@ def read_rope_pair(raw: Raw, size: int, length: int, thetas: tuple[float, float]
         parse_rope(beside, full, "rope of full_attention", size, thetas[0]),
         parse_rope(beside, local, "rope of sliding_attention", size, thetas[1]),
     )
+
+
+def read_ropes_by_type(
+    raw: Raw, size: int, length: int, defaults: Mapping[str, Mapping[str, Any]]
+) -> dict[str, tuple[Rope, int]]:
+    """Return the rope of each type of layers, and how many of `size` dimensions of a head it rotates.
+
+    `rope_parameters` has an object for each type; `defaults` are the family's.
+    """
+    allow_only(raw, "rope_scaling")
+    stated = value(raw, "rope_parameters", defaults)
+    objects = stated.values() if isinstance(stated, Mapping) else [None]
+    if not all(isinstance(part, Mapping) for part in objects) or set(stated) - set(defaults):
+        expected = " and ".join(defaults)
+        raise ValueError(f"rope_parameters is {quote(stated)}, expected objects for {expected}")
+    beside, ropes = {"max_position_embeddings": integer(raw, "max_position_embeddings", length)}, {}
+    for kind, default in defaults.items():
+        part = stated.get(kind, default)
+        rotated = rotary_size({"rope_parameters": part}, size, 1.0)
+        theta = default["rope_theta"]
+        ropes[kind] = parse_rope(beside, part, f"rope of {kind}", rotated, theta), rotated
+    return ropes
 
 
 def rotary_size(raw: Raw, size: int, default: float = 1.0) -> int:

@@ -30,7 +30,7 @@ class Stored:
     head before its key; "4[NH],D->DNH" has four blocks.
     "<F>" interleaves them: even columns are the first parameter's, odd ones the second's.
     A letter of ours alone is a second `{}` in the name, the expert's number: "F,D->EDF". "1" is a stored axis
-    of size 1 that ours lack: "1,E->E".
+    of size 1 that ours lack: "1,E->E". "->A" is a stored number without axes, which is an axis of 1 of ours.
     """
 
     name: str
@@ -44,7 +44,8 @@ class Stored:
     @property
     def axis_groups(self) -> list[str]:
         """Return the stored axes, each as the letters that are merged in it."""
-        return re.sub(r"[\[\]<>]", "", self.axes.partition("->")[0]).split(",")
+        stored = re.sub(r"[\[\]<>]", "", self.axes.partition("->")[0])
+        return stored.split(",") if stored else []
 
     @property
     def is_stacked(self) -> bool:
@@ -103,7 +104,7 @@ class Stored:
             return bracket[1], bracket[2], bracket[3]
         return (
             "",
-            "".join(self.axis_groups[:-1]) or self.axis_groups[0],
+            "".join(self.axis_groups[:-1] or self.axis_groups),
             self.axis_groups[-1] if self.axis_groups[1:] else "",
         )
 
@@ -113,5 +114,6 @@ def stored_shape(parts: Sequence[tuple[Stored, ArrayShape]]) -> ArrayShape:
     sizes = [stored.stored_sizes(shape) for stored, shape in parts]
     axis = parts[0][0].join_axis
     shape = sizes[0]
-    shape[axis] = sum(part[axis] for part in sizes)
+    if shape:
+        shape[axis] = sum(part[axis] for part in sizes)
     return tuple(shape)

@@ -16,14 +16,19 @@ DECODE_TILE_ROWS, PREFILL_TILE_ROWS = 8, 32  # rows of a tile of one expert: in 
 
 
 def run_moe(w: MoE, c: Experts, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Add up the chosen experts' weighted outputs in order of their scores, and the shared expert's."""
+    """Add up the chosen experts' weighted outputs in order of their scores, and the shared expert's. Norm the
+    sum if the layer does."""
     flat = x.reshape(-1, x.shape[-1])
     tile = DECODE_TILE_ROWS if x.shape[1] == 1 else PREFILL_TILE_ROWS
     if w.norms is not None:
         return run_moe_separate_norms(w, c, flat, tile).reshape(x.shape)
     weights, chosen = norm_and_route(w, c, flat)
-    return choose_expert_sum(w)(LocalExperts(w.experts, w.shared), flat, weights, chosen, c, tile).reshape(
-        x.shape
+    experts = LocalExperts(w.experts, w.shared)
+    out = choose_expert_sum(w)(experts, flat, weights, chosen, c, tile).reshape(x.shape)
+    return (
+        out
+        if c.output_norm is None or w.output_norm is None
+        else normalise(out, w.output_norm, c.output_norm)
     )
 
 

@@ -23,6 +23,7 @@ from ..layers import (
     PerRowWeight,
     Weight,
     add_bias,
+    apply_softcap,
     einsum,
     index_or_drop,
     norm_spec,
@@ -48,6 +49,7 @@ class MoE:
     shared: FFN | None = None
     scales: Any = None  # [E]
     norms: Any = None  # Norms, if the layer's input is not normed
+    output_norm: Norm | NormWeight | None = None
     expert_axes: Any = static(None)  # an ExpertAxes, if devices share the layer
 
 
@@ -79,6 +81,7 @@ def experts_spec(c: Experts, D: int, depth: int) -> MoE:
         shared=ffn_spec(c.shared_ffn, D, depth) if c.shared else None,
         scales=Spec((E,), ("scores",), mean=1.0, scale=0.0) if c.scales else None,
         norms=Norms(*[norm_spec(c.norms, D)] * 5) if c.norms else None,
+        output_norm=norm_spec(c.output_norm, D) if c.output_norm else None,
     )
 
 
@@ -218,7 +221,7 @@ def route_tokens(
     logits = compute_router_logits(w, x)
     scores = compute_expert_scores(c, logits)
     # sigmoids near one are rounded to it, and would no longer rank experts
-    ranking = logits if c.weighs_inputs else add_bias(scores, w.correction)
+    ranking = add_bias(logits if c.weighs_inputs or c.corrects_logits else scores, w.correction)
     if c.groups > 1:
         ranking = jnp.where(mask_active_groups(c, ranking), ranking, -jnp.inf)
     _, chosen = jax.lax.top_k(ranking, c.active)
@@ -232,7 +235,10 @@ def compute_router_logits(w: MoE, x: Float[Array, "tokens D"]) -> Float[Array, "
 
 
 def compute_expert_scores(c: Experts, logits: Float[Array, "tokens E"]) -> Float[Array, "tokens E"]:
-    """Compute the scores of experts from the router's logits."""
+    """Compute the scores of experts from the router's logits, which are the scores of a sparsemixer."""
+    logits = apply_softcap(logits, c.router_softcap)
+    if c.scoring == "sparsemixer":
+        return logits
     return jax.nn.softmax(logits, axis=-1) if c.scoring == "softmax" else jax.nn.sigmoid(logits)
 
 
@@ -240,12 +246,34 @@ def weigh_experts(
     w: MoE, c: Experts, scores: Float[Array, "tokens E"], chosen: Int[Array, "tokens A"]
 ) -> Float[Array, "tokens A"]:
     """Return the weights of chosen experts from the scores of all."""
+    if c.scoring == "sparsemixer":
+        return weigh_sparsely(scores, chosen, c.jitter)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if c.normalised:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     if w.scales is not None:
         weights = weights * w.scales.astype(jnp.float32)[chosen]
     return weights * c.factor
+
+
+def weigh_sparsely(
+    logits: Float[Array, "tokens E"], chosen: Int[Array, "tokens 2"], jitter: float
+) -> Float[Array, "tokens 2"]:
+    """Return the weights of two experts, as SparseMixer computes them (Liu et al., arXiv 2310.00811).
+
+    Each is a softmax over the logits near its own, the second one's without the best expert.
+    """
+    best, second = jnp.split(jnp.take_along_axis(logits, chosen, axis=-1), 2, axis=-1)
+    others = jnp.where(jnp.arange(logits.shape[1])[None] == chosen[:, :1], -jnp.inf, logits)
+
+    def weigh(
+        own: Float[Array, "tokens 1"], logits_left: Float[Array, "tokens E"]
+    ) -> Float[Array, "tokens 1"]:
+        is_far = (own - logits) / jnp.maximum(jnp.abs(logits), own) > 2 * jitter
+        near = jnp.where(is_far, -jnp.inf, logits_left)
+        return 1 / jnp.exp(near - own).sum(-1, keepdims=True)
+
+    return jnp.concatenate([weigh(best, logits), weigh(second, others)], axis=-1)
 
 
 def mask_active_groups(c: Experts, scores: Float[Array, "tokens E"]) -> Bool[Array, "tokens E"]:

@@ -52,7 +52,7 @@ RANDOM = {
     "latent": replace(
         TINY,
         layers=(
-            LayerKind(replace(LATENT, indexer=Indexer(3, 12, top_k=20)), Dense(96)),
+            LayerKind(replace(LATENT, indexer=Indexer(3, 12, top_k=20, interleaved=True)), Dense(96)),
             LayerKind(LATENT, EXPERTS),
         ),
     ),
@@ -102,6 +102,23 @@ RANDOM = {
             LayerKind(GroupedQuery(6, 6, 8, None, alibi=6.0, window=30), Dense(96)),
         ),
         norm=NormKind("layer", gain=False), embedding_norm=True, learned_positions=True, position_offset=2,
+    ),
+    "gates": replace(
+        TINY,
+        layers=(
+            LayerKind(
+                replace(ATTENTION, gated=True, gate_activation="softplus", gate_per_head=True),
+                Experts(4, 2, 24, scoring="sparsemixer", jitter=0.2),
+            ),
+            LayerKind(
+                replace(ATTENTION, window=20, gated=True, gate_activation="softplus"),
+                Experts(
+                    4, 2, 24, router_softcap=2.0, shared=24, shared_scale=0.5, output_norm=NormKind(),
+                    scoring="sigmoid", correction=True, corrects_logits=True,
+                ),
+            ),
+            LayerKind(ATTENTION, Dense(96, "xielu", gated=False)),
+        ),
     ),
     "longrope": ModelConfig.uniform(
         300, 48, 96, 2, 6, 2, 8, 512,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.adapters import ATTENTION, merged, read, write, written
-from cases.families.mixtures import LATENT
+from cases.families.latent import LATENT
 from cases.families.recurrent import DELTA, QWEN_EXPERTS
 from cases.models import TINY
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Cases of a family whose layers are those of another family.
 VARIANTS = (
     "untied", "tied", "plain", "biases", "interval", "full", "listed", "sparse", "halves", "alone", "dense",
-    "lite", "heads", "one",
+    "lite", "heads", "one", "sum",
 )  # fmt: skip
 
 # Families whose tensors have unlike names and forms: of these a model without its head is loaded.
@@ -39,10 +39,12 @@ OF_EACH_LOADER = (
 )  # fmt: skip
 # Families whose layers and settings other families have too.
 LIKE_OTHERS = (
-    "arcee", "dots1", "ernie4_5", "exaone", "exaone4", "glm4_moe", "granitemoe", "helium", "vaultgemma",
-    "internlm3", "kimi_k2", "lfm2_moe", "ministral3", "mistral", "mixtral", "qwen2", "qwen3_5_text",
-    "qwen3_moe", "seed_oss", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "glm4v_text",
-    "glm4v_moe_text",
+    "arcee", "cwm", "dots1", "ernie4_5", "exaone", "exaone4", "exaone_moe", "flex_olmo", "glm4_moe",
+    "glm4_moe_lite", "glm4v_moe_text", "glm4v_text", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoeshared", "helium", "hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder", "jais2", "kimi_k2",
+    "lfm2_moe", "ministral3", "mistral", "mixtral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_vl_text", "sarvam_mla", "sarvam_moe", "seed_oss", "solar_open",
+    "vaultgemma", "youtu",
 )  # fmt: skip
 
 

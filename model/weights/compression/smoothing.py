@@ -35,7 +35,7 @@ NO_QUANTISED_READER = "no weight that can be quantised reads it"
 UNKNOWN_READER = "not all weights that read it are known"
 # Weights that read a sublayer's input, by the class of its parameters: all of them.
 INPUT_WEIGHTS: dict[type, tuple[str, ...]] = {
-    Attention: ("q", "k", "v", "gate"),
+    Attention: ("q", "k", "v", "gate", "head_gate"),
     LatentAttention: ("q", "q_down", "kv_down", "indexer.k_down", "indexer.weigh"),
     DeltaAttention: ("q", "k", "v", "rate", "decay", "gate", "decay_down", "gate_down"),
     ShortConvolution: ("before", "after", "v"),

@@ -30,6 +30,7 @@ AXIS_COUNTS = {
     "gate": (2, 3),
     "head": (2,),
     "output_gate": (1,),
+    "head_gate": (2,),
     "project": (3,),
 }
 LONGEST_GROUP = 1 << 14  # inputs of a group of 4-bit codes that kernels multiply by codes: of products.h

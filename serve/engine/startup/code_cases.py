@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ....model.config import Dense, ModelConfig
-from ....model.ffn import activation
+from ....model.ffn import UNMAPPED_ACTIVATIONS, activation
 from ....model.gpus import refusal_reason
 from ....model.transformer import Decoder
 from ....model.tree import paths_and_leaves
@@ -42,7 +42,7 @@ def code_cases(config: ModelConfig, params: Decoder, dtype: Any) -> Iterator[Ker
     leaves = paths_and_leaves(drop_lora(params), TransposedCodes)
     weights = [w for _, w in leaves if isinstance(w, TransposedCodes) and w.activations == "int8"]
     kinds = dict.fromkeys(kind.ffn for kind in config.layers if isinstance(kind.ffn, Dense))
-    dense = [ffn for ffn in kinds if ffn.activation != "gelu"]
+    dense = [ffn for ffn in kinds if ffn.activation not in UNMAPPED_ACTIVATIONS]
     for inner in dict.fromkeys(prod(w.inputs) for w in weights):
         yield from row_codes_cases(inner, "", return_row, 1, dtype)
         for ffn in dense:

@@ -40,7 +40,7 @@ class TrainableExperts:
         self, w: MoE, c: Experts, x: Float[Array, "tokens D"]
     ) -> tuple[Float[Array, "tokens A"], Int[Array, "tokens A"]]:
         """Route tokens as `route_tokens`, and with its bits in steps of few rows if kernels multiply."""
-        router: Any = replace(w, experts=None, shared=None, norms=None)
+        router: Any = replace(w, experts=None, shared=None, norms=None, output_norm=None)
         return route_rows(c, router, x) if self.target else route_tokens(router, c, x)
 
     def run_chosen(

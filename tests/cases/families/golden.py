@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases.families import dense, mixtures, pictured, recurrent
+from cases.families import dense, latent, mixtures, pictured, recurrent
 from safetensors.numpy import load_file, save_file
 
 FILE = Path(__file__).with_name("golden.json")
@@ -37,7 +37,7 @@ NEAR_ONE = r"(norm|norm_\d|norms\.\d+|ln_\w)\.weight|layer_scalar|router\.(per_e
 THEIRS = {"kimi_k2": "deepseek_v3"}  # families that Transformers reads as others
 # families whose cases name all their sizes
 OWN_SIZES = "gpt2", "gptj", "codegen", "gpt_bigcode", "dbrx", "mpt"
-CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES | recurrent.CASES
+CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES | latent.CASES | recurrent.CASES
 
 
 def hub_config(name: str) -> dict[str, Any]:
@@ -52,13 +52,13 @@ def weights(name: str, shape: tuple[int, ...], seed: int, kind: str) -> np.ndarr
     if re.search(NEAR_ONE, name):
         around_zero = kind.startswith(("gemma", "nemotron")) and not kind.startswith("gemma4")
         noise = 0.2 * noise + (0.0 if around_zero else 1.0)
-    elif len(shape) == 1 or "bias" in name:
+    elif len(shape) < 2 or "bias" in name:
         noise *= 0.3
     elif "embed" in name or re.search(r"w[tp]e", name):
         noise *= 0.2 if kind.startswith("gemma") else 0.7
     else:
         noise *= 1.7 / shape[-2 if kind == "gpt2" or len(shape) == 3 else -1] ** 0.5
-    return noise.astype(np.float32)
+    return np.asarray(noise, np.float32)
 
 
 def write_folder(folder: Path, config: dict[str, Any], shapes: dict[str, list[int]], seed: int) -> None:
