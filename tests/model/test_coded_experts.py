@@ -133,9 +133,9 @@ def test_tiles_of_a_gpu_multiply_float8(height: int):
 
 
 def ffn(scheme: str = "int8", dtype: Any = jnp.float32) -> FFN:
-    wide = [coded((E, D, F), scheme, seed) for seed in (1, 2)]
-    biases = [random(E, n, seed=n, dtype=dtype) for n in (F, F, D)]
-    return FFN(*wide, coded((E, F, D), scheme, 3), *biases)
+    gate, up = (coded((E, D, F), scheme, seed) for seed in (1, 2))
+    gate_bias, up_bias, down_bias = (random(E, n, seed=n, dtype=dtype) for n in (F, F, D))
+    return FFN(gate, up, coded((E, F, D), scheme, 3), gate_bias, up_bias, down_bias)
 
 
 def packed(f: FFN) -> FFN:
