@@ -27,7 +27,9 @@ def sampling_sharding(params: EngineParams) -> Sharding:
 
 def last_sharding(params: EngineParams) -> Sharding:
     """Return the sharding of an array of the last layer's mixers."""
-    return target_params(params).layers[-1].any_mixer_leaf.sharding
+    decoder = target_params(params)
+    # parameters that are refused may have no layers
+    return (decoder.layers[-1].any_mixer_leaf if decoder.layers else decoder.embed).sharding
 
 
 def slot_sharding(params: EngineParams, shards: int) -> Sharding:

@@ -107,9 +107,10 @@ def test_a_model_that_overflows_float16_is_told_to_take_float32():
 
 
 def test_families_that_overflow_float16_are_served_in_bfloat16(tiny: Model, tmp_path: Path):
-    """The list of vLLM: Gemma 2 and 3, GLM-4-0414; and Gemma 4, whose layers are theirs."""
+    """The list of vLLM: Gemma 2 and 3, GLM-4-0414; and those whose layers are theirs."""
     families = {name for name in FAMILIES if may_overflow_float16(config_of(name))}
-    assert families == {"gemma2", "gemma3_text", "gemma4_text", "glm4"}
+    theirs = {"gemma4_text", "glm4v_text", "afmoe", "kolibri1"}
+    assert families == {"gemma2", "gemma3_text", "glm4"} | theirs
     config, folder = replace(tiny.config, post_norms=True), folder_in(tiny, tmp_path, "float16")
     for name in ("float16", "half", jnp.float16):
         with pytest.raises(ValueError, match='"float16" is not allowed: .* use "bfloat16" or "float32"'):
