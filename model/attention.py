@@ -437,8 +437,7 @@ def dot_product_attention(
     mask: Bool[Array, "#B T S"],
     attention: AttentionParams,
 ) -> Float[Array, "B T N U"]:
-    """Compute softmax attention with scores in float32, over keys from position 0 on. Every query must see at
-    least one key."""
+    """Compute softmax attention, with scores in float32. Every query must see at least one key."""
     B, T, N, _ = q.shape
     products = einsum("btkgh,bskh->bkgts", group_queries(q, k.shape[2]), k, jnp.float32)
     heads, query, key = (1, k.shape[2], -1, 1, 1), np.arange(T)[:, None], np.arange(k.shape[1])[None]

@@ -46,7 +46,7 @@ def mixers(raw: fields.Raw) -> list[GroupedQuery]:
         fields.integer(raw, "sliding_window", 512),
     )
     kinds: dict[str, Any] = {"kv_heads": 8, "qk_norm": norm, "gated": True, "gate_activation": "softplus"}
-    kinds["gate_per_head"] = gates_heads(raw)
+    kinds["gate_per_head"] = has_gates_of_heads(raw)
 
     def attention_config(w: int | None, heads: int) -> GroupedQuery:
         rope, rotated = typed_ropes["sliding_attention" if w else "full_attention"]
@@ -60,7 +60,7 @@ def mixers(raw: fields.Raw) -> list[GroupedQuery]:
     return [attention_config(w, n) for w, n in zip(windows, heads, strict=True)]
 
 
-def gates_heads(raw: fields.Raw) -> bool:
+def has_gates_of_heads(raw: fields.Raw) -> bool:
     """Return True if a head has one gate, False if each of its dimensions has one, by `gating`."""
     fields.allow_only(raw, "gating", True, "per-head", "per-element")
     return fields.value(raw, "gating", True) != "per-element"

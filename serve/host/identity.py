@@ -31,6 +31,8 @@ TRACED_MODULES = (
     "serve.engine.speculation.draft_proposers",
     "serve.engine.speculation.draft_steps",
     "serve.engine.startup.bfloat16_gain",
+    "serve.engine.startup.code_cases",
+    "serve.engine.startup.kernel_case",
     "serve.engine.startup.kernel_cases",
     "serve.engine.startup.kernel_checks",
     "serve.runtime.compiled",

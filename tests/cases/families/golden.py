@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases.families import dense, latent, mixtures, pictured, recurrent
+from cases.families import classic, dense, latent, mixtures, pictured, recurrent
 from safetensors.numpy import load_file, save_file
 
 FILE = Path(__file__).with_name("golden.json")
@@ -37,7 +37,9 @@ NEAR_ONE = r"(norm|norm_\d|norms\.\d+|ln_\w)\.weight|layer_scalar|router\.(per_e
 THEIRS = {"kimi_k2": "deepseek_v3"}  # families that Transformers reads as others
 # families whose cases name all their sizes
 OWN_SIZES = "gpt2", "gptj", "codegen", "gpt_bigcode", "dbrx", "mpt"
-CASES: dict[str, dict[str, Any]] = dense.CASES | mixtures.CASES | latent.CASES | recurrent.CASES
+CASES: dict[str, dict[str, Any]] = (
+    dense.CASES | classic.CASES | mixtures.CASES | latent.CASES | recurrent.CASES
+)
 
 
 def hub_config(name: str) -> dict[str, Any]:
