@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cases.families.dense import LONG
+from cases.families.dense import GPT, LONG
 
 CASES: dict[str, dict[str, Any]] = {
     "exaone": {
