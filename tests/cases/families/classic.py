@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from cases.families.dense import GPT, LONG
+from cases.families.dense import LONG
 
+GPT = {"n_embd": 30, "n_head": 5, "n_layer": 3, "n_positions": 64}
 CASES: dict[str, dict[str, Any]] = {
     "exaone": {
         "num_layers": 3,

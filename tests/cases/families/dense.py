@@ -8,7 +8,6 @@ LONG = {
     "short_factor": [1.0, 1.1, 1.3, 1.2],
     "long_factor": [1.0, 2.0, 3.5, 5.0],
 }
-GPT = {"n_embd": 30, "n_head": 5, "n_layer": 3, "n_positions": 64}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 8, "rope_scaling": YARN | {"beta_fast": 8}, "tie_word_embeddings": True},
     "llama biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
