@@ -203,7 +203,7 @@ class AttentionParams:
     selection: the only keys that queries see, or None.
     chunked: keys before the last multiple of the window are hidden too.
     num_kv_heads: number of key heads of a token. A cached row may hold several.
-    alibi: fall of the scores with each position, one per head, or None. Only the reference computes it.
+    alibi: fall of the scores with each position, one per head, or None. Kernels leave it to XLA.
     """
 
     scale: float

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...model.config import LayerKind, ModelConfig
-from . import deepseek, fields, parts
+from . import deepseek, deepseek_v3, fields, parts
 from .family import Family
 from .storage import Stored
 
@@ -11,16 +11,7 @@ NAMES = {path: stored for path, stored in deepseek.NAMES.items() if path != "lay
 NAMES |= deepseek.CORRECTION | {
     "layers.{}.ffn.output_norm.gain": Stored(parts.LAYER + "post_mlp_layernorm.weight", "D->D")
 }
-EXPERTS = {
-    "moe_intermediate_size": 2048,
-    "n_shared_experts": 1,
-    "n_routed_experts": 192,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "n_group": 8,
-    "topk_group": 4,
-}
+EXPERTS = deepseek_v3.EXPERTS | {"n_routed_experts": 192}
 
 
 def parse_config(raw: fields.Raw) -> ModelConfig:

@@ -5,7 +5,7 @@ other values than its own are refused.
 """
 
 from ...model.config import Dense, GroupedQuery, LayerKind, ModelConfig
-from . import fields, parts
+from . import dbrx, fields, parts
 from .family import Family
 from .storage import Stored
 
@@ -23,13 +23,7 @@ NAMES = {
     "norm.gain": Stored("transformer.norm_f.weight", "D->D"),
     "head": Stored("lm_head.weight", "V,D->VD"),
 }
-SIZES = {
-    "hidden_size": ("d_model", 2048),
-    "num_attention_heads": ("n_heads", 16),
-    "num_hidden_layers": ("n_layers", 24),
-    "max_position_embeddings": ("max_seq_len", 2048),
-    "vocab_size": ("vocab_size", 50368),
-}
+SIZES = dbrx.SIZES | {"vocab_size": ("vocab_size", 50368)}
 FIXED_FIELDS = {"expansion_ratio": 4, "no_bias": True}
 FIXED_INNER_FIELDS = {
     "attn_type": "multihead_attention",

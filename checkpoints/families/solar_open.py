@@ -2,7 +2,7 @@
 in every layer."""
 
 from ...model.config import LayerKind, ModelConfig
-from . import deepseek, fields, parts
+from . import deepseek, fields, glm4_moe, parts
 from .family import Family
 from .ropes import read_rope
 
@@ -10,16 +10,7 @@ MIXTURE = parts.expert_names("mlp", "gate_proj", "up_proj", "down_proj") | parts
     "ffn.shared", "mlp.shared_experts"
 )
 NAMES = parts.BACKBONE | parts.QKV_BIASES | MIXTURE | deepseek.CORRECTION
-EXPERTS = {
-    "moe_intermediate_size": 1280,
-    "n_shared_experts": 1,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-}
+EXPERTS = glm4_moe.EXPERTS | {"moe_intermediate_size": 1280}
 
 
 def parse_config(raw: fields.Raw) -> ModelConfig:
